@@ -25,9 +25,9 @@ from onefold.optim.skip import skips_on_device
 from onefold.train import checkpoints, loop
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.data import Packed
+from onefold.train.data import Feed, Packed
 from onefold.train.errors import TrainError
-from onefold.train.loop import Feed, Row, train
+from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
@@ -308,7 +308,7 @@ def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
         batches.append(feed.take(second))
         feed.send_ahead(second)  # the run goes back: another batch is asked for than was sent
         batches.append(feed.take(third))
-    assert begun is not None and begun.batch["labels"] is batches[1]["labels"]
+    assert begun is not None and begun[1]["labels"] is batches[1]["labels"]
     assert feed._copies.stream != torch.accelerator.current_stream()
     for batch, indices in zip(batches, (first, second, third), strict=True):
         for name, expected in Packed(rows).batch(indices).items():

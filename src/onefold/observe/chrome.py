@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.observe.tiers import DEVICE, MOVED
+from onefold.observe.memory import DEVICE, MOVED
 
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.comm import Sent
-from onefold.observe.process import Reconciliation
+from onefold.observe.memory import Reconciliation
 from onefold.observe.trace import Held, Move, Recording, Work
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe

@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
 from onefold.train.text import Tokenizer, encode_with_spans, read_documents, render_chat
 
@@ -220,7 +221,6 @@ def _encoded(
         )
 
 
-Indices = npt.NDArray[np.int64]
 #: Samples that a fingerprint reads.
 _PROBES = 64
 
@@ -343,3 +343,82 @@ def eval_batches(
         real = int((mine < count).sum())
         batches.append((np.where(mine < count, mine, 0), real))
     return batches
+
+
+def held_out_batch(samples: Samples, indices: Indices, real: int) -> tuple[Batch, int]:
+    """(the batch with only its first `real` samples counting, tokens that count).
+
+    A batch that does not count at all keeps one label, since a mean over nothing is not a number.
+    """
+    batch = samples.batch(indices)
+    if real < len(indices):
+        first = batch["labels"][:1, -1:].clone()
+        batch["labels"][real:] = IGNORE
+        if not real:
+            batch["labels"][:1, -1:] = first.clamp(min=0)
+    return batch, samples.counts(indices[:real])
+
+
+class Feed:
+    """Batches of `samples` for one device, one ahead of the one that is computed.
+
+        computing      micro-batch 0          micro-batch 1          micro-batch 2
+        copies         [1]                    [2]                    [first of the next step]
+
+    On a stream of its own: the engine's copies up are waited for by the host before each step of an
+    optimizer. A device without streams is sent nothing ahead.
+    """
+
+    def __init__(self, samples: Samples, device: torch.device) -> None:
+        self.samples, self.device = samples, device
+        self._copies = CopyStream(device, name="batches")
+        self._pinned = HostBuffers(device)
+        self._ahead: tuple[Indices, Batch, list[Any]] | None = None  # and tickets of its copies
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether `send_ahead` sends anything."""
+        return self._copies.asynchronous
+
+    def take(self, indices: Indices) -> Batch:
+        """The batch of these samples: on the device, behind its copy, where that has streams; else
+        on the host.
+        """
+        if not self._copies.asynchronous:
+            return self.samples.batch(indices)
+        indices_ahead, batch = self._landed()
+        # The run has gone back, or looks at a step again
+        if not np.array_equal(indices_ahead, indices):
+            self._send(indices)
+            _, batch = self._landed()
+        return batch
+
+    def send_ahead(self, indices: Indices) -> None:
+        """Begin to copy what `take` will be asked for next."""
+        if self._copies.asynchronous:
+            self._landed()
+            self._send(indices)
+
+    def close(self) -> None:
+        """Nothing more will be taken."""
+        self._landed()
+
+    def _landed(self) -> tuple[Indices, Batch]:
+        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
+        for its memory may be handed on then.
+        """
+        indices, batch, tickets = self._ahead or (np.empty(0, np.int64), {}, [])
+        self._ahead = None
+        for ticket in tickets:
+            self._copies.order(ticket)
+        return indices, batch
+
+    def _send(self, indices: Indices) -> None:
+        there: Batch = {}
+        tickets = []
+        for name, tensor in self.samples.batch(indices).items():
+            host = self._pinned.empty(tensor.numel(), tensor.dtype)
+            host.copy_(tensor.reshape(-1))
+            there[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            tickets.append(self._copies.copy(there[name].view(-1), host))
+        self._ahead = indices, there, tickets

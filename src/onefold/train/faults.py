@@ -1,4 +1,45 @@
-"""X"""
+"""What a step may meet: numbers that are not finite, a slow rank, no memory left.
+
+    NonFinite.judge      is the step's update applied, left out, or does the run go back to a checkpoint?
+    locate               in which unit, on which rank did numbers first go bad?
+    Pace.look            which rank is slower than the others?
+    explain              which line of the plan was wrong, and what would take less memory?
+
+| --on-nonfinite | then                                                                             | the run ends              |
+|----------------|----------------------------------------------------------------------------------|---------------------------|
+| stop           | nothing                                                                          | at the first              |
+| skip           | the step's samples are left out, the weights stay                                | at the `limit`-th in a row |
+| rollback       | the last checkpoint is loaded, and the run goes on behind the bad step's samples | at the `limit`-th in a row |
+
+The update of a step that is not finite is never applied. Going back, none of the samples between
+the checkpoint and the bad step is read again: repeated bit for bit they would lead to the same
+weights, and to the same bad step or the next one. From the second time in a row on the checkpoint
+before is taken. In fp16 gradients that overflow are the loss scaler's business: it skips the step
+and lowers the scale, up to `SCALER_LIMIT` times in a row. A loss that is not finite was so before
+any scaling, and is handled as in the table.
+
+[Note: the step is done once more] Nothing is watched while all is well: that would cost a pass over
+every output of every step, and a synchronization with a GPU. When loss or gradients come out
+non-finite, the weights have not been touched yet and the random generators' states from before the
+step are kept, so the same step is run again, bit for bit, with hooks that look at each unit:
+
+    forward    the first unit in forward order whose output is bad while its input was not; between units it is the root's code
+    backward   the first unit in backward order that passes a bad gradient on while the one it received was not; failing that, the
+               last unit in forward order with a bad gradient of its own parameters
+
+In the backward pass the order must be the backward one: from the culprit on every earlier unit has
+bad gradients too, so the first in forward order would always be the embedding.
+
+[Note: an alert does not flap] In a step every rank takes as long as the slowest; what differs is
+how long each computes without waiting, so that is compared. Near the limit noise crosses it again
+and again, and on a busy machine now this rank is slow, now that one.
+
+    none named ── above `factor` for a while ──► named ── well below `factor` for WINDOW steps on end ──► none named
+
+A named rank stays the named one until it keeps up, whoever else is slow. "A while" is one look at
+first; then it doubles, from WINDOW steps on, with each alert, so that a run of n steps has some log
+n of them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +58,7 @@ from torch import nn
 
 import onefold
 from onefold.device import rng_state, set_rng_state
-from onefold.observe.process import resident_memory
+from onefold.observe.memory import resident_memory
 from onefold.plan.schema import ENGINE, Account
 from onefold.recipe import Tier
 from onefold.runtime.engine import Engine, in_autograd
@@ -28,6 +69,12 @@ from onefold.train.prepare import Run
 
 #: A scale of 65536 has fallen to nothing by then.
 SCALER_LIMIT = 40
+#: Steps that are looked at together: one hiccup is no slow rank.
+WINDOW = 20
+#: Seconds below which a lag is not worth a word.
+FLOOR = 0.005
+#: How torch and Python say on each device that an allocation failed.
+_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
 
 class Verdict(enum.Enum):
@@ -80,12 +127,9 @@ class NonFinite:
         self.total += 1
         self.in_a_row += 1
         self._worst = max(self._worst, step)
-        what = (
-            f"the loss at step {step + 1} is {loss}"
-            if not math.isfinite(loss)
-            else f"the gradient norm at step {step + 1} is {norm}"
-        )
-        text, config = f"{what}; {where()}", self.run.config
+        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
+        text = f"the {what} at step {step + 1} is {value}; {where()}"
+        config = self.run.config
         how = config.on_nonfinite
         if how == "stop":
             hint = (
@@ -279,25 +323,19 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: Gen
     gradients = bad_parameters(engine, gradients=True)
     run.optimizer.zero_grad()
     after.restore(ranks.device)
-    said = ranks.gather((looking.found, weights, gradients))
-    return _worded(
-        [found for found, *_ in said if found], _union(said, 1, engine), _union(said, 2, engine)
+    places, *bad = zip(*ranks.gather((looking.found, weights, gradients)), strict=True)
+    # Of all ranks, in forward order
+    weights, gradients = (
+        [unit.name for unit in engine.units if any(unit.name in names for names in of_ranks)]
+        for of_ranks in bad
     )
-
-
-def _union(said: list[Any], column: int, engine: Engine) -> list[str]:
-    named = {name for row in said for name in row[column]}
-    return [unit.name for unit in engine.units if unit.name in named]
-
-
-def _worded(places: list[Place], weights: list[str], gradients: list[str]) -> str:
     if weights:
         return (
             f"weights of unit {weights[0]!r} are not finite themselves (of {len(weights)} units in"
             " all): an earlier update broke them"
         )
-    if places:
-        return f"the first that was not finite: {min(places)}"
+    if any(places):
+        return f"the first that was not finite: {min(filter(None, places))}"
     if gradients:
         return (
             f"the first that was not finite: the gradient of a parameter of unit {gradients[-1]!r}"
@@ -307,12 +345,6 @@ def _worded(places: list[Place], weights: list[str], gradients: list[str]) -> st
         "run once more, the same step was finite everywhere: this computation is not repeatable, or"
         " a device or its memory is faulty"
     )
-
-
-#: Steps that are looked at together: one hiccup is no slow rank.
-WINDOW = 20
-#: Seconds below which a lag is not worth a word.
-FLOOR = 0.005
 
 
 @dataclass
@@ -377,14 +409,8 @@ def _median_of_others(own: list[float], rank: int) -> float:
     return statistics.median(own[:rank] + own[rank + 1 :])
 
 
-#: How torch and Python say on each device that an allocation failed.
-_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error is an allocation that failed, on a device or the host."""
-    import torch
-
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)

@@ -1,4 +1,32 @@
-"""LOOPDOC"""
+"""The training loop. It is PyTorch's own; what stands around it measures, reports, and keeps the
+run alive.
+
+    for each step
+        for each micro-batch                      all but the last under onefold.no_sync
+            loss · (its tokens · N / all tokens of the step) ─► backward
+        clip
+        ranks sum their losses, what they were asked (to stop, and why), and how long each computed
+        by itself not finite?  stop, leave the step out, or go back to a checkpoint
+        optimizer step ─► held-out loss ─► metrics ─► checkpoint, if it is time
+
+The engine averages gradients over ranks, as DDP does, hence the factor N: what is summed in the end
+is the gradient of the mean over every token that counts in the global batch, however it was cut.
+
+[Note: a step late] On a device with streams the host does not wait for the step that it has just
+launched. Loss, norm and loss scale are copied to the host behind the step, and read in the next
+one:
+
+    device   forward, backward, clip, update of step s    │ forward, backward of step s + 1      │ clip, update
+    host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches clip and update
+
+What may follow from step s must not find the weights of step s + 1. So the device itself leaves an
+update out where loss or norm are not finite (optim/skip.py), and the host judges step s before it
+launches the update of step s + 1: the weights are then those that step s began with. Where the
+judgement changed anything, the gradients of step s + 1 are dropped and computed again. A step is
+read in itself where somebody needs to know: the run evaluates, saves, records or ends behind it. So
+is every step on a device without streams, and where the device cannot leave an update out (shards
+off the device, packed moments).
+"""
 
 from __future__ import annotations
 
@@ -7,149 +35,23 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import onefold
-from onefold.device import CopyStream, HostBuffers, Reading, has_streams, memory_figures
-from onefold.observe.measure import measured
+from onefold.device import Reading, has_streams, memory_figures
+from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
-from onefold.observe.process import resident_memory
-from onefold.observe.trace import Recording, record
 from onefold.optim.skip import skips_on_device, step_unless
 from onefold.train.checkpoints import Keeper
-from onefold.train.data import IGNORE, Batch, Indices, Samples, eval_batches
+from onefold.train.data import Batch, Feed, eval_batches, held_out_batch
 from onefold.train.errors import TrainError
 from onefold.train.faults import Generators, NonFinite, Pace, Verdict, locate
-from onefold.train.prepare import Run, steps_of
+from onefold.train.prepare import Run
 from onefold.train.process import Stop
+from onefold.train.report import Window
 from onefold.train.wires import totals
-
-
-@dataclass
-class _Sent:
-    """A batch on the device, and when it is whole there."""
-
-    indices: Indices
-    batch: Batch
-    tickets: list[Any]
-
-
-class Feed:
-    """Batches of `samples` for one device."""
-
-    def __init__(self, samples: Samples, device: torch.device) -> None:
-        self.samples, self.device = samples, device
-        self._copies = CopyStream(device, name="batches")
-        self._pinned = HostBuffers(device)
-        self._ahead: _Sent | None = None
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether `send_ahead` sends anything."""
-        return self._copies.asynchronous
-
-    def take(self, indices: Indices) -> Batch:
-        """The batch of these samples: on the device, behind its copy, where that has streams; else
-        on the host.
-        """
-        if not self._copies.asynchronous:
-            return self.samples.batch(indices)
-        ahead = self._landed()
-        # The run has gone back, or looks at a step again
-        if ahead is None or not np.array_equal(ahead.indices, indices):
-            self._ahead = self._send(indices)
-            ahead = self._landed()
-        assert ahead is not None
-        return ahead.batch
-
-    def send_ahead(self, indices: Indices) -> None:
-        """Begin to copy what `take` will be asked for next."""
-        if self._copies.asynchronous:
-            self._landed()
-            self._ahead = self._send(indices)
-
-    def close(self) -> None:
-        """Nothing more will be taken."""
-        self._landed()
-
-    def _landed(self) -> _Sent | None:
-        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
-        for its memory may be handed on then.
-        """
-        ahead, self._ahead = self._ahead, None
-        for ticket in ahead.tickets if ahead is not None else ():
-            self._copies.order(ticket)
-        return ahead
-
-    def _send(self, indices: Indices) -> _Sent:
-        there: Batch = {}
-        tickets = []
-        for name, tensor in self.samples.batch(indices).items():
-            host = self._pinned.empty(tensor.numel(), tensor.dtype)
-            host.copy_(tensor.reshape(-1))
-            there[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            tickets.append(self._copies.copy(there[name].view(-1), host))
-        return _Sent(indices, there, tickets)
-
-
-class Window:
-    """Records the run's steps from `first` to `last`; what it saw is put into the run."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        self.first, self.last = steps_of(run.config.trace, run.steps)
-        # This process's first steps also build states and learn orders
-        if run.config.trace is None and run.start:
-            self.first = self.last = min(run.start + self.first, run.steps - 1)
-        self._stack = contextlib.ExitStack()
-        self._recording: Recording | None = None
-        self._whole = 0
-
-    def is_near(self, step: int) -> bool:
-        """Whether `step` is recorded, or the next one is the first that will be: both are to begin
-        and end by themselves.
-        """
-        return self._recording is not None or step + 1 == self.first
-
-    def begin(self, step: int) -> None:
-        """A step is about to begin."""
-        if step == self.first:
-            profiler = self.run.config.torch_profiler
-            seen = record(
-                self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler
-            )
-            self._recording = self._stack.enter_context(seen)
-
-    def end(self, step: int, over: bool, whole: bool = True) -> None:
-        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a
-        window without such a step moves on.
-        """
-        self._whole += whole and self._recording is not None
-        if self._recording is not None and (step >= self.last or over):
-            self._stack.close()
-            recording, self._recording = self._recording, None
-            if not self._whole:
-                self.first = self.last = step + 1
-                return
-            self.run.recording = recording
-            self.run.measured = measured(self.run.model, self.run.optimizer, recording)
-
-    def close(self) -> None:
-        """The run broke off."""
-        self._recording = None
-        self._stack.close()
-
-    def write(self, folder: Path) -> Path | None:
-        """This rank's trace, if the run was asked for one."""
-        config = self.run.config
-        if self.run.recording is None or (config.trace is None and not config.torch_profiler):
-            return None
-        return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
-
 
 Row = dict[str, Any]
 
@@ -205,33 +107,26 @@ class _Told:
     own: list[float]
 
 
+@dataclass
 class _Loop:
-    """One step at a time."""
+    """One step at a time. The arguments are those of `train`."""
 
-    def __init__(
-        self,
-        run: Run,
-        stop_requested: Callable[[], int],
-        report: Callable[[Row], None],
-        window: Window,
-        keeper: Keeper | None,
-        alert: Callable[[str], None],
-        forget: Callable[[int], None],
-    ) -> None:
-        self.run, self.stop_requested, self.report, self.window, self.keeper = (
-            run,
-            stop_requested,
-            report,
-            window,
-            keeper,
-        )
-        self.alert, self.forget = alert, forget
+    run: Run
+    stop_requested: Callable[[], int]
+    report: Callable[[Row], None]
+    window: Window
+    keeper: Keeper | None
+    alert: Callable[[str], None]
+    forget: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        run = self.run
         self.engine = onefold.engine_of(run.model)
         self.meter = Meter(
             run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops
         )
         self.pace = Pace(run.config.slow_factor)
-        self.nonfinite = NonFinite(run, alert)
+        self.nonfinite = NonFinite(run, self.alert)
         self.feed = Feed(run.data.train, run.ranks.device)
         self.skipped_before = int(run.earlier.get("skipped", 0))
         self._scale: float | None = None
@@ -270,14 +165,11 @@ class _Loop:
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
         if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
             asked |= Stop.TIME
-        kinds = (Stop.INTERRUPT, Stop.PREEMPT, Stop.TIME)
+        kinds = list(Stop)
         seconds = [own if rank == ranks.rank else 0.0 for rank in range(ranks.world_size)]
         total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds), *seconds)
-        stopping = Stop.NONE
-        for kind, count in zip(kinds, said, strict=False):
-            if count:
-                stopping |= kind
-        return _Told(total, stopping, said[len(kinds) :])
+        stopping = sum(kind for kind, count in zip(kinds, said, strict=False) if count)
+        return _Told(total, Stop(stopping), said[len(kinds) :])
 
     def _where(self, step: int, before: Generators) -> str:
         return locate(
@@ -297,12 +189,9 @@ class _Loop:
 
     def _evaluates(self, step: int, stopping: Stop) -> bool:
         every, over = self.run.config.eval_every, step + 1 == self.run.steps
-        return bool(
-            every
-            and len(self.run.data.held_out)
-            and ((step + 1) % every == 0 or over)
-            and not stopping
-        )
+        if not every or stopping or not len(self.run.data.held_out):
+            return False
+        return over or (step + 1) % every == 0
 
     def _figures(self, step: int, tokens: int) -> Row:
         """The figures of a step as this run keeps them: `memory` of the process, `held` of the
@@ -408,8 +297,8 @@ class _Launched:
 class _StepLate(_Loop):
     """Steps are read and judged in the next one. See [Note: a step late]."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._launched: _Launched | None = None  # the step before, where it was not read yet
         self._arrived = 0.0
         self._draw = 0  # `Summing.draw` as the step began
@@ -458,15 +347,11 @@ class _StepLate(_Loop):
         """Whether somebody needs to know of the step before the next one begins. The same on every
         rank.
         """
-        over = step + 1 == self.run.steps
-        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, over)
-        return (
-            over
-            or bool(stopping)
-            or saves
-            or self._evaluates(step, stopping)
-            or self.window.is_near(step)
+        over = bool(stopping) or step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(
+            step + 1, stopping, step + 1 == self.run.steps
         )
+        return over or saves or self._evaluates(step, stopping) or self.window.is_near(step)
 
     def _read(self, launched: _Launched) -> list[float]:
         """Waits for that step, and for nothing that was launched behind it. A step's time is that
@@ -590,14 +475,10 @@ def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
     """
     out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
     loss = getattr(out, "loss", None)
-    if loss is None:
-        loss = (
-            out.get("loss")
-            if isinstance(out, dict)
-            else out[0]
-            if isinstance(out, tuple | list)
-            else out
-        )
+    if loss is None and isinstance(out, dict):
+        loss = out.get("loss")
+    elif loss is None:
+        loss = out[0] if isinstance(out, tuple | list) else out
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainError(
             f"{type(model).__name__} returned {type(out).__name__} without a scalar loss; called"
@@ -636,22 +517,6 @@ def held_out_loss(run: Run) -> float:
         run.model.train()
     total, counted = ranks.sum(total, counted)
     return total / counted
-
-
-def held_out_batch(
-    samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]], real: int
-) -> tuple[Batch, int]:
-    """(the batch with only its first `real` samples counting, tokens that count).
-
-    A batch that does not count at all keeps one label, since a mean over nothing is not a number.
-    """
-    batch = samples.batch(indices)
-    if real < len(indices):
-        first = batch["labels"][:1, -1:].clone()
-        batch["labels"][real:] = IGNORE
-        if not real:
-            batch["labels"][:1, -1:] = first.clamp(min=0)
-    return batch, samples.counts(indices[:real])
 
 
 def memory(run: Run) -> Row:

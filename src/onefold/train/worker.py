@@ -28,20 +28,20 @@ from onefold.checkpoint.adapters import save_adapters
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.export import export as export_model
 from onefold.comm import StallError
-from onefold.observe.tensorboard import TensorBoard
+from onefold.observe.meter import TensorBoard
 from onefold.offload.nvme import TierError
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper, changed, check_time, restarts, started_at
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, seconds_of
 from onefold.train.faults import explain, is_out_of_memory
-from onefold.train.loop import Row, Window, train
+from onefold.train.loop import Row, train
 from onefold.train.models import quiet_transformers
 from onefold.train.output import METRICS, Claim, Metrics, run_of, with_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.process import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.train.ranks import Peer, PeerMonitor, Ranks, join, leave
-from onefold.train.report import JsonReporter, Reporter, describe, observe, reporter
+from onefold.train.report import JsonReporter, Reporter, Window, describe, observe, reporter
 from onefold.train.wires import TOTALS
 
 PROMPTS = {"topics": 'The "with" statement is used to'}

@@ -1,22 +1,198 @@
-"""Charts of one recorded step of one rank: the memory it held, and what it computed, sent and
-waited for.
+"""The charts of the page.
+
+loss, throughput        over the whole run
+memory, timeline        of one recorded step of one rank: what it held, what it computed, sent and waited for
+traffic, step_times     across units and ranks
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onefold.observe.chrome import lanes
-from onefold.observe.report.figures import Figure, figure, plotly, thinned
-from onefold.observe.report.words import COLOURS, byte_unit, in_bytes, in_seconds
-from onefold.observe.tiers import DEVICE, HOST, MOVED, NVME
+from onefold.observe.memory import DEVICE, HOST, MOVED, NVME
+from onefold.observe.report.figures import (
+    COLOURS,
+    Figure,
+    byte_unit,
+    figure,
+    in_bytes,
+    in_seconds,
+    plotly,
+    thinned,
+)
+from onefold.observe.report.tables import Metrics
+from onefold.observe.runfile import RankObserved
 from onefold.observe.trace import Move, Recording, merged
-from onefold.plan.schema import ENGINE, MOMENTS, Account
+from onefold.plan.schema import ENGINE, MOMENTS, MOVES, Account
 
 #: Levels of memory that are drawn at most; a screen has no more.
 LEVELS = 1500
 #: Waits that are shaded over all rows at most.
 SHADED = 60
+#: From this many steps on, a running mean is drawn over the loss.
+SMOOTHED_FROM = 40
+
+
+def loss(metrics: Metrics) -> Figure | None:
+    """Loss by step, with its running mean on long runs and the held-out loss as points."""
+    go = plotly()
+    steps, values = metrics.series("loss")
+    if not steps:
+        return None
+    many = len(steps) >= SMOOTHED_FROM
+    pale: dict[str, Any] = {"opacity": 0.35} if many else {}
+    line = {"color": "#4269d0", "width": 1.5}
+    mode = "lines" if len(steps) > 1 else "markers"
+    traces = [
+        go.Scatter(
+            x=steps, y=values, name="loss", mode=mode, line=line, hovertemplate="%{y:.4f}", **pale
+        )
+    ]
+    if many:
+        mean = _running_mean(values, max(5, len(values) // 25))
+        traces.append(
+            go.Scatter(
+                x=steps,
+                y=mean,
+                name="running mean",
+                line={"color": "#4269d0", "width": 2.5},
+                hovertemplate="%{y:.4f}",
+            )
+        )
+    at, held_out = metrics.series("eval_loss")
+    if at:
+        style = {"color": "#efb118", "size": 8, "line": {"color": "#8a6400", "width": 1}}
+        traces.append(
+            go.Scatter(x=at, y=held_out, name="held out", mode="lines+markers", marker=style, line={"color": "#efb118", "dash": "dot"},
+                       hovertemplate="%{y:.4f}")
+        )  # fmt: skip
+    return figure(
+        traces, height=320, x="step", y="loss", hovermode="x unified", showlegend=len(traces) > 1
+    )
+
+
+def throughput(metrics: Metrics) -> Figure | None:
+    """Tokens a second by step, and their median."""
+    go = plotly()
+    steps, values = metrics.series("tokens_per_s")
+    if not steps:
+        return None
+    style = {"color": "#3ca951", "width": 1.5}
+    mode = "lines" if len(steps) > 1 else "markers"
+    traces = [
+        go.Scatter(
+            x=steps,
+            y=values,
+            name="tokens/s",
+            mode=mode,
+            line=style,
+            hovertemplate="%{y:,.0f} tokens/s",
+        )
+    ]
+    typical = metrics.typical("tokens_per_s")
+    if typical is not None and len(steps) > 1:
+        dashed = {"color": "#3ca951", "width": 1.5, "dash": "dash"}
+        ends = [steps[0], steps[-1]]
+        traces.append(
+            go.Scatter(
+                x=ends,
+                y=[typical, typical],
+                name=f"median {typical:,.0f}",
+                mode="lines",
+                line=dashed,
+                hoverinfo="skip",
+            )
+        )
+    return figure(
+        traces,
+        height=320,
+        x="step",
+        y="tokens/s",
+        yaxis={"rangemode": "tozero"},
+        hovermode="x unified",
+        showlegend=True,
+    )
+
+
+def _running_mean(values: list[float], window: int) -> list[float]:
+    out, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        out.append(total / min(i + 1, window))
+    return out
+
+
+#: From this many bars on, bars have no labels of their own.
+CROWDED = 40
+
+
+def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
+    """Payload bytes that a rank sends in a step, by unit, stacked by move; in the order of the
+    run.
+    """
+    go = plotly()
+    if not by_unit:
+        return None
+    units = list(by_unit)
+    unit, size = byte_unit([sum(moves.values()) for moves in by_unit.values()])
+    present = [m for m in MOVES if any(by_unit[u].get(m) for u in units)]
+    traces = [
+        go.Bar(
+            orientation="h", y=units, x=[by_unit[u].get(m, 0) / size for u in units], name=m, marker={"color": COLOURS[m]},
+            customdata=[in_bytes(by_unit[u].get(m, 0)) for u in units], hovertemplate=f"%{{y}}<br>{m}: %{{customdata}}<extra></extra>",
+        )
+        for m in present
+    ]  # fmt: skip
+    return _stacked(traces, len(units), 26, f"{unit} a step")
+
+
+def step_times(ranks: Sequence[RankObserved]) -> Figure | None:
+    """What each rank's step was made of."""
+    go = plotly()
+    timed = [
+        r for r in ranks if r.measured.seconds.get("step") and r.measured.seconds.get("compute")
+    ]
+    if not timed:
+        return None
+    names = [f"rank {r.rank}" for r in timed]
+    parts = {
+        "compute": "compute",
+        "waiting (exposed)": "exposed communication",
+        "optimizer": "optimizer",
+    }
+    values = {
+        label: [r.measured.seconds.get(key, 0.0) for r in timed] for label, key in parts.items()
+    }
+    values["other"] = [
+        max(0.0, r.measured.seconds["step"] - sum(v[i] for v in values.values()))
+        for i, r in enumerate(timed)
+    ]
+    traces = [
+        go.Bar(
+            orientation="h", y=names, x=[1000 * s for s in seconds], name=label, marker={"color": COLOURS[label.partition(" ")[0]]},
+            customdata=[in_seconds(s) for s in seconds], hovertemplate=f"%{{y}}<br>{label}: %{{customdata}}<extra></extra>",
+        )
+        for label, seconds in values.items()
+    ]  # fmt: skip
+    return _stacked(traces, len(names), 30, "ms of a step")
+
+
+def _stacked(traces: list[Any], bars: int, height: int, x: str) -> Figure:
+    """Stacked horizontal bars, each `height` pixels."""
+    crowded = bars > CROWDED
+    ticks = {"nticks": 20} if crowded else {"dtick": 1}
+    axis = {"autorange": "reversed", "type": "category", "title": {"text": ""}, **ticks}
+    return figure(
+        traces,
+        height=700 if crowded else 110 + height * bars,
+        x=x,
+        y="",
+        yaxis=axis,
+        barmode="stack",
+        bargap=0.05 if crowded else 0.3,
+    )
 
 
 def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
