@@ -45,19 +45,17 @@ from __future__ import annotations
 
 import enum
 import math
-import random
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import onefold
-from onefold.device import rng_state, set_rng_state
+from onefold.checkpoint import rng
 from onefold.observe.memory import resident_memory
 from onefold.plan.schema import ENGINE, Account
 from onefold.recipe import Tier
@@ -186,29 +184,6 @@ class Place:
         )
 
 
-@dataclass(frozen=True)
-class Generators:
-    """The states of the random generators that a step may draw from."""
-
-    host: torch.Tensor
-    device: torch.Tensor | None
-    python: Any
-    arrays: Any
-
-    @classmethod
-    def of(cls, device: torch.device) -> Generators:
-        return cls(
-            torch.get_rng_state(), rng_state(device), random.getstate(), np.random.get_state()
-        )
-
-    def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.host)
-        if self.device is not None:
-            set_rng_state(self.device, device)
-        random.setstate(self.python)
-        np.random.set_state(self.arrays)
-
-
 @dataclass
 class Looking:
     """Hooks on the units' modules; a context manager. The first bad place of this rank is
@@ -304,7 +279,7 @@ def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
     return out
 
 
-def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: Generators) -> str:
+def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dict[str, Any]) -> str:
     """Run the step again and say where its numbers first went bad. Collective; gradients are
     dropped, weights stay.
 
@@ -314,15 +289,15 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: Gen
         before: the generators' states at the step's beginning. They end as they are now.
     """
     engine, ranks = onefold.engine_of(run.model), run.ranks
-    after = Generators.of(ranks.device)
+    after = rng.capture()
     weights = bad_parameters(engine, gradients=False)
     run.optimizer.zero_grad()
-    before.restore(ranks.device)
+    rng.restore(before, 0, 1)
     with Looking(engine, ranks.rank) as looking:
         repeat(looking.next_micro_batch)
     gradients = bad_parameters(engine, gradients=True)
     run.optimizer.zero_grad()
-    after.restore(ranks.device)
+    rng.restore(after, 0, 1)
     places, *bad = zip(*ranks.gather((looking.found, weights, gradients)), strict=True)
     # Of all ranks, in forward order
     weights, gradients = (

@@ -40,6 +40,7 @@ from typing import Any
 import torch
 
 import onefold
+from onefold.checkpoint import rng
 from onefold.device import Reading, has_streams, memory_figures
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
@@ -47,7 +48,7 @@ from onefold.optim.skip import skips_on_device, step_unless
 from onefold.train.checkpoints import Keeper
 from onefold.train.data import Batch, Feed, eval_batches, held_out_batch
 from onefold.train.errors import TrainError
-from onefold.train.faults import Generators, NonFinite, Pace, Verdict, locate
+from onefold.train.faults import NonFinite, Pace, Verdict, locate
 from onefold.train.prepare import Run
 from onefold.train.process import Stop
 from onefold.train.report import Window
@@ -142,11 +143,11 @@ class _Loop:
         """Do step number `step` (from 0); returns the number of the next."""
         raise NotImplementedError
 
-    def _begin(self, step: int) -> Generators:
+    def _begin(self, step: int) -> dict[str, Any]:
         """Returns the random generators' states before the step."""
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.run.config.lr * self.run.factor(step)
-        generators = Generators.of(self.run.ranks.device)
+        generators = rng.capture()
         self.meter.start()
         self.window.begin(step)
         self._begun, self._waited = time.perf_counter(), self.engine.traffic.exposed
@@ -171,7 +172,7 @@ class _Loop:
         stopping = sum(kind for kind, count in zip(kinds, said, strict=False) if count)
         return _Told(total, Stop(stopping), said[len(kinds) :])
 
-    def _where(self, step: int, before: Generators) -> str:
+    def _where(self, step: int, before: dict[str, Any]) -> str:
         return locate(
             self.run, lambda each: _forward_backward(self.run, self.feed, step, each), before
         )
@@ -286,7 +287,7 @@ class _Launched:
     """
 
     step: int
-    generators: Generators
+    generators: dict[str, Any]
     tokens: int
     begun: float
     own: float
@@ -320,7 +321,7 @@ class _StepLate(_Loop):
             self.report(before.row)
             # Its place was looked for, and with it went the gradients of this step
             if verdict is Verdict.SKIP:
-                generators.restore(run.ranks.device)
+                rng.restore(generators, 0, 1)
                 loss, tokens = _forward_backward(run, self.feed, step)
         norm = _measure_gradients(run)
         update_began = time.perf_counter()

@@ -94,23 +94,18 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
         return load_model(name, tokenizer, seed, seq)
     if kind_of(name) == "scratch":
         return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
-    loaded: Loaded | None = None
-    message: Any = None
-    if ranks.is_first:
-        try:
-            loaded = load_model(name, tokenizer, seed, seq)
-            module: Any = loaded.module
-            message = (type(module), module.config, loaded.tokenizer, loaded.name)
-        except Exception as error:
-            message = error
-    message = ranks.from_first(message)
-    if isinstance(message, Exception):
-        raise message
-    if loaded is None:
-        kind, config, words, label = message
-        with quiet_transformers(), torch.device("meta"):
-            loaded = Loaded(kind(config).float().train(), words, label, True)
-    return loaded
+    whole: list[Loaded] = []
+
+    def load() -> tuple[Any, ...]:
+        whole.append(load_model(name, tokenizer, seed, seq))
+        module: Any = whole[0].module
+        return type(module), module.config, whole[0].tokenizer, whole[0].name
+
+    kind, config, words, label = ranks.on_first(load)
+    if whole:
+        return whole[0]
+    with quiet_transformers(), torch.device("meta"):
+        return Loaded(kind(config).float().train(), words, label, True)
 
 
 # -- tokenizers ------------------------------------------------------------------------------------

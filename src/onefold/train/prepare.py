@@ -39,12 +39,10 @@ def names_without_decay(module: nn.Module) -> frozenset[str]:
     """
     out: set[str] = set()
     for prefix, owner in module.named_modules():
-        skip_all = (
-            isinstance(owner, nn.Embedding | nn.EmbeddingBag)
-            or "norm" in type(owner).__name__.lower()
-        )
+        embeds = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        skips = embeds or "norm" in type(owner).__name__.lower()
         for name, parameter in owner.named_parameters(prefix, recurse=False):
-            if skip_all or parameter.ndim < 2 or name.endswith("bias"):
+            if skips or parameter.ndim < 2 or name.endswith("bias"):
                 out.add(name)
     return frozenset(out)
 
@@ -57,16 +55,11 @@ def parameter_groups(
     """Two groups for a torch optimizer: decayed and not. Frozen parameters are in neither; an empty
     group is left out.
     """
-    decayed: list[nn.Parameter] = []
-    others: list[nn.Parameter] = []
-    for name, parameter in named_parameters:
-        if parameter.requires_grad:
-            (others if name in no_decay else decayed).append(parameter)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    decayed = [p for name, p in trained if name not in no_decay]
+    others = [p for name, p in trained if name in no_decay]
+    groups = [(decayed, weight_decay), (others, 0.0)]
+    return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
 
 
 #: Share of the run in which "wsd" (warm-up, stable, decay) falls.
@@ -176,7 +169,7 @@ def prepare(
 
     Args:
         note: tells the user what is being done, a line at a time.
-        point: the checkpoint that the run will go on from (`resume.load` does); its global batch
+        point: the checkpoint that the run will go on from (`checkpoints.load` does); its global batch
             stays, whatever the ranks are now.
     """
     if point is not None and point.global_batch is not None:
@@ -212,11 +205,11 @@ def prepare(
         steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
 
     steps_of(config.trace, steps)  # said before anything long begins
-    recipe = _recipe(config, choice.stage)
     no_decay = names_without_decay(model)
     checkpoint_activations(model, config.activation_checkpointing)
-    note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
     try:
+        recipe = config.recipe(choice.stage)
+        note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
         model = onefold.shard(model, recipe, device=ranks.device)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
@@ -279,24 +272,7 @@ def _choice(
         wires=tuple(wire_arguments(config).items()),
     )
     note("planning: what each stage would hold")
-    found: Choice | TrainError | None = None
-    if ranks.is_first:
-        try:
-            found = choose(model, asked)
-        except TrainError as error:
-            found = error
-    found = ranks.from_first(found)
-    if isinstance(found, TrainError):
-        raise found
-    assert found is not None
-    return found
-
-
-def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
-    try:
-        return config.recipe(stage)
-    except ValueError as error:
-        raise TrainError(str(error)) from None
+    return ranks.on_first(lambda: choose(model, asked))
 
 
 def _optimizer(

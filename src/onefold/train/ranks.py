@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ STARTING = 1800.0
 INTERVAL = 0.02
 #: Seconds to connect the ranks to rank 0.
 SETUP = 15.0
+T = TypeVar("T")
 _KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
 
 
@@ -92,6 +93,19 @@ class Ranks:
             lambda: dist.broadcast_object_list(box, src=0, group=self.control),
         )
         return box[0]
+
+    def on_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives on rank 0, on every rank; what it raises, too. Collective."""
+        found: Any = None
+        if self.is_first:
+            try:
+                found = make()
+            except Exception as error:
+                found = error
+        found = self.from_first(found)
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order. Collective; it must pickle."""

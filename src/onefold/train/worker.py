@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +233,8 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
             count > 0 or checkpoints.made_since(config, started_at())
         )
         if CONTROL not in os.environ or config.nodes[1] > 1:
-            given, config = config, _from_first(ranks, lambda: with_output(config, restarted))
+            given = config
+            config = ranks.on_first(lambda: with_output(given, restarted))
             me.otherwise = otherwise(ranks.gather(unlike(given, config)))
         claim = _held(config, ranks, claim)
         code = _run(config, ranks, me, restarted)
@@ -281,20 +281,6 @@ def otherwise(said: list[str]) -> str:
     return f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}"
 
 
-def _from_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """What `make` gives on the first rank, on every rank; what it raises, too. Collective."""
-    found: Any = None
-    if ranks.is_first:
-        try:
-            found = make()
-        except (TrainError, CheckpointError) as error:
-            found = error
-    found = ranks.from_first(found)
-    if isinstance(found, Exception):
-        raise found
-    return found
-
-
 def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
     assert config.output is not None
     folder = Path(config.output)
@@ -303,7 +289,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         say = reporter(ranks.is_first, config.json_lines, config.log_every)
         stack.callback(say.close)
         me.doing = "loading"
-        point = _from_first(ranks, lambda: checkpoints.find(config, restarted))
+        point = ranks.on_first(lambda: checkpoints.find(config, restarted))
         run = me.run = prepare(config, ranks, say.note, point)
         notes = checkpoints.load(run, point) if point is not None else []
         keeper = Keeper(run, folder, say, started_at())
