@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from onefold.train.config import resolve
-from onefold.train.early import check_model_name, smollm2_path
+from onefold.train.early import kind_of, smollm2_path
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.models import load_model, model_shape
@@ -196,11 +196,11 @@ def test_what_cannot_be_is_told(text: str, options: dict[str, Any], message: str
 
 def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
     for name in ("gpt", "llama:60m", "os.path:join"):
-        check_model_name(name)
+        kind_of(name)
     for name in (str(tmp_path), "bert-base-uncased", "gpt:", "gpt:-1m", "none.gguf"):
         if name != "gpt:":
             with pytest.raises(TrainError):
-                check_model_name(name)
+                kind_of(name)
 
 
 @pytest.mark.parametrize(

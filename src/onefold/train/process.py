@@ -166,7 +166,6 @@ class StopSignal:
                 (self.control / f"ended-{local_rank}").unlink(missing_ok=True)
                 if local_rank == 0:
                     (self.control / TRAINING).unlink(missing_ok=True)
-                (self.control / f"rank-{local_rank}.pid").write_text(str(os.getpid()))
 
     def arm(self) -> None:
         """From now on there is something to save: a signal lets the step finish instead of ending
