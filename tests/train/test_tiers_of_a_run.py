@@ -13,12 +13,13 @@ import torch
 import onefold
 from onefold import Recipe, Tier
 from onefold.train.config import TrainConfig, resolve
+from onefold.train.early import refuse_without_folder
 from onefold.train.errors import TrainError
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.report import describe
-from onefold.train.tiers import in_a_sentence, refuse_without_folder, tier_arguments
+from onefold.train.report import describe, in_a_sentence
+from onefold.train.tiers import tier_arguments
 
 NVME = {"nvme": ["/a", "/b"]}
 APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}

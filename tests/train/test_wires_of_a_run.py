@@ -26,13 +26,14 @@ from onefold.observe.runfile import read_observed
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import TrainConfig, resolve
+from onefold.train.early import refuse_groups
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.report import ConsoleReporter, Reporter, describe, observe
-from onefold.train.wires import OPTIONS, of_the_wire, refuse_groups, wire_arguments
+from onefold.train.report import ConsoleReporter, Reporter, describe, observe, of_the_wire
+from onefold.train.wires import OPTIONS, wire_arguments
 from onefold.train.worker import export
 from ranks import run_ranks
 

@@ -37,7 +37,8 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, seconds_of, worded
 from onefold.train.process import STARTED, Stop
-from onefold.train.wires import OPTIONS, totals
+from onefold.train.report import totals
+from onefold.train.wires import OPTIONS
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run

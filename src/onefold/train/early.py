@@ -12,7 +12,6 @@ from pathlib import Path
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.text import check_documents
-from onefold.train.tiers import refuse_without_folder
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
@@ -150,4 +149,56 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
     if config.global_batch is not None and config.resume == "none":
         accumulation_steps(
             config.global_batch, 1 if config.micro_batch == "auto" else config.micro_batch, ranks
+        )
+
+
+def refuse_without_folder(config: TrainConfig) -> None:
+    """Say now, before any rank starts, that a folder for NVMe is not there.
+
+    Raises:
+        TrainError: it is not, or nothing can be written into it.
+    """
+    for folder in config.nvme or ():
+        if not os.path.isdir(folder):
+            raise TrainError(
+                f"--nvme {folder}: there is no such folder; make one on the disk that is to be"
+                " used."
+            )
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise TrainError(
+                f"--nvme {folder}: this user may not write there; choose another folder, or change"
+                " its rights."
+            )
+
+
+def refuse_groups(config: TrainConfig, ranks: int) -> None:
+    """Say now that groups of that size do not divide the ranks.
+
+    Raises:
+        TrainError: they do not.
+    """
+    from onefold.comm.topology import Topology
+
+    for name in ("group", "shard_group"):
+        size = getattr(config, name)
+        if isinstance(size, int):
+            try:
+                Topology(ranks, size)
+            except ValueError as error:
+                raise TrainError(f"--{name.replace('_', '-')} {size}: {error}") from None
+
+
+def refuse_frozen(config: TrainConfig, frozen: int) -> None:
+    """Say that nothing is frozen that could rest encoded. `frozen`: parameters that are not
+    trained.
+
+    Raises:
+        TrainError: there are none.
+    """
+    if config.frozen not in (None, "none") and not frozen:
+        raise TrainError(
+            f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
+            " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"
+            " travels), or give a model with frozen weights: --model module:factory, whose factory"
+            " freezes them, or returns a model of peft's."
         )

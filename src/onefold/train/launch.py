@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 
 from onefold.train.config import TrainConfig
-from onefold.train.early import check_batch
+from onefold.train.early import check_batch, refuse_groups
 from onefold.train.errors import TrainError, seconds_of
 from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of, with_output
 from onefold.train.process import (
@@ -35,7 +35,6 @@ from onefold.train.process import (
     Stop,
     put_in_order,
 )
-from onefold.train.wires import refuse_groups
 
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU = Path("/sys/devices/system/cpu")

@@ -51,8 +51,7 @@ from onefold.train.errors import TrainError
 from onefold.train.faults import NonFinite, Pace, Verdict, locate
 from onefold.train.prepare import Run
 from onefold.train.process import Stop
-from onefold.train.report import Window
-from onefold.train.wires import totals
+from onefold.train.report import Window, totals
 
 Row = dict[str, Any]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,18 +16,25 @@ import onefold
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.schema import Account
-from onefold.train.checkpoints import Point
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
-from onefold.train.early import accumulation_steps, micro_batch_that_divides
+from onefold.train.early import (
+    accumulation_steps,
+    micro_batch_that_divides,
+    refuse_frozen,
+    refuse_groups,
+)
 from onefold.train.errors import TrainError
 from onefold.train.models import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
 from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
 from onefold.train.text import read_documents
 from onefold.train.tiers import tier_arguments
-from onefold.train.wires import refuse_frozen, refuse_groups, wire_arguments
+from onefold.train.wires import wire_arguments
+
+if TYPE_CHECKING:
+    from onefold.train.checkpoints import Point
 
 
 def names_without_decay(module: nn.Module) -> frozenset[str]:

@@ -21,6 +21,7 @@ import contextlib
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,11 +45,14 @@ from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, record
 from onefold.train.errors import readable
 from onefold.train.prepare import steps_of
-from onefold.train.tiers import in_a_sentence
-from onefold.train.wires import of_the_wire, wire_arguments
+from onefold.train.wires import wire_arguments
 
 if TYPE_CHECKING:
+    from onefold.recipe import Recipe
     from onefold.train.prepare import Run
+
+#: What rows and checkpoints call the bytes sent so far; see `totals`.
+TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total")
 
 
 class Reporter:
@@ -253,6 +257,73 @@ class Window:
         if self.run.recording is None or (config.trace is None and not config.torch_profiler):
             return None
         return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
+
+
+def totals(run: Run) -> dict[str, int]:
+    """Bytes that this rank has sent since the run began, earlier starts counted in, as the rows
+    call them.
+
+    wire_bytes_total; wire_bytes_between_total, of these between nodes, where there are several;
+    wire_bytes_plain_total, what the first would have been without codecs, where that differs.
+    """
+    engine, earlier = onefold.engine_of(run.model), run.earlier
+    all_of_them, across, uncoded = TOTALS
+    before = int(earlier.get(all_of_them, 0))
+    sent = before + engine.traffic.total()
+    between = int(earlier.get(across, 0)) + engine.traffic.by_link()["between"]
+    plain = int(earlier.get(uncoded, before)) + engine.traffic.plain()
+    out = {all_of_them: sent}
+    if engine.group.borders or between:
+        out[across] = between
+    if plain != sent:
+        out[uncoded] = plain
+    return out
+
+
+def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
+    """What belongs to the bytes sent, in brackets, for people; "" where there is one node and no
+    codec.
+
+    Args:
+        row: of a step, or with `ending` "_total" of the whole run.
+        borders: `Group.borders`.
+    """
+    said = []
+    between, plain = row.get(f"wire_bytes_between{ending}"), row.get(f"wire_bytes_plain{ending}")
+    if between is not None:
+        said.append(f"{readable(between)} between {borders.partition(' ')[2] or 'nodes'}")
+    if plain is not None:
+        said.append(f"{readable(plain)} without codecs")
+    return f" ({', '.join(said)})" if said else ""
+
+
+def in_a_sentence(recipe: Recipe) -> str:
+    """What rests off the device or in another format, for people; "" where nothing does."""
+    from onefold.recipe import Tier
+    from onefold.recipe.tiers import UNLIMITED
+
+    rows = {
+        "parameters": recipe.parameters.tier,
+        "gradients": recipe.gradients.tier,
+        "optimizer states": recipe.optimizer.tier,
+    }
+    parts = []
+    for tier, name in ((Tier.HOST, "on the host"), (Tier.NVME, "on NVMe")):
+        kinds = [kind for kind, where in rows.items() if where is tier]
+        if kinds:
+            parts.append(f"{' and '.join(filter(None, [', '.join(kinds[:-1]), kinds[-1]]))} {name}")
+    if parts and recipe.offload_bytes is not None:
+        parts.append(f"of up to {readable(recipe.offload_bytes)} of states a rank")
+    elif parts and recipe.offload_share < 1:
+        parts.append(f"of {recipe.offload_share:.0%} of the model")
+    if recipe.moments is not None:
+        parts.append(f"moments in {recipe.moments}")
+    if recipe.activations is not None:
+        room = "" if recipe.activations >= UNLIMITED else f" up to {readable(recipe.activations)}"
+        parts.append(f"activations on the host{room}")
+    if recipe.tile is not None:
+        parts.append(f"weights above {readable(recipe.tile)} in tiles")
+    return ", ".join(parts)
 
 
 def describe(run: Run) -> dict[str, Any]:

@@ -40,8 +40,7 @@ from onefold.train.output import METRICS, Claim, Metrics, run_of, with_output, w
 from onefold.train.prepare import Run, prepare
 from onefold.train.process import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.train.ranks import Peer, PeerMonitor, Ranks, join, leave
-from onefold.train.report import JsonReporter, Reporter, Window, describe, observe, reporter
-from onefold.train.wires import TOTALS
+from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
 
 PROMPTS = {"topics": 'The "with" statement is used to'}
 OTHER_PROMPT = "The"
