@@ -152,27 +152,23 @@ def write_observed(
         }
         _write(folder / RUN_FILE, shared)
     path = folder / RANK_FILE.format(rank=rank)
-    traffic = (
-        {
-            unit: {m: n // max(1, step.steps) for m, n in moves.items()}
-            for unit, moves in step.by_unit().items()
-        }
-        if step
-        else {}
-    )
-    own = {
+    own: dict[str, Any] = {
         "version": VERSION,
         "rank": rank,
         "measured": measured.to_json(),
-        "traffic": traffic,
-        "wire": (
-            {move: asdict(sent // max(1, step.steps)) for move, sent in step.sent().items()}
-            if step
-            else {}
-        ),
-        "step": _of_recording(step) if step is not None else None,
+        "traffic": {},
+        "wire": {},
+        "step": None,
         "machine": machine.to_json() if machine is not None else {},
     }
+    if step is not None:
+        steps = max(1, step.steps)
+        own["traffic"] = {
+            unit: {move: n // steps for move, n in moves.items()}
+            for unit, moves in step.by_unit().items()
+        }
+        own["wire"] = {move: asdict(sent // steps) for move, sent in step.sent().items()}
+        own["step"] = _of_recording(step)
     _write(path, own)
     return path
 
@@ -219,21 +215,18 @@ def _of_recording(step: Recording) -> dict[str, Any]:
                 at(m.landed),
                 round(m.exposed, 6),
                 m.group,
-                *_beside(m),
+                m.between,
+                m.plain,
+                m.plain_between,
             ]
             for m in step.moves
-        ],
+        ],  # fmt: skip
         "borders": step.borders,
         "work": [[w.kind, w.unit, w.phase, at(w.start), at(w.end)] for w in step.work],
         "io": round(step.io, 6),
         **of_tier(Held(step.held, step.changes)),
         "tiers": {tier: of_tier(held) for tier, held in step.tiers.items()},
     }
-
-
-def _beside(m: Move) -> tuple[int, ...]:
-    """What few moves have."""
-    return (m.between, m.plain, m.plain_between) if m.between or m.plain else ()
 
 
 # -- reading ---------------------------------------------------------------------------------------
