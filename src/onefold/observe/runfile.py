@@ -14,7 +14,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +187,9 @@ def _of_recording(step: Recording) -> dict[str, Any]:
     def at(seconds: float) -> float:
         return round(seconds - step.start, 6)
 
+    def times(m: Move) -> tuple[float, float, float]:
+        return at(m.launched), at(m.landed), round(m.exposed, 6)
+
     def of_tier(seen: Held) -> dict[str, Any]:
         return {
             "held": seen.held,
@@ -204,23 +207,7 @@ def _of_recording(step: Recording) -> dict[str, Any]:
         "exposed": round(step.exposed, 6),
         "activations_watched": step.activations_watched,
         "truncated": step.truncated,
-        "moves": [
-            [
-                m.move,
-                m.unit,
-                m.nbytes,
-                m.dtype,
-                m.phase,
-                at(m.launched),
-                at(m.landed),
-                round(m.exposed, 6),
-                m.group,
-                m.between,
-                m.plain,
-                m.plain_between,
-            ]
-            for m in step.moves
-        ],  # fmt: skip
+        "moves": [[*astuple(m)[:5], *times(m), *astuple(m)[8:]] for m in step.moves],
         "borders": step.borders,
         "work": [[w.kind, w.unit, w.phase, at(w.start), at(w.end)] for w in step.work],
         "io": round(step.io, 6),
