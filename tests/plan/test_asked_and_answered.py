@@ -57,7 +57,7 @@ def here(ranks: int, capacity: float = 1 << 34) -> Machine:
         (2, {"reduce_at": "boundary"}),
         (3, {"reduce_at": "boundary", "reshard_after_forward": False}),
         (3, {"units": ("inner.blocks.0", "inner.blocks.2")}),
-        (2, {"accumulate_dtype": torch.bfloat16}),
+        (2, {"accumulate_dtype": "bf16"}),
     ],
     ids=str,
 )
@@ -163,7 +163,7 @@ def test_gradients_that_are_summed_in_16_bits_weigh_2_bytes() -> None:
     found = plan(
         1e8,
         machine(2, 2, "a100-80"),
-        Job.of({"accumulate_dtype": torch.bfloat16}, "the test"),
+        Job.of({"accumulate_dtype": "bf16"}, "the test"),
         largest=False,
     )
     assert "2 gradients (bf16)" in found.notes[0] and "= 16;" in found.notes[0]

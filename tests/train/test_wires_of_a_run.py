@@ -23,8 +23,9 @@ from onefold.cli.app import app
 from onefold.observe.report import build
 from onefold.observe.report.page import render
 from onefold.observe.runfile import read_observed
+from onefold.recipe.options import NODES
 from onefold.train import checkpoints
-from onefold.train.checkpoints import Keeper
+from onefold.train.checkpoints import OPTIONS, Keeper
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.early import refuse_groups
 from onefold.train.errors import TrainError
@@ -33,7 +34,6 @@ from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import ConsoleReporter, Reporter, describe, observe, of_the_wire
-from onefold.train.wires import OPTIONS, wire_arguments
 from onefold.train.worker import export
 from ranks import run_ranks
 
@@ -75,7 +75,7 @@ def test_words_become_arguments_that_a_recipe_takes(
     given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = resolve(given)
-    assert wire_arguments(config) == expected
+    assert config.arguments(NODES) == expected
     assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
@@ -91,9 +91,9 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
     line = resolve({"group": "2", "second_copy": True, **CODECS, "wire_rounding": "stochastic"})
     assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml") == line
     write_config(line, tmp_path, {"stage": 3, "ranks": 4, "steps": 12, "global_batch": 8})
-    assert wire_arguments(resolve({}, tmp_path / "train.yaml")) == wire_arguments(line)
+    assert resolve({}, tmp_path / "train.yaml").arguments(NODES) == line.arguments(NODES)
     assert TrainConfig.model_validate_json(line.model_dump_json(by_alias=True)) == line
-    assert wire_arguments(resolve({"gather_codec": "none"}, tmp_path / "a.yaml")).keys() == {
+    assert resolve({"gather_codec": "none"}, tmp_path / "a.yaml").arguments(NODES).keys() == {
         "group",
         "second_copy",
         "reduce_codec",
@@ -106,20 +106,23 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
     [
         (
             {"group": "nodes"},
-            "--group 'nodes': expected node, flat, or a number of ranks, 1 or more",
+            "--group 'nodes': expected none or 'node' (the launcher's nodes), 'flat' (no groups) or the number of ranks of",
         ),
-        ({"shard_group": 0}, "--shard-group 0: expected node, or a number of ranks"),
-        ({"shard_group": True}, "--shard-group True: expected node"),
-        ({"shard_group": "flat"}, "--shard-group 'flat': expected node, or a number of ranks"),
+        ({"shard_group": 0}, "--shard-group 0: expected 'node' or the number of ranks"),
+        ({"shard_group": True}, "--shard-group True: expected 'node'"),
+        (
+            {"shard_group": "flat"},
+            "--shard-group 'flat': expected 'node' or the number of ranks of a group",
+        ),
         (
             {"group": "flat", "second_copy": True},
             "the recipe says group='flat': give group='node' or a number of ranks",
         ),
         (
             {"gather_codec": "int9"},
-            "--gather-codec 'int9': input should be 'none', 'int8', 'fp8' or 'int4'",
+            "--gather-codec 'int9': expected one of 'int8', 'fp8', 'int4', or none",
         ),
-        ({"reduce_codec": "nf4"}, "--reduce-codec 'nf4': input should be"),
+        ({"reduce_codec": "nf4"}, "--reduce-codec 'nf4': expected one of"),
         ({"stage": "1", "second_copy": True}, "needs sharded parameters: stage 3"),
         (
             {"stage": "2", "gather_codec": "int8"},
@@ -128,7 +131,7 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
         ({"stage": "0", "reduce_codec": "int4"}, "use stage 1, 2 or 3"),
         ({"stage": "0", "shard_group": "node"}, "at stage 0 nothing is divided"),
         ({"stage": "1", "frozen": "nf4"}, "use stage 3"),
-        ({"reduce": "sorted"}, "--reduce 'sorted': input should be 'ordered' or 'native'"),
+        ({"reduce": "sorted"}, "--reduce 'sorted': expected 'ordered' or 'native'"),
         ({"reduce": "native", "reduce_codec": "int4"}, "leave one of them out"),
         ({"optimizer_over": "all"}, "needs a shard_group"),
         ({"shard_group": 2, "second_copy": True}, "divided inside the group already"),

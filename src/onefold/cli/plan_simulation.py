@@ -17,7 +17,7 @@ from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
-from onefold.recipe.groups import NODE
+from onefold.recipe.rows import NODE
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3
@@ -55,7 +55,7 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
             f"--simulate runs the engine with everything on the device, in one piece, not {scheme}:"
             " add --offload none."
         )
-    timed = not plan.machine.shared and recipe.activations is None
+    timed = not plan.machine.shared and recipe.offload_activations is None
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
         recipe,

@@ -34,11 +34,12 @@ from onefold.checkpoint.folder import OF_RUN, checkpoints
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
+from onefold.recipe.options import NODES
+from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, seconds_of, worded
 from onefold.train.process import STARTED, Stop
 from onefold.train.report import totals
-from onefold.train.wires import OPTIONS
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
@@ -52,6 +53,8 @@ SLOW_DISK = 100 << 20
 LEAVING = 5.0
 #: How much longer than any before the next save may take.
 SPARE = 1.5
+#: The options of groups and codecs.
+OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
 #: Options that may change between two starts of a run and do change its numbers.
 FREE = (
     "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "steps", "precision", "micro_batch", *OPTIONS,

@@ -195,7 +195,7 @@ def refuse_frozen(config: TrainConfig, frozen: int) -> None:
     Raises:
         TrainError: there are none.
     """
-    if config.frozen not in (None, "none") and not frozen:
+    if config.frozen is not None and not frozen:
         raise TrainError(
             f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
             " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"

@@ -16,6 +16,7 @@ import onefold
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.schema import Account
+from onefold.recipe.options import NODES, TIERS
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
@@ -30,8 +31,6 @@ from onefold.train.models import Loaded, checkpoint_activations, compile_blocks,
 from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
 from onefold.train.text import read_documents
-from onefold.train.tiers import tier_arguments
-from onefold.train.wires import wire_arguments
 
 if TYPE_CHECKING:
     from onefold.train.checkpoints import Point
@@ -275,8 +274,8 @@ def _choice(
         device=ranks.device.type,
         reduce_at=config.reduce_at,
         units=config.units,
-        tiers=tuple(tier_arguments(config).items()),
-        wires=tuple(wire_arguments(config).items()),
+        tiers=tuple(config.arguments(TIERS).items()),
+        wires=tuple(config.arguments(NODES).items()),
     )
     note("planning: what each stage would hold")
     return ranks.on_first(lambda: choose(model, asked))

@@ -43,9 +43,9 @@ import onefold
 from onefold.observe.measure import measured, reconciled
 from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, record
+from onefold.recipe.options import NODES, UNLIMITED
 from onefold.train.errors import readable
 from onefold.train.prepare import steps_of
-from onefold.train.wires import wire_arguments
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -300,7 +300,6 @@ def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
 def in_a_sentence(recipe: Recipe) -> str:
     """What rests off the device or in another format, for people; "" where nothing does."""
     from onefold.recipe import Tier
-    from onefold.recipe.tiers import UNLIMITED
 
     rows = {
         "parameters": recipe.parameters.tier,
@@ -318,8 +317,12 @@ def in_a_sentence(recipe: Recipe) -> str:
         parts.append(f"of {recipe.offload_share:.0%} of the model")
     if recipe.moments is not None:
         parts.append(f"moments in {recipe.moments}")
-    if recipe.activations is not None:
-        room = "" if recipe.activations >= UNLIMITED else f" up to {readable(recipe.activations)}"
+    if recipe.offload_activations is not None:
+        room = (
+            ""
+            if recipe.offload_activations >= UNLIMITED
+            else f" up to {readable(recipe.offload_activations)}"
+        )
         parts.append(f"activations on the host{room}")
     if recipe.tile is not None:
         parts.append(f"weights above {readable(recipe.tile)} in tiles")
@@ -350,7 +353,7 @@ def describe(run: Run) -> dict[str, Any]:
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
         "off_the_device": in_a_sentence(run.recipe),
-        "wires": wire_arguments(config),
+        "wires": config.arguments(NODES),
         "borders": onefold.engine_of(run.model).group.borders,
         "precision": config.precision,
         "micro_batch": choice.micro_batch,

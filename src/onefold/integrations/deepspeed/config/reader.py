@@ -18,8 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from onefold.integrations.deepspeed.config.auto import BATCH, undecided
 from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.groups import read_groups
@@ -32,8 +30,6 @@ from onefold.integrations.deepspeed.config.specs import (
     read_scheduler,
 )
 from onefold.integrations.deepspeed.config.tiers import read_tiers
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -326,9 +322,9 @@ def _recipe_arguments(
     if bf16.get("enabled") and bf16.get("bf16_optimizer_states"):
         arguments["moments"] = "bf16"
     if "communication_data_type" in top:
-        arguments["wire"] = _DTYPES[top["communication_data_type"]]
+        arguments["wire"] = top["communication_data_type"]
     if "grad_accum_dtype" in parts["data_types"]:
-        arguments["accumulate_dtype"] = _DTYPES[parts["data_types"]["grad_accum_dtype"]]
+        arguments["accumulate_dtype"] = parts["data_types"]["grad_accum_dtype"]
     return arguments
 
 
