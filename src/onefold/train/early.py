@@ -1,5 +1,9 @@
 """What can be told of a run before torch is imported: within a second or so, where loading a model
 takes minutes. Nothing is changed.
+
+    check_early      model, tokenizer, NVMe folders, --resume and data are there and can be read
+    check_batch      the global batch can be cut on these ranks
+    refuse_groups    groups divide the ranks
 """
 
 from __future__ import annotations

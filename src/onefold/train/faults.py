@@ -161,7 +161,7 @@ class NonFinite:
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class Location:
     """Where a number first was not finite. The order is that of time.
 
     Attributes:
@@ -185,20 +185,20 @@ class Place:
 
 
 @dataclass
-class Looking:
+class NonFiniteHooks:
     """Hooks on the units' modules; a context manager. The first bad place of this rank is
     `found`.
     """
 
     engine: Engine
     rank: int
-    found: Place | None = None
+    found: Location | None = None
     micro_batch: int = 0
     turn: int = 0
     _received_bad: set[str] = field(default_factory=set)
     _handles: list[Any] = field(default_factory=list)
 
-    def __enter__(self) -> Looking:
+    def __enter__(self) -> NonFiniteHooks:
         for unit in self.engine.units:
             module = unit.module()
             if module is not None:
@@ -218,7 +218,7 @@ class Looking:
 
     def _bad(self, unit: str, what: str, backward: bool) -> None:
         if self.found is None:
-            self.found = Place(self.micro_batch, backward, self.turn, self.rank, unit, what)
+            self.found = Location(self.micro_batch, backward, self.turn, self.rank, unit, what)
 
     def _before(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -293,12 +293,12 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
     weights = bad_parameters(engine, gradients=False)
     run.optimizer.zero_grad()
     rng.restore(before, 0, 1)
-    with Looking(engine, ranks.rank) as looking:
-        repeat(looking.next_micro_batch)
+    with NonFiniteHooks(engine, ranks.rank) as hooks:
+        repeat(hooks.next_micro_batch)
     gradients = bad_parameters(engine, gradients=True)
     run.optimizer.zero_grad()
     rng.restore(after, 0, 1)
-    places, *bad = zip(*ranks.gather((looking.found, weights, gradients)), strict=True)
+    places, *bad = zip(*ranks.gather((hooks.found, weights, gradients)), strict=True)
     # Of all ranks, in forward order
     weights, gradients = (
         [unit.name for unit in engine.units if any(unit.name in names for names in of_ranks)]

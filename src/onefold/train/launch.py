@@ -1,5 +1,11 @@
-"""Starting the ranks: torchrun as a child process in a session of its own, with a rendezvous on a free
-port.
+"""`onefold train` where nobody has started ranks yet: torchrun as a child process.
+
+    joins, from_slurm    has a launcher set RANK? then this process is a rank (worker.run_rank)
+    launch               checks ─► the output folder is claimed ─► ranks are counted ─► torch is imported ─► the agent runs
+    _Waiting             while it runs: signals are passed on to the ranks, and met in time
+    _end                 no process is left
+
+The agent (agent.py) is torchrun with a rendezvous of its own on one machine, the user's on several.
 """
 
 from __future__ import annotations
@@ -36,46 +42,13 @@ from onefold.train.process import (
     put_in_order,
 )
 
-_CGROUP = Path("/sys/fs/cgroup")
-_CPU = Path("/sys/devices/system/cpu")
-
-
-def allowed_cpus() -> set[int]:
-    """CPU numbers this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
-
-
-def physical_cores() -> int:
-    """Physical cores this process may use, at least 1: hyper-threads of one core count once, a
-    cgroup quota is a limit.
-    """
-    cores = set()
-    for cpu in allowed_cpus():
-        siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    quota = _cpu_quota()
-    return max(1, len(cores) if math.isinf(quota) else min(len(cores), math.ceil(quota)))
-
-
-def _cpu_quota() -> float:
-    """CPUs that the cgroup allows, inf if it does not say."""
-    try:
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else float(quota) / float(period)
-    except (OSError, ValueError):
-        return math.inf
-
-
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: A file that the driver of a GPU makes: NVIDIA's, AMD's, that of a Jetson, that of Windows below
 #: Linux.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
+_CGROUP = Path("/sys/fs/cgroup")
+_CPU = Path("/sys/devices/system/cpu")
 #: Seconds that a rank which was killed gets to be gone.
 ENDING = 5.0
 #: Seconds beyond --grace in which ranks that have saved may still leave.
@@ -151,6 +124,37 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
         if config.nproc
         else (cores, f"one a physical core, {cores} here")
     )
+
+
+def allowed_cpus() -> set[int]:
+    """CPU numbers this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def physical_cores() -> int:
+    """Physical cores this process may use, at least 1: hyper-threads of one core count once, a
+    cgroup quota is a limit.
+    """
+    cores = set()
+    for cpu in allowed_cpus():
+        siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    quota = _cpu_quota()
+    return max(1, len(cores) if math.isinf(quota) else min(len(cores), math.ceil(quota)))
+
+
+def _cpu_quota() -> float:
+    """CPUs that the cgroup allows, inf if it does not say."""
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else float(quota) / float(period)
+    except (OSError, ValueError):
+        return math.inf
 
 
 def _gpus() -> int:
