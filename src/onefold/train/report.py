@@ -14,9 +14,9 @@ checkpoint   one is whole: step, path, seconds, and stall_s, those in which the 
 done         the run is over and saved
 error        it broke off (--json only)
 
-    Window       records steps: one for the report, or those that --trace names
-    describe     what was chosen and why     totals   bytes sent since the run began
-    observe      leaves in the output folder what the ledgers saw
+Window       records steps: one for the report, or those that --trace names
+describe     what was chosen and why     totals   bytes sent since the run began
+observe      leaves in the output folder what the ledgers saw
 """
 
 from __future__ import annotations
