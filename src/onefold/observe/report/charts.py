@@ -37,37 +37,21 @@ SMOOTHED_FROM = 40
 
 def loss(metrics: Metrics) -> Figure | None:
     """Loss by step, with its running mean on long runs and the held-out loss as points."""
-    go = plotly()
     steps, values = metrics.series("loss")
     if not steps:
         return None
+    says, blue = "%{y:.4f}", "#4269d0"
     many = len(steps) >= SMOOTHED_FROM
-    pale: dict[str, Any] = {"opacity": 0.35} if many else {}
-    line = {"color": "#4269d0", "width": 1.5}
-    mode = "lines" if len(steps) > 1 else "markers"
-    traces = [
-        go.Scatter(
-            x=steps, y=values, name="loss", mode=mode, line=line, hovertemplate="%{y:.4f}", **pale
-        )
-    ]
+    traces = [_line(steps, values, "loss", says, 0.35 if many else None, color=blue, width=1.5)]
     if many:
         mean = _running_mean(values, max(5, len(values) // 25))
-        traces.append(
-            go.Scatter(
-                x=steps,
-                y=mean,
-                name="running mean",
-                line={"color": "#4269d0", "width": 2.5},
-                hovertemplate="%{y:.4f}",
-            )
-        )
+        traces.append(_line(steps, mean, "running mean", says, color=blue, width=2.5))
     at, held_out = metrics.series("eval_loss")
     if at:
-        style = {"color": "#efb118", "size": 8, "line": {"color": "#8a6400", "width": 1}}
-        traces.append(
-            go.Scatter(x=at, y=held_out, name="held out", mode="lines+markers", marker=style, line={"color": "#efb118", "dash": "dot"},
-                       hovertemplate="%{y:.4f}")
-        )  # fmt: skip
+        held = _line(at, held_out, "held out", says, color="#efb118", dash="dot")
+        held.mode = "lines+markers"
+        held.marker = {"color": "#efb118", "size": 8, "line": {"color": "#8a6400", "width": 1}}
+        traces.append(held)
     return figure(
         traces, height=320, x="step", y="loss", hovermode="x unified", showlegend=len(traces) > 1
     )
@@ -75,36 +59,16 @@ def loss(metrics: Metrics) -> Figure | None:
 
 def throughput(metrics: Metrics) -> Figure | None:
     """Tokens a second by step, and their median."""
-    go = plotly()
     steps, values = metrics.series("tokens_per_s")
     if not steps:
         return None
     style = {"color": "#3ca951", "width": 1.5}
-    mode = "lines" if len(steps) > 1 else "markers"
-    traces = [
-        go.Scatter(
-            x=steps,
-            y=values,
-            name="tokens/s",
-            mode=mode,
-            line=style,
-            hovertemplate="%{y:,.0f} tokens/s",
-        )
-    ]
+    traces = [_line(steps, values, "tokens/s", "%{y:,.0f} tokens/s", **style)]
     typical = metrics.typical("tokens_per_s")
     if typical is not None and len(steps) > 1:
-        dashed = {"color": "#3ca951", "width": 1.5, "dash": "dash"}
         ends = [steps[0], steps[-1]]
-        traces.append(
-            go.Scatter(
-                x=ends,
-                y=[typical, typical],
-                name=f"median {typical:,.0f}",
-                mode="lines",
-                line=dashed,
-                hoverinfo="skip",
-            )
-        )
+        name = f"median {typical:,.0f}"
+        traces.append(_line(ends, [typical, typical], name, "", dash="dash", **style))
     return figure(
         traces,
         height=320,
@@ -114,6 +78,22 @@ def throughput(metrics: Metrics) -> Figure | None:
         hovermode="x unified",
         showlegend=True,
     )
+
+
+def _line(
+    x: Sequence[float],
+    y: Sequence[float],
+    name: str,
+    says: str,
+    opacity: float | None = None,
+    **line: Any,
+) -> Any:
+    """A line, or the point where there is one. `says`: what stands beside the pointer, "" for
+    nothing.
+    """
+    mode = "lines" if len(x) > 1 else "markers"
+    hover = {"hovertemplate": says} if says else {"hoverinfo": "skip"}
+    return plotly().Scatter(x=x, y=y, name=name, mode=mode, line=line, opacity=opacity, **hover)
 
 
 def _running_mean(values: list[float], window: int) -> list[float]:
@@ -235,19 +215,9 @@ def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
         for category, values in series.items()
     ]  # fmt: skip
     for name, nbytes, dash in lines:
-        style = {"color": "#e5484d", "width": 2, "dash": dash}
+        style = {"color": COLOURS["waiting"], "width": 2, "dash": dash}
         ends = [x[0], x[-1]]
-        y = [nbytes / size] * 2
-        traces.append(
-            go.Scatter(
-                x=ends,
-                y=y,
-                name=name,
-                mode="lines",
-                line=style,
-                hovertemplate=f"%{{y:.3~f}} {unit}",
-            )
-        )
+        traces.append(_line(ends, [nbytes / size] * 2, name, f"%{{y:.3~f}} {unit}", **style))
     return figure(
         traces,
         height=420 if tier == DEVICE else 300,
@@ -265,13 +235,7 @@ def timeline(step: Recording) -> Figure:
     traces: list[Any] = []
     shown: set[str] = set()
 
-    def bars(
-        row: str,
-        label: str,
-        colour: str,
-        spans: list[tuple[float, float, str]],
-        width: float = 0.72,
-    ) -> None:
+    def bars(row: str, label: str, colour: str, spans: list[tuple[float, float, str]]) -> None:
         if not spans:
             return
         if row not in rows:
@@ -280,7 +244,7 @@ def timeline(step: Recording) -> Figure:
             go.Bar(
                 orientation="h", y=[row] * len(spans), base=[1000 * (a - step.start) for a, _, _ in spans],
                 x=[1000 * (b - a) for a, b, _ in spans], customdata=[text for _, _, text in spans], name=label,
-                hovertemplate="%{customdata}<extra></extra>", legendgroup=label, showlegend=label not in shown, width=width,
+                hovertemplate="%{customdata}<extra></extra>", legendgroup=label, showlegend=label not in shown, width=0.72,
                 marker={"color": colour, "line": {"width": 0}},
             )
         )  # fmt: skip
