@@ -151,7 +151,6 @@ def test_a_combination_of_tiers_is_built_or_refused_and_options_and_rows_agree(
     ("value", "expected"),
     [
         (None, None),
-        (False, None),
         ("cpu", UNLIMITED),
         ("8GB", 8 * 10**9),
         (1 << 30, 1 << 30),

@@ -113,7 +113,7 @@ def stages() -> Iterable[Run]:
         yield Run(
             f"stages: {stage} on 2, masters in bf16",
             stage,
-            {"precision": "bf16", "master_dtype": "bfloat16"},
+            {"precision": "bf16", "master_dtype": "bf16"},
             load=_loader(stage),
         )
 
@@ -152,11 +152,11 @@ def accumulation() -> Iterable[Run]:
         yield Run(
             f"accumulation: {stage}, sums in bf16",
             stage,
-            {"precision": "bf16", "accumulate_dtype": "bfloat16"},
+            {"precision": "bf16", "accumulate_dtype": "bf16"},
             micro_batches=3,
         )
         yield Run(
-            f"accumulation: {stage}, the wire in bf16", stage, {"wire": "bfloat16"}, micro_batches=2
+            f"accumulation: {stage}, the wire in bf16", stage, {"wire": "bf16"}, micro_batches=2
         )
     yield Run("accumulation: 3 on 1", 3, {}, 1, micro_batches=3)
 
@@ -601,7 +601,7 @@ def moments() -> Iterable[Run]:
     chance: Options = {
         "moments": "bf16",
         "stochastic_rounding": True,
-        "master_dtype": "bfloat16",
+        "master_dtype": "bf16",
         "precision": "bf16",
     }
     yield Run(
@@ -661,7 +661,7 @@ def any_processor() -> Iterable[Run]:
     )
     yield _portable("3, at the boundary", 3, {"reduce_at": "boundary"}, micro_batches=3)
     yield _portable("3 on 3", 3, {}, 3)
-    yield _portable("3, wire of 16 bits", 3, {"wire": "bfloat16"})
+    yield _portable("3, wire of 16 bits", 3, {"wire": "bf16"})
 
 
 def _portable(name: str, stage: int, options: Options, ranks: int = 2, **more: Any) -> Run:

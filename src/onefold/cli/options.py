@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import signal
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -103,3 +104,14 @@ def refuse(
         print(json.dumps({**beside, **said}))
     print(f"error: {error}", file=sys.stderr)
     raise typer.Exit(code) from None
+
+
+def stopped(number: int, undone: str, as_json: bool = False) -> NoReturn:
+    """Say which signal ended the command, and what is left undone; end with the status of that
+    signal.
+    """
+    text = f"stopped by {signal.Signals(number).name}; nothing was {undone}."
+    if as_json:
+        print(json.dumps({"event": "error", "kind": "Stopped", "message": text}))
+    print(text, file=sys.stderr)
+    raise typer.Exit(128 + number) from None

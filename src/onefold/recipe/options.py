@@ -247,9 +247,9 @@ def _size_or_none(value: Any) -> int | None:
 
 
 def _on_the_host(value: Any) -> int | None:
-    if value is True:
-        raise ValueError("expected 'cpu' for as much as it takes, or a budget such as '8GB'.")
-    if value is None or value is False:
+    if isinstance(value, bool):
+        raise ValueError("expected 'cpu' for as much as it takes, a budget such as '8GB', or None.")
+    if value is None:
         return None
     return UNLIMITED if value == "cpu" else _size(value)
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from onefold.integrations.deepspeed.config.auto import BATCH, undecided
+from onefold.integrations.deepspeed.config.auto import BATCH, OF_RECIPES, refuse_auto, undecided
 from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.groups import read_groups
 from onefold.integrations.deepspeed.config.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
@@ -30,6 +30,7 @@ from onefold.integrations.deepspeed.config.specs import (
     read_scheduler,
 )
 from onefold.integrations.deepspeed.config.tiers import read_tiers
+from onefold.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,23 @@ def read_deepspeed(
         left_auto=tuple(read.left_auto),
         remarks=tuple(read.remarks),
     )
+
+
+def recipe_from(config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
+    """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for.
+
+    `notes` lists the keys that have no effect here. Batch sizes are checked against `world_size` if
+    it is given.
+
+    Raises:
+        ValueError: the configuration contradicts itself, or says "auto" where it decides the
+            recipe. NotImplementedError: it asks for what is not built.
+    """
+    read = read_deepspeed(config, world_size)
+    refuse_auto(
+        [path for path in read.undecided() if path.startswith(("zero_optimization.", *OF_RECIPES))]
+    )
+    return Recipe.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
 
 
 def resolve_batch_sizes(
