@@ -62,7 +62,7 @@ def throughput(metrics: Metrics) -> Figure | None:
     steps, values = metrics.series("tokens_per_s")
     if not steps:
         return None
-    style = {"color": "#3ca951", "width": 1.5}
+    style: dict[str, Any] = {"color": "#3ca951", "width": 1.5}
     traces = [_line(steps, values, "tokens/s", "%{y:,.0f} tokens/s", **style)]
     typical = metrics.typical("tokens_per_s")
     if typical is not None and len(steps) > 1:
@@ -215,7 +215,7 @@ def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
         for category, values in series.items()
     ]  # fmt: skip
     for name, nbytes, dash in lines:
-        style = {"color": COLOURS["waiting"], "width": 2, "dash": dash}
+        style: dict[str, Any] = {"color": COLOURS["waiting"], "width": 2, "dash": dash}
         ends = [x[0], x[-1]]
         traces.append(_line(ends, [nbytes / size] * 2, name, f"%{{y:.3~f}} {unit}", **style))
     return figure(
