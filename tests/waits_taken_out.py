@@ -42,7 +42,7 @@ WAITS = {
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}
-ROOMS = ["device", "comm", "runtime", "optim", "offload", "checkpoint/copying.py", "train/feed.py"]
+ROOMS = ["device", "comm", "runtime", "optim", "offload", "checkpoint/copying.py", "train/data.py"]
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,10 @@ import onefold
 from benchmarks.convergence.settings import SIDES, Case
 from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
 from onefold.plan.schema import MOVES
-from onefold.train.data import Data, load_data
-from onefold.train.groups import names_without_decay, parameter_groups
-from onefold.train.loop import held_out_batch
+from onefold.train.data import Data, DataOrder, eval_batches, held_out_batch, load_data
 from onefold.train.models import Loaded, load_model, load_on_first_rank
-from onefold.train.order import DataOrder, eval_batches
+from onefold.train.prepare import lr_factor, names_without_decay, parameter_groups
 from onefold.train.ranks import Ranks
-from onefold.train.schedule import lr_factor
 
 HELD_OUT_SHARE = 0.1
 WARMUP = 0.05

@@ -24,7 +24,7 @@ from benchmarks.plan_matrix.settings import Cell, batch, build
 from onefold.observe.measure import measured
 from onefold.observe.trace import record
 from onefold.plan.schema import MOVES
-from onefold.train.blocks import checkpoint_activations
+from onefold.train.models import checkpoint_activations
 
 #: Steps before anything is measured: optimizer states are made, orders learned.
 WARMUP = 3

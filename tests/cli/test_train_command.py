@@ -169,10 +169,10 @@ def runs_of_two_ranks(
     it says of its plan.
     """
     from onefold.train.config import resolve
-    from onefold.train.facts import describe
     from onefold.train.loop import train
     from onefold.train.prepare import prepare
     from onefold.train.ranks import Ranks
+    from onefold.train.report import describe
 
     rank, found = int(os.environ["RANK"]), []
     ranks = Ranks(

@@ -11,8 +11,8 @@ from torch import nn
 
 import onefold
 from onefold.observe import measured, reconciled, record, resident_memory
-from onefold.observe import process as process_module
-from onefold.observe.tiers import moments_of
+from onefold.observe import memory as memory_module
+from onefold.observe.memory import moments_of
 from onefold.plan.schema import ACTIVATIONS, ENGINE, MASTERS, MOMENTS, PARAMETERS, compare
 
 
@@ -135,7 +135,7 @@ def test_resident_memory_follows_what_is_allocated() -> None:
 def test_without_proc_the_highest_resident_memory_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object
 ) -> None:
-    monkeypatch.setattr(process_module, "_STATUS", process_module.Path(str(tmp_path)) / "nothing")
+    monkeypatch.setattr(memory_module, "_STATUS", memory_module.Path(str(tmp_path)) / "nothing")
     now, peak = resident_memory()
     assert now == peak > 10 << 20
 

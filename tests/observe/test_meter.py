@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from onefold.observe import Meter, TensorBoard, flat
-from onefold.observe import tensorboard as tensorboard_module
+from onefold.observe import meter as meter_module
 
 KEYS = {
     "step", "loss", "grad_norm", "lr", "scale", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "memory",
@@ -148,6 +148,6 @@ def test_without_tensorboard_a_sentence_says_how_to_get_it(
     def missing(name: str) -> Any:
         raise ModuleNotFoundError(f"No module named {name!r}", name="tensorboard")
 
-    monkeypatch.setattr(tensorboard_module, "import_module", missing)
+    monkeypatch.setattr(meter_module, "import_module", missing)
     with pytest.raises(ModuleNotFoundError, match="pip install tensorboard"):
         TensorBoard(tmp_path)

@@ -28,10 +28,9 @@ from synthetic_run import (
 
 from onefold.observe import Reconciliation, RunFileError, write_observed, write_report
 from onefold.observe.report import build, figures
-from onefold.observe.report.figures import thinned
-from onefold.observe.report.metrics import read_metrics
-from onefold.observe.report.step import planned_peak
-from onefold.observe.report.words import in_bytes, in_seconds, in_unit
+from onefold.observe.report.charts import planned_peak
+from onefold.observe.report.figures import in_bytes, in_seconds, in_unit, thinned
+from onefold.observe.report.tables import read_metrics
 from onefold.plan.schema import ACTIVATIONS, ENGINE, LOGITS, MOMENTS, Account
 from onefold.recipe import Recipe
 

@@ -15,7 +15,7 @@ from torch import nn
 import onefold
 from models import TinyGPT
 from onefold.observe import Meter, measured, record
-from onefold.observe.tiers import moments_of
+from onefold.observe.memory import moments_of
 from onefold.plan.schema import GRADIENTS, MASTERS, MOMENTS
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import onefold
 from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
-from onefold.observe.tiers import moments_by_tier
+from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
 from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity

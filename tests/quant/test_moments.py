@@ -183,7 +183,7 @@ def held(stage: int, recipe: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     of NVMe and the elements there).
     """
     import onefold
-    from onefold.observe.tiers import moments_of
+    from onefold.observe.memory import moments_of
     from onefold.recipe.moments import bytes_of_moments
 
     model, optimizer = made(stage, recipe)

@@ -99,7 +99,7 @@ def layout(model: nn.Module) -> list[list[Any]]:
 
 def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, int]]:
     """{tier: {category: bytes}} that are held between steps, the optimizer's states among them."""
-    from onefold.observe.tiers import moments_by_tier
+    from onefold.observe.memory import moments_by_tier
 
     engine = onefold.engine_of(model)
     moments = moments_by_tier(optimizer, engine)

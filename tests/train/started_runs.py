@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from onefold.train import resume
+from onefold.train import checkpoints
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
@@ -180,10 +180,10 @@ def this_rank() -> Ranks:
 def losses_on(ranks: Ranks, **more: Any) -> list[float]:
     """Train the job to its end in this process, from a checkpoint if there is one in its output."""
     config = resolve({**JOB, "resume": "auto", **more})
-    point = resume.find(config, restarted=False)
+    point = checkpoints.find(config, restarted=False)
     run = prepare(config, ranks, lambda line: None, point)
     if point is not None:
-        resume.load(run, point)
+        checkpoints.load(run, point)
     rows: list[Row] = []
     train(run, lambda: 0, rows.append)
     return [row["loss"] for row in rows]

@@ -22,17 +22,16 @@ from torch import nn
 
 import onefold
 from onefold.optim.skip import skips_on_device
-from onefold.train import loop, resume
+from onefold.train import checkpoints, loop
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.data import Packed
+from onefold.train.data import Feed, Packed
 from onefold.train.errors import TrainError
-from onefold.train.feed import Feed
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
+from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
-from onefold.train.stop import Stop
-from onefold.train.survive import Keeper
 from ranks import run_ranks
 
 virtual = pytest.importorskip("virtual")
@@ -134,11 +133,11 @@ def start(
         "global_batch": 4, "micro_batch": 2, "output": str(folder / device),
     }  # fmt: skip
     config = resolve({**given, **options})
-    point = resume.find(config, restarted=False)
+    point = checkpoints.find(config, restarted=False)
     where = torch.device(HERE if device == "virtual" else "cpu")
     run = prepare(config, ranks or Ranks(0, 1, 0, 1, where, "gloo", None), lambda line: None, point)
     if point is not None:
-        resume.load(run, point)
+        checkpoints.load(run, point)
     return run, Keeper(run, folder / device, Reporter(), begun=0.0)
 
 
@@ -309,7 +308,7 @@ def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
         batches.append(feed.take(second))
         feed.send_ahead(second)  # the run goes back: another batch is asked for than was sent
         batches.append(feed.take(third))
-    assert begun is not None and begun.batch["labels"] is batches[1]["labels"]
+    assert begun is not None and begun[1]["labels"] is batches[1]["labels"]
     assert feed._copies.stream != torch.accelerator.current_stream()
     for batch, indices in zip(batches, (first, second, third), strict=True):
         for name, expected in Packed(rows).batch(indices).items():

@@ -21,9 +21,9 @@ from onefold.plan.schema import Account
 from onefold.train.choose import Asked, choose
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
-from onefold.train.facts import observe
 from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
+from onefold.train.report import observe
 from ranks import run_ranks
 
 MIB = 1 << 20

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 from started_runs import SOURCE, runs, wait_until
 
-from onefold.train.claim import LOCK, Claim, HeldError, name_output, run_of
 from onefold.train.config import read_options
 from onefold.train.errors import TrainError
+from onefold.train.output import LOCK, Claim, HeldError, name_output, run_of
 
 #: Claims the folder for a run, says so, and holds it until its standard input ends; then releases
 #: it.
 HOLDS = """
 import sys
 from pathlib import Path
-from onefold.train.claim import Claim
+from onefold.train.output import Claim
 from onefold.train.errors import TrainError
 try:
     claim = Claim.take(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
@@ -156,7 +156,7 @@ def test_the_same_run_has_one_name_in_all_its_processes_and_another_run_has_anot
 CHAIN = """
 import os, subprocess, sys, time
 from pathlib import Path
-from onefold.train.stop import end_with_parent
+from onefold.train.process import end_with_parent
 depth, folder, parent = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 end_with_parent(parent)
 (folder / f"unfinished-{depth}").write_text(str(os.getpid()))

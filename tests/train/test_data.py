@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.train.data import IGNORE, Conversations, Packed, load_data
+from onefold.train.data import IGNORE, Conversations, Packed, held_out_batch, load_data
 from onefold.train.errors import TrainError
-from onefold.train.loop import held_out_batch
-from onefold.train.tokenizer import ByteTokenizer, encode_with_spans, render_chat
+from onefold.train.text import ByteTokenizer, encode_with_spans, render_chat
 
 
 def lines(path: Path, rows: list[Any]) -> str:

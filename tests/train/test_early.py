@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from started_runs import SOURCE
 
-from onefold.train.claim import Claim
+from onefold.train.output import Claim
 
 LINE = '{"text": "some words of a text that is long enough for a sequence"}\n'
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
-from onefold.train.survive import Keeper
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=3000))

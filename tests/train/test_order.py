@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.train.batch import accumulation_steps
+from onefold.train.data import DataOrder, eval_batches
+from onefold.train.early import accumulation_steps
 from onefold.train.errors import TrainError
-from onefold.train.order import DataOrder, eval_batches
 
 sizes = st.tuples(
     st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30)

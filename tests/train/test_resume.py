@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,19 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.train import resume
-from onefold.train.batch import micro_batch_that_divides
+from onefold.observe import TensorBoard
+from onefold.train import checkpoints
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.data import Packed
+from onefold.train.data import DataOrder, Packed, fingerprint_of
+from onefold.train.early import micro_batch_that_divides
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
-from onefold.train.order import DataOrder, fingerprint_of
-from onefold.train.output import Board, Metrics, with_output
+from onefold.train.output import Metrics, with_output
 from onefold.train.prepare import Run, prepare
+from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
-from onefold.train.stop import Stop
-from onefold.train.survive import Keeper
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -76,10 +77,10 @@ def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
         "lr": 1e-2,
     }
     config = resolve({**given, "output": str(output), **options})
-    point = resume.find(config, restarted=False)
+    point = checkpoints.find(config, restarted=False)
     run = prepare(config, ALONE, lambda line: None, point)
     if point is not None:
-        resume.load(run, point)
+        checkpoints.load(run, point)
     return run, Keeper(run, output, Reporter(), begun=0.0)
 
 
@@ -172,8 +173,8 @@ def test_time_for_a_save_that_was_never_measured_is_that_of_a_slow_disk(
 def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> None:
     drive(*start(text, tmp_path / "a", save_every=3))
     config = resolve({"output": str(tmp_path / "a")})
-    assert resume.find(config, restarted=False) is None
-    found = resume.find(config, restarted=True)
+    assert checkpoints.find(config, restarted=False) is None
+    found = checkpoints.find(config, restarted=True)
     assert (
         found is not None and found.step == 8 and found.global_batch == 2 and len(found.before) == 2
     )
@@ -181,15 +182,17 @@ def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> N
         "output": str(tmp_path / "b"),
         "resume": str(tmp_path / "a" / "checkpoints" / "step-00000003"),
     }
-    first = resume.find(resolve(branch), restarted=False)
+    first = checkpoints.find(resolve(branch), restarted=False)
     assert first is not None and first.step == 3
     for folder in ("a", "a/checkpoints"):
-        newest = resume.find(resolve({**branch, "resume": str(tmp_path / folder)}), restarted=False)
+        newest = checkpoints.find(
+            resolve({**branch, "resume": str(tmp_path / folder)}), restarted=False
+        )
         assert newest is not None and newest.step == 8
     with pytest.raises(TrainError, match="checkpoints of its own, the newest step-00000008"):
-        resume.find(resolve({**branch, "output": str(tmp_path / "a")}), restarted=False)
+        checkpoints.find(resolve({**branch, "output": str(tmp_path / "a")}), restarted=False)
     with pytest.raises(TrainError, match="no such folder"):
-        resume.find(resolve({**branch, "resume": str(tmp_path / "nowhere")}), restarted=False)
+        checkpoints.find(resolve({**branch, "resume": str(tmp_path / "nowhere")}), restarted=False)
 
 
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_is_taken(
@@ -228,10 +231,10 @@ def test_a_longer_run_and_another_learning_rate_are_followed_and_told(
 ) -> None:
     drive(*start(text, tmp_path / "run", save_every=8))
     config = resolve({"resume": "auto", "output": str(tmp_path / "run")})
-    point = resume.find(config, restarted=False)
+    point = checkpoints.find(config, restarted=False)
     assert point is not None
     run, keeper = start(text, tmp_path / "run", resume="auto", lr=5e-3, steps=12, weight_decay=0.2)
-    said = "\n".join(resume.differences(run, point))
+    said = "\n".join(checkpoints.differences(run, point))
     assert (
         "--lr 0.01 -> 0.005" in said
         and "--weight-decay" in said
@@ -270,20 +273,22 @@ def test_a_checkpoint_younger_than_the_job_is_its_own(text: str, tmp_path: Path)
 
     begun = time.time() - 1
     config = resolve({"output": str(tmp_path / "run")})
-    assert not resume.made_since(config, begun)
+    assert not checkpoints.made_since(config, begun)
     drive(*start(text, tmp_path / "run", save_every=8))
-    assert resume.made_since(config, begun) and not resume.made_since(config, time.time() + 60)
+    assert checkpoints.made_since(config, begun) and not checkpoints.made_since(
+        config, time.time() + 60
+    )
 
 
 def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    with Metrics(file) as metrics:
+    with closing(Metrics(file)) as metrics:
         for step in (1, 2, 3):
             metrics.write({"step": step, "loss": step / 2})
         metrics.write({"done": True})
     with file.open("a") as cut_off:
         cut_off.write('{"step": 4, "lo')
-    with Metrics(file, after=2) as metrics:
+    with closing(Metrics(file, after=2)) as metrics:
         assert metrics.first == {"step": 1, "loss": 0.5}
         metrics.write({"resumed": True, "from_step": 2})
         metrics.write({"step": 3, "loss": 9.0})
@@ -293,7 +298,7 @@ def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_
     assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1][
         "loss"
     ] == 8.0
-    with Metrics(file) as metrics:
+    with closing(Metrics(file)) as metrics:
         assert metrics.first is None
     assert file.read_text() == ""
 
@@ -341,10 +346,10 @@ def test_tensorboard_forgets_what_lies_beyond_the_checkpoint(tmp_path: Path) -> 
     event_accumulator = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator"
     )
-    with Board(tmp_path) as board:
+    with TensorBoard(tmp_path) as board:
         for step in range(1, 7):
             board.write({"step": step, "loss": 1.0})
-    with Board(tmp_path, after=4) as board:
+    with TensorBoard(tmp_path, after=4) as board:
         board.write({"step": 5, "loss": 2.0})
     found = event_accumulator.EventAccumulator(str(tmp_path))
     found.Reload()

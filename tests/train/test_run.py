@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from onefold.train.config import resolve
+from onefold.train.early import kind_of, smollm2_path
 from onefold.train.errors import TrainError
-from onefold.train.export import export
 from onefold.train.loop import Row, train
-from onefold.train.model_names import check_model_name, smollm2_path
 from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.sample import sample
+from onefold.train.worker import export, sample
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -197,11 +196,11 @@ def test_what_cannot_be_is_told(text: str, options: dict[str, Any], message: str
 
 def test_models_are_found_by_what_they_are(tmp_path: Path) -> None:
     for name in ("gpt", "llama:60m", "os.path:join"):
-        check_model_name(name)
+        kind_of(name)
     for name in (str(tmp_path), "bert-base-uncased", "gpt:", "gpt:-1m", "none.gguf"):
         if name != "gpt:":
             with pytest.raises(TrainError):
-                check_model_name(name)
+                kind_of(name)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,18 @@ import torch
 from torch import nn
 
 from onefold.memory.host import free_host_memory
-from onefold.observe.process import resident_memory
+from onefold.observe.memory import resident_memory
 from onefold.plan.auto import USABLE
 from onefold.train.choose import Asked, choose
-from onefold.train.errors import TrainError
-from onefold.train.groups import names_without_decay, parameter_groups
-from onefold.train.machine import physical_cores, readable
-from onefold.train.schedule import lr_factor, steps_of, warmup_steps
+from onefold.train.errors import TrainError, readable
+from onefold.train.launch import physical_cores
+from onefold.train.prepare import (
+    lr_factor,
+    names_without_decay,
+    parameter_groups,
+    steps_of,
+    warmup_steps,
+)
 
 GIB = 1 << 30
 

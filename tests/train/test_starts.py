@@ -29,7 +29,7 @@ from started_runs import (
     wait_until,
 )
 
-from onefold.train.claim import LOCK, Claim, HeldError
+from onefold.train.output import LOCK, Claim, HeldError
 
 ENDLESS = options({**JOB, "steps": 10**6, "nproc": 2, "output": "run"})
 
@@ -200,7 +200,7 @@ TRAIN = [
 @pytest.mark.parametrize(
     "module",
     [
-        "onefold.train.quiet",
+        "onefold.train.process",
         "typer",
         "onefold.train.config",
         "torch.types",

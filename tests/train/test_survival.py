@@ -36,16 +36,15 @@ from started_runs import (
 
 from onefold import engine_of
 from onefold.checkpoint.background import running
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
+from onefold.train.faults import WINDOW
 from onefold.train.loop import Row, train
-from onefold.train.peer_monitor import Neighbours, Peer
 from onefold.train.prepare import prepare
-from onefold.train.ranks import Ranks
+from onefold.train.process import CONTROL, STARTED, Stop, StopSignal
+from onefold.train.ranks import Peer, PeerMonitor, Ranks
 from onefold.train.report import Reporter
-from onefold.train.slow import WINDOW
-from onefold.train.stop import CONTROL, STARTED, Stop, StopSignal
-from onefold.train.survive import Keeper
 from onefold.train.worker import Rank, run_rank
 from ranks import outcomes_of, preload, run_ranks
 
@@ -129,7 +128,7 @@ def going_on(row: Row) -> bool:
     return bool(row["event"] == "note" and "going on from" in row["text"])
 
 
-# -- the ranks' ring -------------------------------------------------------------------------------
+# -- the monitor of peers --------------------------------------------------------------------------
 
 
 #: Seconds: two at most on an idle machine. A rank that learned of it by waiting for the others
@@ -143,16 +142,16 @@ def notice_a_kill(victim: int) -> tuple[list[int], float, int]:
     """
     ranks = this_rank()
     heard: list[Peer] = []
-    ring = Neighbours.connect(ranks, heard.append)
-    assert ring is not None
-    ranks.wait()
+    monitor = PeerMonitor.connect(ranks, heard.append)
+    assert monitor is not None
+    ranks.sum(0.0)  # all are here
     if ranks.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     begun = time.monotonic()
     while not heard and time.monotonic() - begun < HEARD:
         time.sleep(0.01)
     took = time.monotonic() - begun
-    ring.close()
+    monitor.close()
     return [p.rank for p in heard], took, heard[0].pid if heard else 0
 
 
@@ -195,10 +194,10 @@ def test_a_rank_that_computes_when_another_goes_says_so_and_ends_though_it_waits
 def leave_in_turn() -> list[int]:
     ranks = this_rank()
     heard: list[Peer] = []
-    ring = Neighbours.connect(ranks, heard.append)
-    assert ring is not None
+    monitor = PeerMonitor.connect(ranks, heard.append)
+    assert monitor is not None
     time.sleep(0.2 * ranks.rank)
-    ring.close()
+    monitor.close()
     time.sleep(0.2 * (ranks.world_size - ranks.rank))
     return [p.rank for p in heard]
 

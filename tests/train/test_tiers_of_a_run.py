@@ -12,13 +12,14 @@ import torch
 
 import onefold
 from onefold import Recipe, Tier
+from onefold.recipe.options import TIERS
 from onefold.train.config import TrainConfig, resolve
+from onefold.train.early import refuse_without_folder
 from onefold.train.errors import TrainError
-from onefold.train.facts import describe
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.tiers import in_a_sentence, refuse_without_folder, tier_arguments
+from onefold.train.report import describe, in_a_sentence
 
 NVME = {"nvme": ("/a", "/b")}
 APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
@@ -72,7 +73,7 @@ def test_words_become_arguments_that_a_recipe_takes(
     given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = resolve(given)
-    assert tier_arguments(config) == expected
+    assert config.arguments(TIERS) == expected
     assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
@@ -94,7 +95,7 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
     )
     assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml") == line
     write_config(line, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
-    assert tier_arguments(resolve({}, tmp_path / "train.yaml")) == tier_arguments(line)
+    assert resolve({}, tmp_path / "train.yaml").arguments(TIERS) == line.arguments(TIERS)
     assert TrainConfig.model_validate_json(line.model_dump_json(by_alias=True)) == line
 
 

@@ -23,18 +23,18 @@ from onefold.cli.app import app
 from onefold.observe.report import build
 from onefold.observe.report.page import render
 from onefold.observe.runfile import read_observed
-from onefold.train import resume
+from onefold.recipe.options import NODES
+from onefold.train import checkpoints
+from onefold.train.checkpoints import OPTIONS, Keeper
 from onefold.train.config import TrainConfig, resolve
+from onefold.train.early import refuse_groups
 from onefold.train.errors import TrainError
-from onefold.train.export import export
-from onefold.train.facts import describe, observe
 from onefold.train.loop import Row, train
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.report import ConsoleReporter, Reporter
-from onefold.train.survive import Keeper
-from onefold.train.wires import OPTIONS, of_the_wire, refuse_groups, wire_arguments
+from onefold.train.report import ConsoleReporter, Reporter, describe, observe, of_the_wire
+from onefold.train.worker import export
 from ranks import run_ranks
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
@@ -75,7 +75,7 @@ def test_words_become_arguments_that_a_recipe_takes(
     given: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = resolve(given)
-    assert wire_arguments(config) == expected
+    assert config.arguments(NODES) == expected
     assert config.recipe(3) == Recipe.zero(3, precision="fp32", **expected)
 
 
@@ -91,9 +91,9 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
     line = resolve({"group": "2", "second_copy": True, **CODECS, "wire_rounding": "stochastic"})
     assert resolve({}, tmp_path / "a.yaml") == resolve({}, tmp_path / "a.toml") == line
     write_config(line, tmp_path, {"stage": 3, "ranks": 4, "steps": 12, "global_batch": 8})
-    assert wire_arguments(resolve({}, tmp_path / "train.yaml")) == wire_arguments(line)
+    assert resolve({}, tmp_path / "train.yaml").arguments(NODES) == line.arguments(NODES)
     assert TrainConfig.model_validate_json(line.model_dump_json(by_alias=True)) == line
-    assert wire_arguments(resolve({"gather_codec": "none"}, tmp_path / "a.yaml")).keys() == {
+    assert resolve({"gather_codec": "none"}, tmp_path / "a.yaml").arguments(NODES).keys() == {
         "group",
         "second_copy",
         "reduce_codec",
@@ -198,9 +198,9 @@ def ran(ranks: Ranks, options: dict[str, Any]) -> tuple[Run, list[Row], list[str
     """
     config = resolve(options)
     folder, rows = Path(options["output"]), list[Row]()
-    point = resume.find(config, restarted=False)
+    point = checkpoints.find(config, restarted=False)
     run = prepare(config, ranks, lambda line: None, point)
-    said = resume.load(run, point) if point is not None else []
+    said = checkpoints.load(run, point) if point is not None else []
     keeper = Keeper(run, folder, Reporter(), time.time())
     train(run, lambda: 0, rows.append, keeper=keeper)
     keeper.close()
@@ -447,7 +447,7 @@ def test_lines_and_the_closing_sentence_name_nodes_and_codecs_where_there_are_an
     out = io.StringIO()
     say = ConsoleReporter(1, Console(file=out, width=200, highlight=False))
     say._borders = "2 groups"
-    say.step(row)
+    say.say("step", **row)
     closing = {
         "stopped": False,
         "steps": 1,
@@ -458,14 +458,8 @@ def test_lines_and_the_closing_sentence_name_nodes_and_codecs_where_there_are_an
         "checkpoint": None,
         "metrics": "m",
     }
-    say.done(
-        {
-            **closing,
-            "memory_peak": 1,
-            "wire_bytes_total": 3 << 20,
-            "wire_bytes_between_total": 2 << 20,
-        }
-    )
+    total = {"wire_bytes_total": 3 << 20, "wire_bytes_between_total": 2 << 20}
+    say.say("done", **closing, memory_peak=1, **total)
     assert "wire 3 MiB/step (1 MiB between groups, 9 MiB without codecs)" in out.getvalue()
     assert "3 MiB sent by each rank (2 MiB between groups), peak" in out.getvalue()
 

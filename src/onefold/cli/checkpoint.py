@@ -321,7 +321,7 @@ def _told(as_json: bool) -> Iterator[None]:
     import onefold.checkpoint.reshard  # noqa: F401, torch is imported before Ctrl-C becomes an exception
     from onefold.checkpoint.errors import CheckpointError
     from onefold.checkpoint.folder import in_words
-    from onefold.train.interrupt import interruptible
+    from onefold.train.process import interruptible
 
     try:
         with interruptible():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from onefold.cli.options import option, refuse, stopped
-from onefold.train.interrupt import interruptible
+from onefold.train.process import interruptible
 
 if TYPE_CHECKING:
     from onefold.plan.calibrate import Calibration

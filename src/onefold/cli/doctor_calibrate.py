@@ -21,7 +21,7 @@ from onefold.plan.identity import this_machine
 from onefold.plan.measure_disk import measure_disk
 from onefold.plan.measure_ranks import says
 from onefold.plan.sizes import MIB, Sizes
-from onefold.train.machine import readable
+from onefold.train.errors import readable
 
 #: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.
 RANK_BYTES = 400 * MIB

@@ -19,8 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from onefold.cli.doctor_checks import CHECKS, OK, START, WRONG, Check, Here, Outcome, answer
-from onefold.train.quiet import quiet_third_parties
-from onefold.train.stop import end_with_parent
+from onefold.train.process import end_with_parent, quiet_third_parties
 
 #: In front of all keys: a launcher's store holds others.
 PREFIX = "onefold-check"

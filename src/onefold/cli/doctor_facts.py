@@ -13,8 +13,7 @@ from onefold.memory.host import free_host_memory
 from onefold.plan.calibrate import default_path
 from onefold.plan.identity import cpu_name, total_host_memory, usable_cpus
 from onefold.train.config import resolve
-from onefold.train.launch import ranks_to_start
-from onefold.train.machine import physical_cores
+from onefold.train.launch import physical_cores, ranks_to_start
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
 

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from onefold.train.launch import child_environment, noted_signals
-from onefold.train.quiet import quiet_third_parties
-from onefold.train.stop import end_with_parent
+from onefold.train.process import end_with_parent, quiet_third_parties
 
 if TYPE_CHECKING:
     from onefold.plan.sizes import Sizes

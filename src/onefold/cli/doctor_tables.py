@@ -11,7 +11,7 @@ from rich.table import Table
 
 from onefold.plan.calibrate import Calibration
 from onefold.plan.schema import MOVES
-from onefold.train.machine import readable
+from onefold.train.errors import readable
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

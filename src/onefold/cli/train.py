@@ -17,10 +17,10 @@ from pydantic.fields import FieldInfo
 
 from onefold.cli.options import option, parameter, recipe_parameter, refuse, with_parameters
 from onefold.recipe.options import DIVISION
-from onefold.train.claim import Claim, run_of
 from onefold.train.config import OPTIONS, TrainConfig, read_options
 from onefold.train.errors import TrainError
-from onefold.train.stop import end_with_parent
+from onefold.train.output import Claim, run_of
+from onefold.train.process import end_with_parent
 
 #: The field that opens each panel of the help, in the order of `TrainConfig`. The options of the
 #: recipe follow the second panel, under those of their table.

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from onefold.observe.activations import Activations, watch_activations
 from onefold.observe.measure import measured, reconciled
-from onefold.observe.meter import Meter, flat
-from onefold.observe.process import Reconciliation, resident_memory
+from onefold.observe.memory import Reconciliation, resident_memory
+from onefold.observe.meter import Meter, TensorBoard, flat
 from onefold.observe.runfile import (
     Observed,
     RunFileError,
@@ -23,7 +23,6 @@ from onefold.observe.runfile import (
     read_observed,
     write_observed,
 )
-from onefold.observe.tensorboard import TensorBoard
 from onefold.observe.trace import Move, Recording, Work, record
 
 

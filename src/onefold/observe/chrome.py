@@ -11,11 +11,11 @@ collective to the wait for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.observe.tiers import DEVICE, MOVED
+from onefold.observe.memory import DEVICE, MOVED
 
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording
@@ -35,86 +35,79 @@ ROWS = {
 ROWS |= dict.fromkeys(MOVED, BETWEEN)
 
 
+class _Trace:
+    """The events of one process of the file. `offset`: microseconds to add to a time."""
+
+    def __init__(self, process: int, title: str, offset: float = 0.0) -> None:
+        self.process, self.offset = process, offset
+        self.events: list[dict[str, Any]] = []
+        self._rows = 0
+        self.event("M", 0, name="process_name", args={"name": title})
+
+    def event(self, kind: str, row: int, at: float | None = None, **facts: Any) -> None:
+        """`at`: seconds."""
+        when = {} if at is None else {"ts": at * 1e6 + self.offset}
+        self.events.append({"ph": kind, "pid": self.process, "tid": row, **when, **facts})
+
+    def row(self, title: str) -> int:
+        """A new row, below those that there are."""
+        self._rows += 1
+        self.event("M", self._rows, name="thread_name", args={"name": title})
+        self.event("M", self._rows, name="thread_sort_index", args={"sort_index": self._rows})
+        return self._rows
+
+    def span(
+        self, row: int, name: str, category: str, start: float, end: float, **args: Any
+    ) -> None:
+        """A stretch of time, in seconds."""
+        long = max(0.0, end - start) * 1e6
+        self.event("X", row, start, name=name, cat=category, dur=long, args=args)
+
+    def lanes(self, title: str, spans: Iterable[tuple[float, float, Any]]) -> Iterator[Any]:
+        """(row, start, end, what) of `spans`, on as many rows as they need."""
+        for number, lane in enumerate(lanes(spans)):
+            row = self.row(title if not number else f"{title} {number + 1}")
+            for start, end, what in lane:
+                yield row, start, end, what
+
+
 def write(recording: Recording, path: Path) -> Path:
     """See `Recording.write_chrome`."""
     profiler = recording.profiler_trace or {}
     own = events(recording, _offset(recording, profiler))
-    trace = {
-        **profiler,
-        "traceEvents": [*profiler.get("traceEvents", []), *own],
-        "displayTimeUnit": "ms",
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(trace), encoding="utf-8")
-    return path
+    return _write(path, {**profiler, "traceEvents": [*profiler.get("traceEvents", []), *own]})
 
 
 def write_simulated(timeline: Timeline, path: Path, title: str) -> Path:
     """A simulated step; `title` names its process. Makes the folder."""
+    return _write(path, {"traceEvents": simulated_events(timeline, title)})
+
+
+def _write(path: Path, trace: dict[str, Any]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        json.dumps({"traceEvents": simulated_events(timeline, title), "displayTimeUnit": "ms"}),
-        encoding="utf-8",
-    )
+    path.write_text(json.dumps({**trace, "displayTimeUnit": "ms"}), encoding="utf-8")
     return path
 
 
 def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
     """The events of a simulated step."""
-    process, rows = (
-        FIRST_PROCESS,
-        {name: row for row, name in enumerate(("units", *timeline.streams), 1)},
-    )
-    out = [_name("process_name", process, 0, title)]
-    for name, row in rows.items():
-        out += _row_named(process, row, name)
-
-    def add(row: int, name: str, category: str, begin: float, end: float, **args: Any) -> None:
-        at = {"ts": begin * 1e6, "dur": (end - begin) * 1e6}
-        out.append(
-            {
-                "ph": "X",
-                "name": name,
-                "cat": category,
-                "pid": process,
-                "tid": row,
-                **at,
-                "args": args,
-            }
-        )
-
+    trace = _Trace(FIRST_PROCESS, title)
+    rows = {name: trace.row(name) for name in ("units", *timeline.streams)}
     for unit, phase, begin, end in timeline.units():
-        add(rows["units"], f"{unit} {phase}", phase, begin, end, unit=unit, phase=phase)
+        trace.span(rows["units"], f"{unit} {phase}", phase, begin, end, unit=unit, phase=phase)
     for number, span in enumerate(timeline.spans):
         facts: dict[str, Any] = {"unit": span.unit, "phase": span.phase, "kind": span.kind}
         facts |= {"bytes": span.nbytes} if span.nbytes else {}
-        name = (
-            f"waits for {span.name} {span.unit}"
-            if span.kind == "wait"
-            else f"{span.name} {span.unit}"
-            if span.nbytes
-            else span.name
-        )
-        add(rows[span.stream], name.strip(), span.kind, span.begin, span.end, **facts)
-        if span.kind == "wait" and span.after >= 0:
+        waits = span.kind == "wait"
+        name = f"{span.name} {span.unit}" if waits or span.nbytes else span.name
+        name = f"waits for {name}" if waits else name
+        trace.span(rows[span.stream], name.strip(), span.kind, span.begin, span.end, **facts)
+        if waits and span.after >= 0:
             cause = timeline.spans[span.after]
-            flow = {"cat": "wait", "name": "waited for", "id": number, "pid": process}
-            out.append({"ph": "s", "tid": rows[cause.stream], "ts": cause.begin * 1e6, **flow})
-            out.append(
-                {"ph": "f", "bp": "e", "tid": rows[span.stream], "ts": span.begin * 1e6, **flow}
-            )
-    return out
-
-
-def _row_named(process: int, row: int, title: str) -> list[dict[str, Any]]:
-    sort = {
-        "ph": "M",
-        "name": "thread_sort_index",
-        "pid": process,
-        "tid": row,
-        "args": {"sort_index": row},
-    }
-    return [_name("thread_name", process, row, title), sort]
+            flow = {"cat": "wait", "name": "waited for", "id": number}
+            trace.event("s", rows[cause.stream], cause.begin, **flow)
+            trace.event("f", rows[span.stream], span.begin, bp="e", **flow)
+    return trace.events
 
 
 def _offset(recording: Recording, profiler: dict[str, Any]) -> float:
@@ -128,99 +121,38 @@ def _offset(recording: Recording, profiler: dict[str, Any]) -> float:
 
 def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
     """The window's events; `offset` in microseconds."""
-    process = FIRST_PROCESS + recording.rank
-    out: list[dict[str, Any]] = [
-        _name(
-            "process_name", process, 0, f"Onefold rank {recording.rank} of {recording.world_size}"
-        )
-    ]
-    rows = 0
-
-    def row(title: str) -> int:
-        nonlocal rows
-        rows += 1
-        out.extend(_row_named(process, rows, title))
-        return rows
-
-    def add(thread: int, name: str, category: str, start: float, end: float, **args: Any) -> None:
-        at = {"ts": start * 1e6 + offset, "dur": max(0.0, end - start) * 1e6}
-        out.append(
-            {
-                "ph": "X",
-                "name": name,
-                "cat": category,
-                "pid": process,
-                "tid": thread,
-                **at,
-                "args": args,
-            }
-        )
-
+    title = f"Onefold rank {recording.rank} of {recording.world_size}"
+    trace = _Trace(FIRST_PROCESS + recording.rank, title, offset)
     for kind in ("compute", "optimizer"):
         if found := [w for w in recording.work if w.kind == kind]:
-            thread = row(kind)
+            row = trace.row(kind)
             for w in found:
-                add(
-                    thread,
-                    f"{w.unit or kind} {w.phase}" if w.unit else kind,
-                    kind,
-                    w.start,
-                    w.end,
-                    unit=w.unit,
-                    phase=w.phase,
-                )
-    waits = [m for m in recording.moves if m.exposed > 0]
-    if waits:
-        for number, lane in enumerate(lanes((m.landed - m.exposed, m.landed, m) for m in waits)):
-            thread = row("waiting" if not number else f"waiting {number + 1}")
-            for start, end, m in lane:
-                add(thread, f"waits for {m.move} {m.unit}", "exposed", start, end, unit=m.unit)
+                name = f"{w.unit} {w.phase}" if w.unit else kind
+                trace.span(row, name, kind, w.start, w.end, unit=w.unit, phase=w.phase)
+    waits = [(m.landed - m.exposed, m.landed, m) for m in recording.moves if m.exposed > 0]
+    for row, start, end, m in trace.lanes("waiting", waits):
+        trace.span(row, f"waits for {m.move} {m.unit}", "exposed", start, end, unit=m.unit)
     for title in dict.fromkeys(ROWS.values()):
         chosen = [m for m in recording.moves if ROWS.get(m.move, OTHER) == title]
-        for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):
-            thread = row(title if not number else f"{title} {number + 1}")
-            for start, end, m in lane:
-                facts: dict[str, Any] = {
-                    "unit": m.unit,
-                    "bytes": m.nbytes,
-                    "dtype": m.dtype,
-                    "ranks": m.group,
-                    "phase": m.phase,
-                }
-                facts |= {
-                    name: n
-                    for name, n in (("between nodes", m.between), ("encoded from", m.plain))
-                    if n
-                }
-                add(
-                    thread,
-                    f"{m.move} {m.unit}",
-                    m.move,
-                    start,
-                    end,
-                    **facts,
-                    exposed_ms=1000 * m.exposed,
-                )
+        for row, start, end, m in trace.lanes(title, ((m.launched, m.landed, m) for m in chosen)):
+            facts: dict[str, Any] = {
+                "unit": m.unit,
+                "bytes": m.nbytes,
+                "dtype": m.dtype,
+                "ranks": m.group,
+                "phase": m.phase,
+            }
+            facts |= {"between nodes": m.between} if m.between else {}
+            facts |= {"encoded from": m.plain} if m.plain else {}
+            facts["exposed_ms"] = 1000 * m.exposed
+            trace.span(row, f"{m.move} {m.unit}", m.move, start, end, **facts)
     for tier in (DEVICE, *recording.tiers):
         times, levels = recording.levels(tier)
         name = "memory" if tier == DEVICE else f"memory, {tier}"
         for i, at in enumerate(times):
             values = {category: series[i] for category, series in levels.items()}
-            out.append(
-                {
-                    "ph": "C",
-                    "name": name,
-                    "pid": process,
-                    "tid": 0,
-                    "ts": at * 1e6 + offset,
-                    "args": values,
-                }
-            )
-    return out
-
-
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+            trace.event("C", 0, at, name=name, args=values)
+    return trace.events
 
 
 def lanes(spans: Iterable[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:

@@ -16,8 +16,15 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from onefold.observe.process import Reconciliation, reconcile
-from onefold.observe.tiers import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
+from onefold.observe.memory import (
+    DEVICE,
+    HOST,
+    NVME,
+    Reconciliation,
+    ledgers_of,
+    moments_by_tier,
+    reconcile,
+)
 from onefold.observe.trace import Recording
 from onefold.plan.schema import CATEGORIES, ENGINE, FRAGMENTATION, MOMENTS, MOVES, Account
 from onefold.runtime.registry import engine_of

@@ -14,12 +14,12 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from onefold.comm import Sent
-from onefold.observe.process import Reconciliation
+from onefold.observe.memory import Reconciliation
 from onefold.observe.trace import Held, Move, Recording, Work
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
@@ -152,27 +152,23 @@ def write_observed(
         }
         _write(folder / RUN_FILE, shared)
     path = folder / RANK_FILE.format(rank=rank)
-    traffic = (
-        {
-            unit: {m: n // max(1, step.steps) for m, n in moves.items()}
-            for unit, moves in step.by_unit().items()
-        }
-        if step
-        else {}
-    )
-    own = {
+    own: dict[str, Any] = {
         "version": VERSION,
         "rank": rank,
         "measured": measured.to_json(),
-        "traffic": traffic,
-        "wire": (
-            {move: asdict(sent // max(1, step.steps)) for move, sent in step.sent().items()}
-            if step
-            else {}
-        ),
-        "step": _of_recording(step) if step is not None else None,
+        "traffic": {},
+        "wire": {},
+        "step": None,
         "machine": machine.to_json() if machine is not None else {},
     }
+    if step is not None:
+        steps = max(1, step.steps)
+        own["traffic"] = {
+            unit: {move: n // steps for move, n in moves.items()}
+            for unit, moves in step.by_unit().items()
+        }
+        own["wire"] = {move: asdict(sent // steps) for move, sent in step.sent().items()}
+        own["step"] = _of_recording(step)
     _write(path, own)
     return path
 
@@ -191,6 +187,9 @@ def _of_recording(step: Recording) -> dict[str, Any]:
     def at(seconds: float) -> float:
         return round(seconds - step.start, 6)
 
+    def times(m: Move) -> tuple[float, float, float]:
+        return at(m.launched), at(m.landed), round(m.exposed, 6)
+
     def of_tier(seen: Held) -> dict[str, Any]:
         return {
             "held": seen.held,
@@ -208,32 +207,13 @@ def _of_recording(step: Recording) -> dict[str, Any]:
         "exposed": round(step.exposed, 6),
         "activations_watched": step.activations_watched,
         "truncated": step.truncated,
-        "moves": [
-            [
-                m.move,
-                m.unit,
-                m.nbytes,
-                m.dtype,
-                m.phase,
-                at(m.launched),
-                at(m.landed),
-                round(m.exposed, 6),
-                m.group,
-                *_beside(m),
-            ]
-            for m in step.moves
-        ],
+        "moves": [[*astuple(m)[:5], *times(m), *astuple(m)[8:]] for m in step.moves],
         "borders": step.borders,
         "work": [[w.kind, w.unit, w.phase, at(w.start), at(w.end)] for w in step.work],
         "io": round(step.io, 6),
         **of_tier(Held(step.held, step.changes)),
         "tiers": {tier: of_tier(held) for tier, held in step.tiers.items()},
     }
-
-
-def _beside(m: Move) -> tuple[int, ...]:
-    """What few moves have."""
-    return (m.between, m.plain, m.plain_between) if m.between or m.plain else ()
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from onefold.comm import Sent
 from onefold.observe.activations import watch_activations
-from onefold.observe.tiers import DEVICE, MOVED, ledgers_of, moments_by_tier
+from onefold.observe.memory import DEVICE, MOVED, ledgers_of, moments_by_tier
 from onefold.plan.schema import CATEGORIES, MOMENTS, MOVES
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -321,28 +321,15 @@ def _collect(engine: Engine, seen: Recording) -> None:
         *((ledger.timeline, 0) for ledger in ledgers_of(engine).values()),
     )
     seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
-    for e in engine.traffic.events:
+    for e in (*engine.traffic.events, *engine.transfers.moved.events):
         if seen.start <= e.launched <= seen.end:
-            landed = seen.end if e.landed is None else e.landed
+            # When a copy or a read ends is not noted: its wait is, all in all
+            unknown = e.launched if e.move in MOVED else seen.end
+            landed = unknown if e.landed is None else e.landed
             wire = e.group, e.between, e.plain, e.plain_between
             seen.moves.append(
                 Move(
                     e.move, e.unit, e.nbytes, e.dtype, e.phase, e.launched, landed, e.exposed, *wire
-                )
-            )
-    for e in engine.transfers.moved.events:
-        # When a copy or a read ends is not noted: its wait is, all in all
-        if seen.start <= e.launched <= seen.end:
-            seen.moves.append(
-                Move(
-                    e.move,
-                    e.unit,
-                    e.nbytes,
-                    e.dtype,
-                    e.phase,
-                    e.launched,
-                    e.landed or e.launched,
-                    e.exposed,
                 )
             )
     spans = [s for s in engine.timeline if seen.start <= s.start and s.end <= seen.end]

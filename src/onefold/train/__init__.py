@@ -1,8 +1,11 @@
 """Room `train`: the training recipe behind `onefold train`.
 
-    config ─► launch (no RANK: starts torchrun) ─► worker ─► resume ─► models, data ─► choose ─► onefold.shard ─► loop ─► export
-                                                    │                                                              │
-                          stop, neighbours: who asks to end, who has gone          survive, nonfinite, slow: what a step may meet
+    config ─► early ─► launch (no RANK: agent.py starts the ranks) ─► worker ─► prepare ─► loop
+      what is asked for,      one run in a folder (output.py),          one rank     models, data, choose,
+      refused before torch    signals (process.py)                                   onefold.shard
+
+    survival    process: who asks to end   ranks: who has gone   checkpoints: saving and going on   faults: what a step may meet
+    output      output: the folder, its lock and files   report: what the user sees, what `onefold report` reads
 
 Nothing here is imported by `import onefold`: this room needs the extra `onefold[train]`.
 """

@@ -29,8 +29,7 @@ from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest, units_of
 from onefold.recipe import Recipe
 from onefold.recipe.options import Precision
-from onefold.train.errors import TrainError
-from onefold.train.machine import readable
+from onefold.train.errors import TrainError, readable
 
 
 @dataclass(frozen=True)

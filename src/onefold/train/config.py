@@ -29,8 +29,7 @@ from pydantic import (
 
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import Option, Precision
-from onefold.train.durations import seconds_of
-from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.errors import TrainError, did_you_mean, seconds_of
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe

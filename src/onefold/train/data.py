@@ -1,5 +1,4 @@
-"""Text in, samples out: plain text is packed into sequences of equal length, conversations stay one
-a sample.
+"""Text in, samples out, and the order in which steps read them.
 
     text files, `text` lines   ─► tokens of all documents in a row, an end token between ─► cut every `seq` tokens
     `messages` lines           ─► chat template ─► one sample each, labels only on what the assistant says
@@ -7,11 +6,23 @@ a sample.
 A batch is {"input_ids", "labels"}, both int64 of shape [b, s]; a label of -100 does not count.
 Models shift labels by one themselves, so a sample's tokens that count are the labels from position
 1 on.
+
+The order is a function of seed and step alone. At step s the global batch is positions s·B …
+s·B + B − 1 of an endless sequence of epochs, each a permutation of the samples drawn from (seed,
+epoch). Ranks and micro-batches only cut that list:
+
+    global batch of step s (B = 8)      | i0 i1 | i2 i3 | i4 i5 | i6 i7 |
+    2 ranks, micro-batch 2              |  r0   |  r1   |  r0   |  r1   |
+                                        └ micro-batch 0 ┴ micro-batch 1 ┘
+
+Another number of ranks with the same B sees the same samples at every step. A checkpoint keeps the
+step, B, the seed, and how many global batches a rollback has skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,9 +30,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from onefold.train.documents import read_documents
+from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
-from onefold.train.tokenizer import Tokenizer, encode_with_spans, render_chat
+from onefold.train.text import Tokenizer, encode_with_spans, read_documents, render_chat
 
 IGNORE = -100
 #: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
@@ -208,3 +219,206 @@ def _encoded(
             if encoded is not None
             else (tokenizer.encode(text, add_special_tokens=False), None)
         )
+
+
+#: Samples that a fingerprint reads.
+_PROBES = 64
+
+
+@dataclass
+class DataOrder:
+    """Which samples a step reads.
+
+    Attributes:
+        samples: how many there are.
+        global_batch: how many an optimizer step reads, B.
+        seed: with the step, all that decides.
+        fingerprint: of the samples; "" if nobody took it.
+        skipped: global batches that are left out: step s reads batch s + skipped.
+    """
+
+    samples: int
+    global_batch: int
+    seed: int
+    fingerprint: str = ""
+    skipped: int = 0
+    _epoch: int = field(default=-1, repr=False)
+    _permutation: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise TrainError("there are no training samples: give more text or a shorter --seq.")
+        if self.global_batch < 1:
+            raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
+
+    def at(self, step: int) -> Indices:
+        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs, even
+        several.
+        """
+        first = (step + self.skipped) * self.global_batch
+        positions = np.arange(first, first + self.global_batch, dtype=np.int64)
+        epochs, offsets = positions // self.samples, positions % self.samples
+        out = np.empty_like(positions)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            out[here] = self._permuted(int(epoch))[offsets[here]]
+        return out
+
+    def micro_batches(
+        self, step: int, rank: int, world_size: int, micro_batch: int
+    ) -> list[Indices]:
+        """The micro-batches of `rank` at `step`, each of shape [micro_batch], in order."""
+        cut = self.at(step).reshape(-1, world_size, micro_batch)
+        return [cut[m, rank] for m in range(cut.shape[0])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; with the step it is the position in the data."""
+        return {
+            "samples": self.samples,
+            "global_batch": self.global_batch,
+            "seed": self.seed,
+            "fingerprint": self.fingerprint,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the run that kept `state`.
+
+        Raises:
+            TrainError: this order reads other samples, or in another order.
+        """
+        mine = self.state_dict()
+        for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
+            if state[name] != mine[name]:
+                raise TrainError(
+                    f"the checkpoint was made with {option} {state[name]}, this run has {option}"
+                    f" {mine[name]}: it would not go on with the samples where the other stopped."
+                    f" Use {option} {state[name]}, or start another run from the exported model"
+                    " (--model)."
+                )
+        if (state["samples"], state["fingerprint"]) != (mine["samples"], mine["fingerprint"]):
+            raise TrainError(
+                f"the checkpoint was made on other data: {state['samples']} samples then,"
+                f" {mine['samples']} now, or others. Use the same --data, --seq, --tokenizer and"
+                " --eval-fraction, or start another run from the exported model (--model)."
+            )
+        self.skipped = int(state["skipped"])
+
+    def _permuted(self, epoch: int) -> Indices:
+        if epoch != self._epoch:
+            self._permutation = (
+                np.random.default_rng([self.seed, epoch]).permutation(self.samples).astype(np.int64)
+            )
+            self._epoch = epoch
+        return self._permutation
+
+
+def fingerprint_of(samples: Samples) -> str:
+    """A checksum of up to 64 samples spread over all of them: tells other data from the same."""
+    count = len(samples)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _PROBES)).astype(np.int64))
+    crc = 0
+    for index in chosen:
+        batch = samples.batch(np.array([index]))
+        for name in sorted(batch):
+            crc = zlib.crc32(batch[name].numpy().tobytes(), crc)
+    return f"{crc:08x}"
+
+
+def eval_batches(
+    held_out: int, limit: int, rank: int, world_size: int, micro_batch: int
+) -> list[tuple[Indices, int]]:
+    """Held-out batches of `rank`: (indices of shape [micro_batch], how many of them count).
+
+    Every rank gets the same number of batches, because a forward pass at stage 3 is collective;
+    what is missing is filled with sample 0 and does not count.
+    """
+    count = min(held_out, limit)
+    at_once = micro_batch * world_size
+    batches: list[tuple[Indices, int]] = []
+    for start in range(0, count, at_once):
+        mine = np.arange(
+            start + rank * micro_batch, start + (rank + 1) * micro_batch, dtype=np.int64
+        )
+        real = int((mine < count).sum())
+        batches.append((np.where(mine < count, mine, 0), real))
+    return batches
+
+
+def held_out_batch(samples: Samples, indices: Indices, real: int) -> tuple[Batch, int]:
+    """(the batch with only its first `real` samples counting, tokens that count).
+
+    A batch that does not count at all keeps one label, since a mean over nothing is not a number.
+    """
+    batch = samples.batch(indices)
+    if real < len(indices):
+        first = batch["labels"][:1, -1:].clone()
+        batch["labels"][real:] = IGNORE
+        if not real:
+            batch["labels"][:1, -1:] = first.clamp(min=0)
+    return batch, samples.counts(indices[:real])
+
+
+class Feed:
+    """Batches of `samples` for one device, one ahead of the one that is computed.
+
+        computing      micro-batch 0          micro-batch 1          micro-batch 2
+        copies         [1]                    [2]                    [first of the next step]
+
+    On a stream of its own: the engine's copies up are waited for by the host before each step of an
+    optimizer. A device without streams is sent nothing ahead.
+    """
+
+    def __init__(self, samples: Samples, device: torch.device) -> None:
+        self.samples, self.device = samples, device
+        self._copies = CopyStream(device, name="batches")
+        self._pinned = HostBuffers(device)
+        self._ahead: tuple[Indices, Batch, list[Any]] | None = None  # and tickets of its copies
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether `send_ahead` sends anything."""
+        return self._copies.asynchronous
+
+    def take(self, indices: Indices) -> Batch:
+        """The batch of these samples: on the device, behind its copy, where that has streams; else
+        on the host.
+        """
+        if not self._copies.asynchronous:
+            return self.samples.batch(indices)
+        indices_ahead, batch = self._landed()
+        # The run has gone back, or looks at a step again
+        if not np.array_equal(indices_ahead, indices):
+            self._send(indices)
+            _, batch = self._landed()
+        return batch
+
+    def send_ahead(self, indices: Indices) -> None:
+        """Begin to copy what `take` will be asked for next."""
+        if self._copies.asynchronous:
+            self._landed()
+            self._send(indices)
+
+    def close(self) -> None:
+        """Nothing more will be taken."""
+        self._landed()
+
+    def _landed(self) -> tuple[Indices, Batch]:
+        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
+        for its memory may be handed on then.
+        """
+        indices, batch, tickets = self._ahead or (np.empty(0, np.int64), {}, [])
+        self._ahead = None
+        for ticket in tickets:
+            self._copies.order(ticket)
+        return indices, batch
+
+    def _send(self, indices: Indices) -> None:
+        there: Batch = {}
+        tickets = []
+        for name, tensor in self.samples.batch(indices).items():
+            host = self._pinned.empty(tensor.numel(), tensor.dtype)
+            host.copy_(tensor.reshape(-1))
+            there[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            tickets.append(self._copies.copy(there[name].view(-1), host))
+        self._ahead = indices, there, tickets

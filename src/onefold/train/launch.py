@@ -1,41 +1,56 @@
-"""Starting the ranks: torchrun as a child process in a session of its own, with a rendezvous on a
-free port.
+"""`onefold train` where nobody has started ranks yet: torchrun as a child process.
+
+    joins, from_slurm    has a launcher set RANK? then this process is a rank (worker.run_rank)
+    launch               checks ─► the output folder is claimed ─► ranks are counted ─► torch is imported ─► the agent runs
+    _Waiting             while it runs: signals are passed on to the ranks, and met in time
+    _end                 no process is left
+
+The agent (agent.py) is torchrun with a rendezvous of its own on one machine, the user's on several.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
-import shutil
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from onefold.train.agent import END
-from onefold.train.agent import GRACE as GRACE_OF_AGENT
-from onefold.train.claim import RUN, Claim, name_output, run_of
 from onefold.train.config import TrainConfig
-from onefold.train.durations import seconds_of
-from onefold.train.early import check_batch, refuse_earlier_run
-from onefold.train.errors import TrainError
-from onefold.train.interrupt import put_in_order
-from onefold.train.machine import physical_cores
-from onefold.train.stop import CONTROL, FINAL, PARENT, PREEMPTION, REQUESTS, STARTED, TRAINING, Stop
-from onefold.train.wires import refuse_groups
+from onefold.train.early import check_batch, refuse_groups
+from onefold.train.errors import TrainError, seconds_of
+from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of, with_output
+from onefold.train.process import (
+    CONTROL,
+    FINAL,
+    GRACE,
+    PARENT,
+    PREEMPTION,
+    REQUESTS,
+    STARTED,
+    TRAINING,
+    Stop,
+    put_in_order,
+)
 
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: A file that the driver of a GPU makes: NVIDIA's, AMD's, that of a Jetson, that of Windows below
 #: Linux.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
-#: Seconds that the agent gets to end, before SIGKILL.
-GRACE = 5.0
+_CGROUP = Path("/sys/fs/cgroup")
+_CPU = Path("/sys/devices/system/cpu")
+#: Seconds that a rank which was killed gets to be gone.
+ENDING = 5.0
 #: Seconds beyond --grace in which ranks that have saved may still leave.
 SPARE = 5.0
 
@@ -111,6 +126,37 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     )
 
 
+def allowed_cpus() -> set[int]:
+    """CPU numbers this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def physical_cores() -> int:
+    """Physical cores this process may use, at least 1: hyper-threads of one core count once, a
+    cgroup quota is a limit.
+    """
+    cores = set()
+    for cpu in allowed_cpus():
+        siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    quota = _cpu_quota()
+    return max(1, len(cores) if math.isinf(quota) else min(len(cores), math.ceil(quota)))
+
+
+def _cpu_quota() -> float:
+    """CPUs that the cgroup allows, inf if it does not say."""
+    try:
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        return math.inf if quota == "max" else float(quota) / float(period)
+    except (OSError, ValueError):
+        return math.inf
+
+
 def _gpus() -> int:
     """How many torch finds. Where no driver has made a device file there is none to find, and torch
     need not be imported.
@@ -158,7 +204,7 @@ def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
 
 def launch(config: TrainConfig) -> int:
     """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130
-    after Ctrl-C. See `onefold.train.stop`.
+    after Ctrl-C. See `onefold.train.process`.
 
     Raises:
         TrainError: it cannot be; nothing was started then, and nothing is left.
@@ -180,8 +226,6 @@ def launch(config: TrainConfig) -> int:
             refuse_groups(config, nproc)
             # On several machines the first rank of all decides about the folder, which may be in
             # use by the time that others come.
-            from onefold.train.output import with_output
-
             config = with_output(named)
         if not config.json_lines:
             print(f"starting {nproc} ranks ({why})", flush=True)
@@ -215,32 +259,32 @@ def _claimed(config: TrainConfig, new: bool) -> Iterator[str]:
 def _run(config: TrainConfig, nproc: int, run: str) -> int:
     """Start the agent, which starts the ranks, and wait for the end. Returns the exit status."""
     asked = torchrun_arguments(config, nproc)
-    with noted_signals() as arrived, _control_folder() as control:
-        (control / "config.json").write_text(
-            config.model_dump_json(by_alias=True), encoding="utf-8"
-        )
-        environment = child_environment(os.environ, nproc, control, config.compile)
+    with (
+        noted_signals() as arrived,
+        tempfile.TemporaryDirectory(prefix="onefold-", ignore_cleanup_errors=True) as folder,
+    ):
+        control = Path(folder)
+        file = control / "config.json"
+        file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
+        environment = {
+            **child_environment(os.environ, nproc, control, config.compile),
+            GRACE: str(seconds_of(config.grace)),
+            STARTED: str(time.time()),
+            PARENT: str(os.getpid()),
+            RUN: run,
+        }
+        if config.nodes[1] > 1:
+            # A fresh store for each start: one that is kept leads those that stay to one that left
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        this = "onefold.train.agent"
         process = subprocess.Popen(
-            [sys.executable, "-m", "onefold.train.agent", *asked, f"--log-dir={control}",
-             "-m", "onefold.train.rank", str(control / "config.json")],
-            env={
-                **environment, **_for_several(config), GRACE_OF_AGENT: str(seconds_of(config.grace)), STARTED: str(time.time()),
-                PARENT: str(os.getpid()), RUN: run,
-            },
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
+            [sys.executable, "-m", this, *asked, f"--log-dir={control}", "-m", this, "rank", str(file)],
+            env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
             return _Waiting(process, control, arrived, nproc, config).to_the_end()
         finally:
             _end(process, control)
-
-
-def _for_several(config: TrainConfig) -> dict[str, str]:
-    """On several machines torchrun makes a fresh store for each start: kept, it leads those that
-    stay to one that has gone.
-    """
-    return {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if config.nodes[1] > 1 else {}
 
 
 def child_environment(
@@ -264,27 +308,18 @@ def child_environment(
     return {**ours, **environment, CONTROL: str(control)}
 
 
+@dataclass
 class _Waiting:
     """The launcher while its ranks run: passes requests on, and sees that they are met in time."""
 
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        control: Path,
-        arrived: list[int],
-        nproc: int,
-        config: TrainConfig,
-    ) -> None:
-        self.process, self.control, self.arrived, self.nproc, self.config = (
-            process,
-            control,
-            arrived,
-            nproc,
-            config,
-        )
-        self.heard = 0
-        self.deadline: float | None = None
-        self.interrupted: int | None = None
+    process: subprocess.Popen[bytes]
+    control: Path
+    arrived: list[int]
+    nproc: int
+    config: TrainConfig
+    heard: int = 0
+    deadline: float | None = None
+    interrupted: int | None = None
 
     def to_the_end(self) -> int:
         """The exit status of the run."""
@@ -292,16 +327,14 @@ class _Waiting:
             time.sleep(0.05)
             code = self._look()
             if code is not None:
-                _end(self.process, self.control)
                 return code
         if self.interrupted is not None:
             return 128 + self.interrupted
         code = self.process.returncode
-        if code < 0:
-            _say(
-                f"error: the agent that starts the ranks was ended by {signal.Signals(-code).name}."
-            )
-        return code if code >= 0 else 128 - code
+        if code >= 0:
+            return code
+        _say(f"error: the agent that starts the ranks was ended by {signal.Signals(-code).name}.")
+        return 128 - code
 
     def _look(self) -> int | None:
         """An exit status if the run is over now, whatever its processes do."""
@@ -312,17 +345,13 @@ class _Waiting:
                 return over
         if (self.control / FINAL).exists():
             return 1
-        several = self.config.nodes[1] > 1
-        if (
-            several
-            and self.deadline is not None
-            and len(list(self.control.glob("ended-*"))) == self.nproc
-            and not _alive(self.control)
-        ):
-            # The agent might wait minutes for those of other machines, and would end the run for
-            # them
+        if self.deadline is None:
+            return None
+        ended = len(list(self.control.glob("ended-*"))) == self.nproc
+        if self.config.nodes[1] > 1 and ended and not _alive(self.control):
+            # The agent may wait minutes for those of other machines, and would end the run for them
             return 0
-        if self.deadline is not None and time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline:
             _say(
                 f"error: step and checkpoint took longer than --grace {self.config.grace}; what was"
                 " saved before remains."
@@ -336,19 +365,17 @@ class _Waiting:
         """
         if not (self.control / TRAINING).exists():
             return 128 + number
-        by_scheduler = number in PREEMPTION
-        if by_scheduler and self.deadline is None:
-            self.deadline = time.monotonic() + seconds_of(self.config.grace) + SPARE
-            (self.control / REQUESTS[Stop.PREEMPT]).touch()
-            self._tell(
-                f"\n{signal.Signals(number).name}: saving a checkpoint after this step, then ending"
-            )
-        elif not by_scheduler:
+        if number not in PREEMPTION:
             if self.interrupted is not None:
                 return 128 + self.interrupted
             self.interrupted = number
             (self.control / REQUESTS[Stop.INTERRUPT]).touch()
             self._tell("\nstopping after this step, then saving; Ctrl-C again ends at once")
+        elif self.deadline is None:
+            self.deadline = time.monotonic() + seconds_of(self.config.grace) + SPARE
+            (self.control / REQUESTS[Stop.PREEMPT]).touch()
+            name = signal.Signals(number).name
+            self._tell(f"\n{name}: saving a checkpoint after this step, then ending")
         return None
 
     def _tell(self, text: str) -> None:
@@ -372,54 +399,30 @@ def _alive(control: Path) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], control: Path) -> None:
-    """Leave no process: ranks at once, then the agent. Each rank leads a group of its own, which
-    goes with it.
+    """Leave no process. Ranks end with their agent ([Note: nobody is left behind]); this also ends
+    what they have started, since each leads a group, and sees them gone.
     """
     if process.poll() is not None:
         return
-    ranks = {*_pids(control), *_children_of(process.pid)}
-    for pid in ranks:
+    process.send_signal(signal.SIGSTOP)  # it starts no more
+    pids = set(_pids(control))
+    with contextlib.suppress(OSError):  # those that have just begun; not every system tells
+        pids |= set(
+            map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        )
+    watched = []
+    for pid in pids:
+        with contextlib.suppress(OSError, AttributeError):  # gone; or not Linux
+            watched.append(os.pidfd_open(pid))
+    process.kill()
+    process.wait()
+    for pid in pids:
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(OSError):
                 kill(pid, signal.SIGKILL)
-    process.send_signal(END)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        # Without ranks it may be importing torch, and hears nothing: they would end with it
-        process.wait(GRACE if ranks else 0.2)
-    if process.poll() is None:
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    _wait_for_the_end_of(ranks)
-
-
-def _children_of(parent: int) -> list[int]:
-    """Its processes, those that have just begun, too; [] where /proc does not tell."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[1]) == parent:
-                found.append(int(stat.parent.name))
-    return found
-
-
-def _wait_for_the_end_of(ranks: Iterable[int]) -> None:
-    """They were killed; this sees them gone (init, or who stands for it, takes them)."""
-    end = time.monotonic() + GRACE
-    for pid in ranks:
-        while time.monotonic() < end:
-            try:
-                state = (
-                    Path(f"/proc/{pid}/stat")
-                    .read_text(errors="replace")
-                    .rpartition(")")[2]
-                    .split()[0]
-                )
-            except (OSError, IndexError):
-                break
-            if state in "ZX":
-                break
-            time.sleep(0.01)
+    for file in watched:
+        select.select([file], [], [], ENDING)
+        os.close(file)
 
 
 @contextlib.contextmanager
@@ -439,15 +442,6 @@ def noted_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _control_folder() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="onefold-")
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _say(text: str) -> None:

@@ -37,26 +37,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 import onefold
+from onefold.checkpoint.per_rank import capture, restore
 from onefold.device import Reading, has_streams, memory_figures
+from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
-from onefold.observe.process import resident_memory
 from onefold.optim.skip import skips_on_device, step_unless
-from onefold.train.data import IGNORE, Batch, Samples
+from onefold.train.checkpoints import Keeper
+from onefold.train.data import Batch, Feed, eval_batches, held_out_batch
 from onefold.train.errors import TrainError
-from onefold.train.feed import Feed
-from onefold.train.locate import Generators, locate
-from onefold.train.nonfinite import NonFinite, Verdict
-from onefold.train.order import eval_batches
+from onefold.train.faults import NonFinite, Pace, Verdict, locate
 from onefold.train.prepare import Run
-from onefold.train.slow import Pace
-from onefold.train.stop import Stop
-from onefold.train.survive import Keeper
-from onefold.train.window import Window
-from onefold.train.wires import totals
+from onefold.train.process import Stop
+from onefold.train.report import Window, totals
 
 Row = dict[str, Any]
 
@@ -85,7 +80,7 @@ def train(
 
     Raises:
         TrainError: loss or gradients are not finite, and the run is not to go on (see
-            `onefold.train.nonfinite`).
+            `onefold.train.faults`).
     """
     late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
     loop = (_StepLate if late else _InTime)(
@@ -112,33 +107,26 @@ class _Told:
     own: list[float]
 
 
+@dataclass
 class _Loop:
-    """One step at a time."""
+    """One step at a time. The arguments are those of `train`."""
 
-    def __init__(
-        self,
-        run: Run,
-        stop_requested: Callable[[], int],
-        report: Callable[[Row], None],
-        window: Window,
-        keeper: Keeper | None,
-        alert: Callable[[str], None],
-        forget: Callable[[int], None],
-    ) -> None:
-        self.run, self.stop_requested, self.report, self.window, self.keeper = (
-            run,
-            stop_requested,
-            report,
-            window,
-            keeper,
-        )
-        self.alert, self.forget = alert, forget
+    run: Run
+    stop_requested: Callable[[], int]
+    report: Callable[[Row], None]
+    window: Window
+    keeper: Keeper | None
+    alert: Callable[[str], None]
+    forget: Callable[[int], None]
+
+    def __post_init__(self) -> None:
+        run = self.run
         self.engine = onefold.engine_of(run.model)
         self.meter = Meter(
             run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops
         )
         self.pace = Pace(run.config.slow_factor)
-        self.nonfinite = NonFinite(run, alert)
+        self.nonfinite = NonFinite(run, self.alert)
         self.feed = Feed(run.data.train, run.ranks.device)
         self.skipped_before = int(run.earlier.get("skipped", 0))
         self._scale: float | None = None
@@ -154,11 +142,11 @@ class _Loop:
         """Do step number `step` (from 0); returns the number of the next."""
         raise NotImplementedError
 
-    def _begin(self, step: int) -> Generators:
+    def _begin(self, step: int) -> dict[str, Any]:
         """Returns the random generators' states before the step."""
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.run.config.lr * self.run.factor(step)
-        generators = Generators.of(self.run.ranks.device)
+        generators = capture()
         self.meter.start()
         self.window.begin(step)
         self._begun, self._waited = time.perf_counter(), self.engine.traffic.exposed
@@ -177,16 +165,13 @@ class _Loop:
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
         if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
             asked |= Stop.TIME
-        kinds = (Stop.INTERRUPT, Stop.PREEMPT, Stop.TIME)
+        kinds = list(Stop)
         seconds = [own if rank == ranks.rank else 0.0 for rank in range(ranks.world_size)]
         total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds), *seconds)
-        stopping = Stop.NONE
-        for kind, count in zip(kinds, said, strict=False):
-            if count:
-                stopping |= kind
-        return _Told(total, stopping, said[len(kinds) :])
+        stopping = sum(kind for kind, count in zip(kinds, said, strict=False) if count)
+        return _Told(total, Stop(stopping), said[len(kinds) :])
 
-    def _where(self, step: int, before: Generators) -> str:
+    def _where(self, step: int, before: dict[str, Any]) -> str:
         return locate(
             self.run, lambda each: _forward_backward(self.run, self.feed, step, each), before
         )
@@ -204,12 +189,9 @@ class _Loop:
 
     def _evaluates(self, step: int, stopping: Stop) -> bool:
         every, over = self.run.config.eval_every, step + 1 == self.run.steps
-        return bool(
-            every
-            and len(self.run.data.held_out)
-            and ((step + 1) % every == 0 or over)
-            and not stopping
-        )
+        if not every or stopping or not len(self.run.data.held_out):
+            return False
+        return over or (step + 1) % every == 0
 
     def _figures(self, step: int, tokens: int) -> Row:
         """The figures of a step as this run keeps them: `memory` of the process, `held` of the
@@ -304,7 +286,7 @@ class _Launched:
     """
 
     step: int
-    generators: Generators
+    generators: dict[str, Any]
     tokens: int
     begun: float
     own: float
@@ -315,8 +297,8 @@ class _Launched:
 class _StepLate(_Loop):
     """Steps are read and judged in the next one. See [Note: a step late]."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._launched: _Launched | None = None  # the step before, where it was not read yet
         self._arrived = 0.0
         self._draw = 0  # `Residuals.draw` as the step began
@@ -338,7 +320,7 @@ class _StepLate(_Loop):
             self.report(before.row)
             # Its place was looked for, and with it went the gradients of this step
             if verdict is Verdict.SKIP:
-                generators.restore(run.ranks.device)
+                restore(generators, 0, 1)
                 loss, tokens = _forward_backward(run, self.feed, step)
         norm = _measure_gradients(run)
         update_began = time.perf_counter()
@@ -365,15 +347,11 @@ class _StepLate(_Loop):
         """Whether somebody needs to know of the step before the next one begins. The same on every
         rank.
         """
-        over = step + 1 == self.run.steps
-        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, over)
-        return (
-            over
-            or bool(stopping)
-            or saves
-            or self._evaluates(step, stopping)
-            or self.window.is_near(step)
+        over = bool(stopping) or step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(
+            step + 1, stopping, step + 1 == self.run.steps
         )
+        return over or saves or self._evaluates(step, stopping) or self.window.is_near(step)
 
     def _read(self, launched: _Launched) -> list[float]:
         """Waits for that step, and for nothing that was launched behind it. A step's time is that
@@ -497,14 +475,10 @@ def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
     """
     out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
     loss = getattr(out, "loss", None)
-    if loss is None:
-        loss = (
-            out.get("loss")
-            if isinstance(out, dict)
-            else out[0]
-            if isinstance(out, tuple | list)
-            else out
-        )
+    if loss is None and isinstance(out, dict):
+        loss = out.get("loss")
+    elif loss is None:
+        loss = out[0] if isinstance(out, tuple | list) else out
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise TrainError(
             f"{type(model).__name__} returned {type(out).__name__} without a scalar loss; called"
@@ -543,22 +517,6 @@ def held_out_loss(run: Run) -> float:
         run.model.train()
     total, counted = ranks.sum(total, counted)
     return total / counted
-
-
-def held_out_batch(
-    samples: Samples, indices: np.ndarray[Any, np.dtype[np.int64]], real: int
-) -> tuple[Batch, int]:
-    """(the batch with only its first `real` samples counting, tokens that count).
-
-    A batch that does not count at all keeps one label, since a mean over nothing is not a number.
-    """
-    batch = samples.batch(indices)
-    if real < len(indices):
-        first = batch["labels"][:1, -1:].clone()
-        batch["labels"][real:] = IGNORE
-        if not real:
-            batch["labels"][:1, -1:] = first.clamp(min=0)
-    return batch, samples.counts(indices[:real])
 
 
 def memory(run: Run) -> Row:

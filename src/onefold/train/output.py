@@ -1,32 +1,276 @@
-"""The output folder of a run.
+"""The output folder of a run, which one run has at a time.
 
-OUTPUT/train.yaml      the resolved configuration; `onefold train --config` reads it again
-OUTPUT/metrics.jsonl   one line a step, one with "resumed" where a start went on from a checkpoint, then one with "done"
-OUTPUT/checkpoints/    step-00000100 and so on, where the run keeps any
-OUTPUT/model/          the model, when the run has ended
+    OUTPUT/run.lock        who has claimed the folder, as JSON; locked (flock) by every process of the run
+    OUTPUT/train.yaml      the resolved configuration; `onefold train --config` reads it again
+    OUTPUT/metrics.jsonl   one line a step, one with "resumed" where a start went on from a checkpoint, then one with "done"
+    OUTPUT/checkpoints/    step-00000100 and so on, where the run keeps any
+    OUTPUT/model/          the model, when the run has ended
+
+    claim       an exclusive lock, if nobody has any ─► the record is written ─► the lock becomes a shared one
+    join        a shared lock, if the record names the same run: ranks, other machines, ranks that were started again
+    refused     a shared lock can be had, but the record names another run: its process and machine are told
+
+The system takes a lock from a process that ends, however it ends: a killed run holds nothing as
+soon as its last rank is gone, and nobody has to remove a file. The last process of a run that ends
+by itself removes it. Importing this file needs no torch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
+import os
+import re
+import secrets
 import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from onefold.observe.tensorboard import TensorBoard
-from onefold.train.claim import name_output
 from onefold.train.config import TrainConfig
-from onefold.train.early import earlier_run
 from onefold.train.errors import TrainError
-from onefold.train.resume import CHECKPOINTS, newest_first
 
-METRICS = "metrics.jsonl"
+#: Files in an output folder.
+LOCK, METRICS = "run.lock", "metrics.jsonl"
+#: The name of the run, in the environment of what it starts.
+RUN = "ONEFOLD_RUN"
+#: Seconds in which the ranks of a run end whose first process was killed, or another process has
+#: written who it is.
+PATIENCE = 10.0
+_INTERVAL = 0.02
+
+
+class HeldError(TrainError):
+    """Another run has the folder."""
+
+
+def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
+    """The name of the run that this process belongs to: the same in all of its processes on all
+    machines, and in no other run's.
+    """
+    if RUN in environment:
+        return environment[RUN]
+    elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if elastic != "none":
+        return f"torchrun {elastic}"
+    if "RANK" in environment:
+        return f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
+    if config.nodes[1] > 1:
+        return f"{config.rdzv_id} at {config.rdzv_endpoint}"
+    return secrets.token_hex(8)
+
+
+class Claim:
+    """This process's hold on an output folder.
+
+    Attributes:
+        known: False where the file system has no locks: then another run would not be noticed.
+    """
+
+    def __init__(self, folder: Path, file: int, known: bool, made: list[Path]) -> None:
+        self.folder, self.known = folder, known
+        self._file, self._made = file, made
+
+    @classmethod
+    def take(cls, folder: Path, run: str, patience: float = PATIENCE, new: bool = False) -> Claim:
+        """Claim `folder` for `run`, or join those that have. The folder is made if it is not there.
+
+        Args:
+            patience: seconds that what a killed run has left behind gets to end.
+            new: `name_output` has made the folder just now.
+
+        Raises:
+            HeldError: another run has it. TrainError: nothing can be written there.
+        """
+        try:
+            made = [folder.parent, folder] if new else _make(folder)
+        except OSError as error:
+            raise TrainError(cannot_be_written(folder, error)) from None
+        try:
+            return cls(folder, *_locked(folder / LOCK, run, time.monotonic() + patience), made)
+        except OSError as error:
+            cls(folder, -1, False, made).undo()
+            raise TrainError(cannot_be_written(folder, error)) from None
+
+    def release(self) -> None:
+        """The run is over here. Whoever is last removes the file."""
+        if self._file < 0:
+            return
+        with contextlib.suppress(OSError):
+            if self.known:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(self._file, self.folder / LOCK):
+                (self.folder / LOCK).unlink()
+        os.close(self._file)
+        self._file = -1
+
+    def undo(self) -> None:
+        """The run has not begun: also remove the folders that were made for it."""
+        self.release()
+        for folder in reversed(self._made):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self._made = []
+
+
+def name_output(config: TrainConfig) -> TrainConfig:
+    """`config` with a new folder for its output, which is made, where it names none.
+
+    Raises:
+        TrainError: it cannot be made.
+    """
+    if config.output is not None:
+        return config
+    name = re.sub(r"[^\w.-]+", "-", Path(config.model).name).strip("-") or "model"
+    first = folder = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    tries = 1
+    while True:
+        try:
+            # Two runs that begin in the same second do not get the same one
+            folder.mkdir(parents=True)
+            return config.model_copy(update={"output": str(folder)})
+        except FileExistsError:
+            tries += 1
+            folder = first.with_name(f"{first.name}-{tries}")
+        except OSError as error:
+            raise TrainError(cannot_be_written(folder, error)) from None
+
+
+def cannot_be_written(folder: Path, error: OSError) -> str:
+    """A sentence, with what to do."""
+    if os.path.exists(folder) and not os.path.isdir(folder):
+        return f"--output {folder} is a file; name a folder."
+    hint = {
+        errno.ENOSPC: "free space there, or name a folder on another disk",
+        errno.EDQUOT: "the quota is used up; name a folder elsewhere",
+        errno.ENOTDIR: "a part of the path is a file; name another folder",
+        errno.EEXIST: "a part of the path is a file; name another folder",
+    }.get(error.errno or 0, "name a folder that this user may write to")
+    return f"--output {folder} cannot be written ({error.strerror or error}): {hint}."
+
+
+# -- the lock --------------------------------------------------------------------------------------
+
+
+def _make(folder: Path) -> list[Path]:
+    """The folders that had to be made, the outermost first."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
+    """(the file, whether it is locked), once this process holds it; see the table at the top of
+    this file.
+    """
+    mine = {
+        "run": run,
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%H:%M:%S"),
+        "command": " ".join(["onefold", *sys.argv[1:]])[:200],
+    }
+    while True:
+        record = None
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, file)
+            claimed = _try(file, fcntl.LOCK_EX)
+            if claimed is not False and _is_at(file, path):
+                _write(file, mine)
+            # Not in one step: another may have claimed it in between
+            if claimed is None or (_try(file, fcntl.LOCK_SH) and _is_at(file, path)):
+                record = _read(file)
+                if claimed is None or (record is not None and record.get("run") == run):
+                    undo.pop_all()
+                    return file, claimed is not None
+        if record is not None and (_is_there(record) or time.monotonic() > end):
+            raise HeldError(_held(path.parent, record))
+        if time.monotonic() > end:
+            raise HeldError(
+                f"--output {path.parent}: another process is about to train into it. Wait for it,"
+                " or name another folder."
+            )
+        time.sleep(_INTERVAL)
+
+
+def _try(file: int, kind: int) -> bool | None:
+    """Whether the lock was had; None where the file system has none."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether it has not been removed in the meantime, by the run that held it."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False
+
+
+def _write(file: int, record: Mapping[str, Any]) -> None:
+    os.ftruncate(file, 0)
+    os.pwrite(file, json.dumps(record).encode() + b"\n", 0)
+
+
+def _read(file: int) -> dict[str, Any] | None:
+    try:
+        found = json.loads(os.pread(file, 1 << 16, 0))
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _is_there(record: Mapping[str, Any]) -> bool:
+    """Whether the process that claimed the folder is still there, as far as this machine can tell.
+    If not, its ranks are about to end.
+    """
+    if record.get("host") != socket.gethostname():
+        return True
+    with contextlib.suppress(PermissionError, KeyError, TypeError, ValueError):
+        try:
+            os.kill(int(record["pid"]), 0)
+        except ProcessLookupError:
+            return False
+    return True
+
+
+def _held(folder: Path, record: Mapping[str, Any]) -> str:
+    who = f"process {record.get('pid')} on {record.get('host')}"
+    if not _is_there(record):
+        who = f"what {who} has started and left behind"
+    return (
+        f"--output {folder} is in use by {who}, since {record.get('since')}"
+        f" ({record.get('command')}). Wait for it, end it, or name another folder."
+    )
+
+
+def refuse_earlier_run(config: TrainConfig) -> None:
+    """Say what `with_output` would say, where no checkpoint has to be read for it.
+
+    Raises:
+        TrainError: the folder holds a run that nobody wants to replace or to go on with.
+    """
+    if config.output is None or config.overwrite or config.resume != "none":
+        return
+    folder = Path(config.output)
+    kept = any(folder.glob("checkpoints/*/manifest.json"))
+    earlier = _earlier_run(folder, kept)
+    if earlier and earlier != ["checkpoints"]:
+        raise TrainError(_holds_a_run(folder, earlier, "--resume auto" if kept else ""))
 
 
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
     """`config` with its output folder decided. With --overwrite, checkpoints of the run that is
-    replaced are removed.
+    replaced are removed. Imports torch.
 
     Args:
         restarted: this is the same run, started once more.
@@ -34,6 +278,8 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
     Raises:
         TrainError: the folder holds an earlier run, or is none.
     """
+    from onefold.train.checkpoints import newest_first
+
     if config.output is None:
         return name_output(config)
     folder = Path(config.output)
@@ -41,26 +287,36 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         raise TrainError(f"--output {folder} is a file; name a folder.")
     if restarted:
         return config
-    kept = newest_first(folder / CHECKPOINTS)
+    kept = newest_first(folder / "checkpoints")
     if config.overwrite:
         for path in kept:
             shutil.rmtree(path)
         return config
-    earlier = [name for name in ("model", METRICS) if (folder / name).exists()] + (
-        [CHECKPOINTS] if kept else []
-    )
+    earlier = _earlier_run(folder, bool(kept))
     if config.resume == "auto" and (kept or "model" not in earlier):
         return config  # a run that ended before its first checkpoint begins again
-    own = [path.resolve() for path in (folder, folder / CHECKPOINTS, *kept[:1])]
+    own = [path.resolve() for path in (folder, folder / "checkpoints", *kept[:1])]
     if config.resume != "none" and kept and Path(config.resume).resolve() in own:
         return config
     if earlier:
-        raise TrainError(
-            earlier_run(
-                folder, earlier, "--resume auto" if kept and config.resume == "none" else ""
-            )
-        )
+        resumable = kept and config.resume == "none"
+        raise TrainError(_holds_a_run(folder, earlier, "--resume auto" if resumable else ""))
     return config
+
+
+def _earlier_run(folder: Path, kept: bool) -> list[str]:
+    """What an earlier run has left in `folder`. `kept`: checkpoints, too."""
+    found = [name for name in ("model", METRICS) if os.path.exists(folder / name)]
+    return found + ["checkpoints"] * kept
+
+
+def _holds_a_run(folder: Path, holds: list[str], instead: str) -> str:
+    """A sentence. `instead`: how to go on with it, "" if that cannot be."""
+    more = f", go on with it ({instead})" if instead else ""
+    return (
+        f"--output {folder} holds an earlier run ({', '.join(holds)}); name another folder{more},"
+        " or add --overwrite."
+    )
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
@@ -131,34 +387,5 @@ class Metrics:
         aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         aside.replace(self._path)
 
-    def __enter__(self) -> Metrics:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
-
-
-class Board(TensorBoard):
-    """TensorBoard's files, in which steps beyond one can be declared void.
-
-    Args:
-        after: the step to go on from; None begins anew.
-    """
-
-    def __init__(self, folder: Path, after: int | None = None) -> None:
-        super().__init__(folder)
-        self._folder = folder
-        if after is not None:
-            self.cut(after)
-
-    def cut(self, after: int) -> None:
-        """Void what was written for steps beyond `after`."""
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer.close()
-        self._writer = SummaryWriter(str(self._folder), purge_step=after + 1)

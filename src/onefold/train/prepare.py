@@ -1,13 +1,13 @@
-"""From a configuration to everything a loop needs: model, data, stage, sharded module,
-optimizer.
+"""From a configuration to everything a loop needs: model, data, stage, sharded module, optimizer,
+schedule.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,22 +16,124 @@ import onefold
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.schema import Account
-from onefold.train.batch import accumulation_steps, micro_batch_that_divides
-from onefold.train.blocks import checkpoint_activations, compile_blocks
+from onefold.recipe.options import NODES, TIERS
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
-from onefold.train.data import Data, load_data
-from onefold.train.documents import read_documents
+from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
+from onefold.train.early import (
+    accumulation_steps,
+    micro_batch_that_divides,
+    refuse_frozen,
+    refuse_groups,
+)
 from onefold.train.errors import TrainError
-from onefold.train.groups import names_without_decay, parameter_groups
-from onefold.train.models import Loaded, load_on_first_rank
-from onefold.train.order import DataOrder, fingerprint_of
+from onefold.train.models import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
+from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
-from onefold.train.resume import Point
-from onefold.train.schedule import lr_factor, steps_of, warmup_steps
-from onefold.train.stop import Stop
-from onefold.train.tiers import tier_arguments
-from onefold.train.wires import refuse_frozen, refuse_groups, wire_arguments
+from onefold.train.text import read_documents
+
+if TYPE_CHECKING:
+    from onefold.train.checkpoints import Point
+
+
+def names_without_decay(module: nn.Module) -> frozenset[str]:
+    """Names (as `named_parameters` gives them) of the parameters that weight decay skips. Call it
+    before sharding.
+
+    A tied weight has one name, its first: an embedding that is the output layer too counts as an
+    embedding.
+    """
+    out: set[str] = set()
+    for prefix, owner in module.named_modules():
+        embeds = isinstance(owner, nn.Embedding | nn.EmbeddingBag)
+        skips = embeds or "norm" in type(owner).__name__.lower()
+        for name, parameter in owner.named_parameters(prefix, recurse=False):
+            if skips or parameter.ndim < 2 or name.endswith("bias"):
+                out.add(name)
+    return frozenset(out)
+
+
+def parameter_groups(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    no_decay: frozenset[str],
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """Two groups for a torch optimizer: decayed and not. Frozen parameters are in neither; an empty
+    group is left out.
+    """
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    decayed = [p for name, p in trained if name not in no_decay]
+    others = [p for name, p in trained if name in no_decay]
+    groups = [(decayed, weight_decay), (others, 0.0)]
+    return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
+
+
+#: Share of the run in which "wsd" (warm-up, stable, decay) falls.
+WSD_DECAY = 0.2
+
+
+def warmup_steps(warmup: float, steps: int) -> int:
+    """Steps of warm-up: `warmup` itself if it is 1 or more, else that share of `steps`
+    (rounded).
+    """
+    return round(warmup) if warmup >= 1 else round(warmup * steps)
+
+
+def lr_factor(kind: str, steps: int, warmup: int, minimum: float) -> Callable[[int], float]:
+    """Return step (from 0) -> factor on the peak learning rate.
+
+    The first step already learns: warm-up gives (step + 1) / (warmup + 1). After the last step the
+        factor is `minimum`.
+
+    Args:
+        kind: "constant", "cosine", "linear" or "wsd".
+        steps: optimizer steps of the run.
+        warmup: steps before the peak.
+        minimum: factor at the end, unless constant.
+    """
+    if kind not in ("constant", "cosine", "linear", "wsd"):
+        raise TrainError(f"schedule {kind!r}: expected constant, cosine, linear or wsd.")
+    start = steps - max(1, round(WSD_DECAY * steps)) if kind == "wsd" else warmup
+    start = max(start, warmup)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if kind == "constant" or step < start:
+            return 1.0
+        progress = min(1.0, (step - start) / max(1, steps - start))
+        fall = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
+        return minimum + (1 - minimum) * fall
+
+    return factor
+
+
+#: The step (from 0) that is recorded unless told otherwise: the first ones also build optimizer
+#: states and learn orders.
+RECORDED = 3
+
+
+def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
+    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1, both
+    included.
+
+    Raises:
+        TrainError: it is neither, or lies outside the run.
+    """
+    if trace is None:
+        one = min(RECORDED, steps - 1)
+        return one, one
+    parts = trace.split(":")
+    if len(parts) > 2 or not all(p.strip().isdigit() for p in parts):
+        raise TrainError(
+            f"--trace {trace}: expected one step or FROM:TO, counted from 1, such as 4:6."
+        )
+    first, last = int(parts[0]), int(parts[-1])
+    if not 1 <= first <= last <= steps:
+        raise TrainError(
+            f"--trace {trace}: the run has steps 1 to {steps}, and FROM is at most TO."
+        )
+    return first - 1, last - 1
 
 
 @dataclass
@@ -73,7 +175,7 @@ def prepare(
 
     Args:
         note: tells the user what is being done, a line at a time.
-        point: the checkpoint that the run will go on from (`resume.load` does); its global batch
+        point: the checkpoint that the run will go on from (`checkpoints.load` does); its global batch
             stays, whatever the ranks are now.
     """
     if point is not None and point.global_batch is not None:
@@ -109,11 +211,11 @@ def prepare(
         steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
 
     steps_of(config.trace, steps)  # said before anything long begins
-    recipe = _recipe(config, choice.stage)
     no_decay = names_without_decay(model)
     checkpoint_activations(model, config.activation_checkpointing)
-    note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
     try:
+        recipe = config.recipe(choice.stage)
+        note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
         model = onefold.shard(model, recipe, device=ranks.device)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
@@ -172,28 +274,11 @@ def _choice(
         device=ranks.device.type,
         reduce_at=config.reduce_at,
         units=config.units,
-        tiers=tuple(tier_arguments(config).items()),
-        wires=tuple(wire_arguments(config).items()),
+        tiers=tuple(config.arguments(TIERS).items()),
+        wires=tuple(config.arguments(NODES).items()),
     )
     note("planning: what each stage would hold")
-    found: Choice | TrainError | None = None
-    if ranks.is_first:
-        try:
-            found = choose(model, asked)
-        except TrainError as error:
-            found = error
-    found = ranks.from_first(found)
-    if isinstance(found, TrainError):
-        raise found
-    assert found is not None
-    return found
-
-
-def _recipe(config: TrainConfig, stage: int) -> onefold.Recipe:
-    try:
-        return config.recipe(stage)
-    except ValueError as error:
-        raise TrainError(str(error)) from None
+    return ranks.on_first(lambda: choose(model, asked))
 
 
 def _optimizer(

@@ -1,14 +1,38 @@
-"""What the user sees: a progress bar in a terminal, lines where there is none, JSON lines with
---json, nothing on other ranks.
+"""What the user sees of a run, and what it leaves for `onefold report`.
+
+Reporter          nothing: ranks other than the first
+JsonReporter      --json: one object a line
+ConsoleReporter   a progress bar in a terminal, lines where there is none
+
+event        values
+note         text: something is being done, or was done in another way than one may expect
+plan         what was chosen and why, before the first step (`describe`)
+sample       when ("before" or "after" training), prompt, text
+step         figures of one step
+alert        text: something needs an eye, such as a step that was left out or a slow rank
+checkpoint   one is whole: step, path, seconds, and stall_s, those in which the training stood still
+done         the run is over and saved
+error        it broke off (--json only)
+
+Window       records steps: one for the report, or those that --trace names
+describe     what was chosen and why     totals   bytes sent since the run began
+observe      leaves in the output folder what the ledgers saw
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import statistics
 import sys
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,35 +43,33 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from onefold.train.machine import readable
-from onefold.train.wires import of_the_wire
+import onefold
+from onefold.observe.measure import measured, reconciled
+from onefold.observe.runfile import write_observed
+from onefold.observe.trace import Recording, record
+from onefold.recipe.options import NODES, UNLIMITED
+from onefold.train.errors import readable
+from onefold.train.prepare import steps_of
+
+if TYPE_CHECKING:
+    from onefold.recipe import Recipe
+    from onefold.train.prepare import Run
+
+#: What rows and checkpoints call the bytes sent so far; see `totals`.
+TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total")
 
 
 class Reporter:
-    """Says nothing; what ranks other than the first use."""
+    """Says nothing."""
+
+    def say(self, event: str, **values: Any) -> None:
+        """See the table above."""
 
     def note(self, text: str) -> None:
-        """Something is being done, or was done in another way than one may expect."""
-
-    def plan(self, plan: dict[str, Any]) -> None:
-        """What was chosen and why, before the first step."""
-
-    def sample(self, when: str, prompt: str, text: str) -> None:
-        """Text of the model, `when` is "before" or "after"."""
-
-    def step(self, row: dict[str, Any]) -> None:
-        """Metrics of one step."""
+        self.say("note", text=text)
 
     def alert(self, text: str) -> None:
-        """Something needs an eye: a step that was left out, a slow rank."""
-
-    def saved(self, row: dict[str, Any]) -> None:
-        """A checkpoint is whole: its step, path, seconds, and the seconds of them in which the
-        training stood still.
-        """
-
-    def done(self, row: dict[str, Any]) -> None:
-        """The run is over and saved."""
+        self.say("alert", text=text)
 
     def close(self) -> None:
         """Leave the terminal as it was."""
@@ -56,30 +78,8 @@ class Reporter:
 class JsonReporter(Reporter):
     """One JSON object a line on stdout, with the key "event"."""
 
-    def _write(self, event: str, **values: Any) -> None:
-        sys.stdout.write(json.dumps({"event": event, **values}) + "\n")
-        sys.stdout.flush()
-
-    def note(self, text: str) -> None:
-        self._write("note", text=text)
-
-    def plan(self, plan: dict[str, Any]) -> None:
-        self._write("plan", **plan)
-
-    def sample(self, when: str, prompt: str, text: str) -> None:
-        self._write("sample", when=when, prompt=prompt, text=text)
-
-    def step(self, row: dict[str, Any]) -> None:
-        self._write("step", **row)
-
-    def alert(self, text: str) -> None:
-        self._write("alert", text=text)
-
-    def saved(self, row: dict[str, Any]) -> None:
-        self._write("checkpoint", **row)
-
-    def done(self, row: dict[str, Any]) -> None:
-        self._write("done", **row)
+    def say(self, event: str, **values: Any) -> None:
+        print(json.dumps({"event": event, **values}), flush=True)
 
 
 class ConsoleReporter(Reporter):
@@ -95,10 +95,21 @@ class ConsoleReporter(Reporter):
         self._held_out: dict[str, Any] = {}
         self._borders = ""
 
-    def note(self, text: str) -> None:
-        self.console.print(f"[dim]{_plain(text)}[/dim]")
+    def say(self, event: str, **values: Any) -> None:
+        getattr(self, f"_{event}")(values)
 
-    def plan(self, plan: dict[str, Any]) -> None:
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _note(self, note: dict[str, Any]) -> None:
+        self.console.print(f"[dim]{escape(note['text'])}[/dim]")
+
+    def _alert(self, alert: dict[str, Any]) -> None:
+        self.console.print(f"[yellow]{escape(alert['text'])}[/yellow]")
+
+    def _plan(self, plan: dict[str, Any]) -> None:
         self._steps, self._borders = plan["steps"], plan["borders"]
         facts = Table.grid(padding=(0, 2))
         batch = (
@@ -115,7 +126,7 @@ class ConsoleReporter(Reporter):
             ("output", plan["output"]),
         ):  # fmt: skip
             if value != "":
-                facts.add_row(f"[bold]{label}[/bold]", _plain(str(value)))
+                facts.add_row(f"[bold]{label}[/bold]", escape(str(value)))
         self.console.print(facts)
         stages = Table(
             title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2)
@@ -123,60 +134,23 @@ class ConsoleReporter(Reporter):
         for column in ("stage", "needed", "may use", ""):
             stages.add_column(column, justify="left" if column == "" else "right")
         for stage, needed in plan["needed"].items():
-            mark = (
-                "<- chosen"
-                if int(stage) == plan["stage"]
-                else ""
-                if needed <= plan["available"]
-                else "does not fit"
-            )
-            stages.add_row(str(stage), readable(needed), readable(plan["available"]), mark)
+            mark = "" if needed <= plan["available"] else "does not fit"
+            mark = "<- chosen" if int(stage) == plan["stage"] else mark
+            stages.add_row(stage, readable(needed), readable(plan["available"]), mark)
         self.console.print(stages)
-        self.console.print(_plain(plan["recipe"]), style="dim")
+        self.console.print(escape(plan["recipe"]), style="dim")
 
-    def sample(self, when: str, prompt: str, text: str) -> None:
-        self._stop_bar()
-        self.console.print(
-            f"[bold]{when} training[/bold]  [dim]{_plain(prompt)}[/dim]{_plain(text)}"
-        )
+    def _sample(self, sample: dict[str, Any]) -> None:
+        self.close()
+        prompt, text = escape(sample["prompt"]), escape(sample["text"])
+        self.console.print(f"[bold]{sample['when']} training[/bold]  [dim]{prompt}[/dim]{text}")
 
-    def step(self, row: dict[str, Any]) -> None:
-        if self.console.is_terminal:
-            self._advance(row)
-        elif row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
-            self.console.print(f"step {row['step']}/{self._steps}  {_figures(row, self._borders)}")
-
-    def alert(self, text: str) -> None:
-        self.console.print(f"[yellow]{_plain(text)}[/yellow]")
-
-    def saved(self, row: dict[str, Any]) -> None:
-        text = (
-            f"checkpoint {row['path']} in {row['seconds']:.1f} s, {row['stall_s']:.2f} s of them"
-            " waited for"
-        )
-        self.console.print(f"[dim]{_plain(text)}[/dim]")
-
-    def done(self, row: dict[str, Any]) -> None:
-        self._stop_bar()
-        verb = f"stopped ({row['why']})" if row["stopped"] else "done"
-        first, last = row["first_loss"], row["last_loss"]
-        losses = (
-            f"loss {first:.3f} -> {last:.3f}, " if first is not None and last is not None else ""
-        )
-        self.console.print(
-            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s:"
-            f" {losses}{readable(row['wire_bytes_total'])} sent by each"
-            f" rank{of_the_wire(row, self._borders, '_total')}, peak memory"
-            f" {readable(row['memory_peak'])} a rank"
-        )
-        kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
-        kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
-        self.console.print(f"saved {_plain(', '.join([*kept, row['metrics']]))}")
-
-    def close(self) -> None:
-        self._stop_bar()
-
-    def _advance(self, row: dict[str, Any]) -> None:
+    def _step(self, row: dict[str, Any]) -> None:
+        if not self.console.is_terminal:
+            if row["step"] % self._log_every == 0 or row["step"] in (1, self._steps):
+                said = _figures(row, self._borders)
+                self.console.print(f"step {row['step']}/{self._steps}  {said}")
+            return
         if self._bar is None:
             self._bar = Progress(
                 SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
@@ -192,10 +166,27 @@ class ConsoleReporter(Reporter):
             figures=_figures({**self._held_out, **row}, self._borders),
         )
 
-    def _stop_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+    def _checkpoint(self, row: dict[str, Any]) -> None:
+        text = (
+            f"checkpoint {row['path']} in {row['seconds']:.1f} s, {row['stall_s']:.2f} s of them"
+            " waited for"
+        )
+        self._note({"text": text})
+
+    def _done(self, row: dict[str, Any]) -> None:
+        self.close()
+        verb = f"stopped ({row['why']})" if row["stopped"] else "done"
+        first, last = row["first_loss"], row["last_loss"]
+        losses = f"loss {first:.3f} -> {last:.3f}, " if None not in (first, last) else ""
+        self.console.print(
+            f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s:"
+            f" {losses}{readable(row['wire_bytes_total'])} sent by each"
+            f" rank{of_the_wire(row, self._borders, '_total')}, peak memory"
+            f" {readable(row['memory_peak'])} a rank"
+        )
+        kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
+        kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
+        self.console.print(f"saved {escape(', '.join([*kept, row['metrics']]))}")
 
 
 def _figures(row: dict[str, Any], borders: str) -> str:
@@ -210,14 +201,204 @@ def _figures(row: dict[str, Any], borders: str) -> str:
     return "  ".join(parts)
 
 
-def _plain(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
 def reporter(first: bool, json_lines: bool, log_every: int) -> Reporter:
     """The one that this rank uses."""
     if not first:
         return Reporter()
     return JsonReporter() if json_lines else ConsoleReporter(log_every)
+
+
+class Window:
+    """Records the run's steps from `first` to `last`; what it saw is put into the run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.first, self.last = steps_of(run.config.trace, run.steps)
+        # This process's first steps also build states and learn orders
+        if run.config.trace is None and run.start:
+            self.first = self.last = min(run.start + self.first, run.steps - 1)
+        self._stack = contextlib.ExitStack()
+        self._recording: Recording | None = None
+        self._whole = 0
+
+    def is_near(self, step: int) -> bool:
+        """Whether `step` is recorded, or the next one is the first that will be: both are to begin
+        and end by themselves.
+        """
+        return self._recording is not None or step + 1 == self.first
+
+    def begin(self, step: int) -> None:
+        """A step is about to begin."""
+        if step == self.first:
+            profiler = self.run.config.torch_profiler
+            seen = record(
+                self.run.model, self.run.optimizer, activations=True, torch_profiler=profiler
+            )
+            self._recording = self._stack.enter_context(seen)
+
+    def end(self, step: int, over: bool, whole: bool = True) -> None:
+        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a
+        window without such a step moves on.
+        """
+        self._whole += whole and self._recording is not None
+        if self._recording is not None and (step >= self.last or over):
+            self._stack.close()
+            recording, self._recording = self._recording, None
+            if not self._whole:
+                self.first = self.last = step + 1
+                return
+            self.run.recording = recording
+            self.run.measured = measured(self.run.model, self.run.optimizer, recording)
+
+    def close(self) -> None:
+        """The run broke off."""
+        self._recording = None
+        self._stack.close()
+
+    def write(self, folder: Path) -> Path | None:
+        """This rank's trace, if the run was asked for one."""
+        config = self.run.config
+        if self.run.recording is None or (config.trace is None and not config.torch_profiler):
+            return None
+        return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
+
+
+def totals(run: Run) -> dict[str, int]:
+    """Bytes that this rank has sent since the run began, earlier starts counted in, as the rows
+    call them.
+
+    wire_bytes_total; wire_bytes_between_total, of these between nodes, where there are several;
+    wire_bytes_plain_total, what the first would have been without codecs, where that differs.
+    """
+    engine, earlier = onefold.engine_of(run.model), run.earlier
+    all_of_them, across, uncoded = TOTALS
+    before = int(earlier.get(all_of_them, 0))
+    sent = before + engine.traffic.total()
+    between = int(earlier.get(across, 0)) + engine.traffic.by_link()["between"]
+    plain = int(earlier.get(uncoded, before)) + engine.traffic.plain()
+    out = {all_of_them: sent}
+    if engine.group.borders or between:
+        out[across] = between
+    if plain != sent:
+        out[uncoded] = plain
+    return out
+
+
+def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
+    """What belongs to the bytes sent, in brackets, for people; "" where there is one node and no
+    codec.
+
+    Args:
+        row: of a step, or with `ending` "_total" of the whole run.
+        borders: `Group.borders`.
+    """
+    said = []
+    between, plain = row.get(f"wire_bytes_between{ending}"), row.get(f"wire_bytes_plain{ending}")
+    if between is not None:
+        said.append(f"{readable(between)} between {borders.partition(' ')[2] or 'nodes'}")
+    if plain is not None:
+        said.append(f"{readable(plain)} without codecs")
+    return f" ({', '.join(said)})" if said else ""
+
+
+def in_a_sentence(recipe: Recipe) -> str:
+    """What rests off the device or in another format, for people; "" where nothing does."""
+    from onefold.recipe import Tier
+
+    rows = {
+        "parameters": recipe.parameters.tier,
+        "gradients": recipe.gradients.tier,
+        "optimizer states": recipe.optimizer.tier,
+    }
+    parts = []
+    for tier, name in ((Tier.HOST, "on the host"), (Tier.NVME, "on NVMe")):
+        kinds = [kind for kind, where in rows.items() if where is tier]
+        if kinds:
+            parts.append(f"{' and '.join(filter(None, [', '.join(kinds[:-1]), kinds[-1]]))} {name}")
+    if parts and recipe.offload_bytes is not None:
+        parts.append(f"of up to {readable(recipe.offload_bytes)} of states a rank")
+    elif parts and recipe.offload_share < 1:
+        parts.append(f"of {recipe.offload_share:.0%} of the model")
+    if recipe.moments is not None:
+        parts.append(f"moments in {recipe.moments}")
+    if recipe.offload_activations is not None:
+        room = (
+            ""
+            if recipe.offload_activations >= UNLIMITED
+            else f" up to {readable(recipe.offload_activations)}"
+        )
+        parts.append(f"activations on the host{room}")
+    if recipe.tile is not None:
+        parts.append(f"weights above {readable(recipe.tile)} in tiles")
+    return ", ".join(parts)
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """What was chosen and why, ready for JSON."""
+    config, choice, ranks = run.config, run.choice, run.ranks
+    rows = ("parameters", "gradients", "optimizer")
+    return {
+        "model": run.loaded.name,
+        "parameters": run.trained + run.frozen,
+        "trained": run.trained,
+        "data": run.data.name,
+        "samples": len(run.data.train),
+        "held_out": len(run.data.held_out),
+        "ranks": ranks.world_size,
+        "device": str(ranks.device.type),
+        "backend": ranks.backend,
+        "threads": torch.get_num_threads(),
+        "stage": choice.stage,
+        "reason": choice.reason,
+        "needed": {str(stage): size for stage, size in choice.needed.items()},
+        "available": choice.available,
+        "predicted": choice.predicted.to_json() if choice.predicted else None,
+        "notes": list(choice.notes),
+        "recipe": run.recipe.describe(),
+        "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
+        "off_the_device": in_a_sentence(run.recipe),
+        "wires": config.arguments(NODES),
+        "borders": onefold.engine_of(run.model).group.borders,
+        "precision": config.precision,
+        "micro_batch": choice.micro_batch,
+        "global_batch": run.order.global_batch,
+        "accumulation": run.accumulation,
+        "seq": config.seq,
+        "steps": run.steps,
+        "epochs": run.steps * run.order.global_batch / len(run.data.train),
+        "schedule": f"lr {config.lr:g}, {config.schedule}",
+        "output": config.output,
+    }
+
+
+def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its
+    own file.
+    """
+    if run.measured is None or not rows:
+        return
+    later = rows[1:] or rows
+    shares = [row["mfu"] for row in later if row.get("mfu") is not None]
+    step_s = statistics.median(row["step_ms"] for row in later) / 1000
+    account = replace(
+        run.measured,
+        seconds={**run.measured.seconds, "step": step_s},
+        tokens_per_s=statistics.median(row["tokens_per_s"] for row in later),
+        mfu=statistics.median(shares) if shares else None,
+    )
+    facts = {
+        key: value
+        for key, value in describe(run).items()
+        if isinstance(value, str | int | float) and value != "" and key not in ("recipe", "borders")
+    }
+    write_observed(
+        folder,
+        run.ranks.rank,
+        run.ranks.world_size,
+        account,
+        recipe=run.recipe,
+        plan=run.choice.predicted,
+        step=run.recording,
+        machine=reconciled(run.model, account),
+        facts=facts,
+    )

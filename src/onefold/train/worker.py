@@ -1,4 +1,13 @@
-"""One rank of a run, from joining the others to the saved model."""
+"""One rank of a run, from joining the others to the saved model.
+
+    run_rank    join ─► watch the other ranks ─► decide about the output folder, and claim it ─► _run
+    _run        checkpoint to go on from ─► prepare ─► load ─► train ─► model, closing row, sample of its text
+    Rank        what this process was asked, who has gone, and what to say when it fails
+
+A rank that learns in a collective that another has gone gets a `StallError` there, and `PATIENCE`
+seconds to say so. One that computes is ended by a timer. Either way no rank is left behind, and
+torchrun can start those that remain.
+"""
 
 from __future__ import annotations
 
@@ -8,79 +17,129 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onefold
-from onefold.checkpoint.errors import CheckpointError
-from onefold.comm import StallError
-from onefold.offload.nvme import TierError
-from onefold.train import resume
-from onefold.train.claim import Claim, run_of
-from onefold.train.config import TrainConfig
-from onefold.train.durations import seconds_of
-from onefold.train.errors import TrainError
-from onefold.train.export import export
-from onefold.train.facts import describe, observe
-from onefold.train.loop import Row, train
-from onefold.train.memory_error import explain, is_out_of_memory
-from onefold.train.output import METRICS, Board, Metrics, with_output, write_config
-from onefold.train.peer_monitor import PATIENCE, Neighbours, Peer
-from onefold.train.prepare import Run, prepare
-from onefold.train.ranks import Ranks, join, leave
-from onefold.train.report import JsonReporter, Reporter, reporter
-from onefold.train.sample import prompt_of, sample
-from onefold.train.stop import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
-from onefold.train.survive import Keeper, check_time, started_at
-from onefold.train.window import Window
-from onefold.train.wires import TOTALS
+import torch
 
+import onefold
+from onefold.checkpoint.adapters import save_adapters
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.export import export as export_model
+from onefold.comm import StallError
+from onefold.observe.meter import TensorBoard
+from onefold.offload.nvme import TierError
+from onefold.train import checkpoints
+from onefold.train.checkpoints import Keeper, changed, check_time, restarts, started_at
+from onefold.train.config import TrainConfig
+from onefold.train.errors import TrainError, seconds_of
+from onefold.train.faults import explain, is_out_of_memory
+from onefold.train.loop import Row, train
+from onefold.train.models import quiet_transformers
+from onefold.train.output import METRICS, Claim, Metrics, run_of, with_output, write_config
+from onefold.train.prepare import Run, prepare
+from onefold.train.process import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
+from onefold.train.ranks import Peer, PeerMonitor, Ranks, join, leave
+from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
+
+PROMPTS = {"topics": 'The "with" statement is used to'}
+OTHER_PROMPT = "The"
+
+
+def prompt_of(run: Run) -> str:
+    return run.config.prompt or PROMPTS.get(run.config.data, OTHER_PROMPT)
+
+
+def sample(run: Run) -> str | None:
+    """What the model continues the prompt with, or None if it cannot generate or none is wanted.
+    Collective.
+    """
+    model: Any = run.model
+    words, most = run.loaded.tokenizer, run.config.sample_tokens
+    if not most or words is None or not callable(getattr(model, "generate", None)):
+        return None
+    prompt = words.encode(prompt_of(run), add_special_tokens=False)
+    ids = torch.tensor([prompt], device=run.ranks.device)
+    model.eval()
+    try:
+        # Whole parameters on every rank; each writes the same text. Blocks run uncompiled: each
+        # length that generating goes through would be compiled.
+        with onefold.full_params(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            out = model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=most,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=words.eos_token_id,
+            )
+    finally:
+        model.train()
+    return words.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+
+
+def export(run: Run, folder: Path) -> str:
+    """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
+
+    A transformers model is saved as one (`from_pretrained` opens it); of a model of peft the
+    adapters alone, which `PeftModel.from_pretrained` opens over its base; any other as safetensors
+    with the names of its state dict. The folder appears under its name only when it is whole; an
+    earlier one is replaced.
+
+    Raises:
+        CheckpointError: on every rank: it cannot be written.
+    """
+    model: Any = run.loaded.module
+    if getattr(model, "peft_config", None):
+        save_adapters(run.model, folder, overwrite=True)
+        return "adapters"
+    ours = not run.loaded.is_transformers
+    if not ours:
+        model.config.use_cache = True
+    with contextlib.nullcontext() if ours else quiet_transformers():
+        export_model(run.model, folder, "master", tokenizer=run.loaded.tokenizer, overwrite=True)
+    return "safetensors" if ours else "Hugging Face model"
+
+
+#: Seconds that a rank gets to end by itself after another has gone: a collective's error waits 3 s
+#: for the others' notes.
+PATIENCE = 5.0
 #: Seconds in which a rank that stops with the others waits whether its own machine is asked to end
 #: as well.
 LINGER = 5.0
-#: Options that each machine has for itself.
-OF_A_MACHINE = frozenset(
-    (
-        "nproc",
-        "device",
-        "grace",
-        "max_restarts",
-        "nnodes",
-        "rdzv_endpoint",
-        "rdzv_id",
-        "rdzv_backend",
-        "rdzv_conf",
-        "local_addr",
-    )
-)
+#: Options about the launcher, which each machine has for itself.
+OF_A_LAUNCHER = ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr")
+OF_A_MACHINE = ("nproc", "device", "grace", "rdzv_id", "rdzv_backend", *OF_A_LAUNCHER)
 
 
 class Rank:
     """What this process knows of itself and the others while it runs.
 
     Attributes:
-        stop: what it was asked. neighbours: who notices that a rank has gone, None for a lone rank.
-            doing: for people.
-        otherwise: a sentence about ranks that were told other options.
+        stop: what it was asked. peers: who notices that a rank has gone, None for a lone rank.
+        doing: for people. otherwise: a sentence about ranks that were told other options.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         self.number = int(os.environ["RANK"])
-        self.stop = StopSignal(
-            self.number, int(os.environ.get("LOCAL_RANK", 0)), seconds_of(config.grace)
-        )
-        self.neighbours: Neighbours | None = None
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.stop = StopSignal(self.number, local_rank, seconds_of(config.grace))
+        self.stop.last_words = self._tell_who_has_gone
+        self.peers: PeerMonitor | None = None
         self.doing = "joining the other ranks"
         self.otherwise = ""
         self.run: Run | None = None
-        self.stop.last_words = self._tell_who_has_gone
 
     def watch(self, ranks: Ranks) -> None:
-        """Have an eye on the other ranks from now on. Collective."""
-        self.neighbours = Neighbours.connect(ranks, self._one_has_gone)
+        """Notice from now on which rank goes. Collective."""
+        self.peers = PeerMonitor.connect(ranks, self._one_has_gone)
         self.stop.generation = ranks.from_first(f"{time.time_ns()}-{os.getpid()}")
+
+    def leave(self) -> None:
+        """The others need not miss this rank any more."""
+        if self.peers is not None:
+            self.peers.close()
 
     def place(self) -> str:
         """Where this rank stands."""
@@ -91,20 +150,36 @@ class Rank:
         where = f" of unit {unit!r}" if unit is not None else ""
         return f"in the {engine.phase} pass{where}, step {engine.step + 1}"
 
+    def fail(self, error: BaseException) -> None:
+        """Tell what went wrong, once on this machine, and end this process."""
+        if self.stop.speak_first():
+            self._say(error)
+            # A CheckpointError may be about a rank that went while it saved
+            if isinstance(error, TrainError):
+                self.stop.no_restart()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.peers is not None and self.peers.gone:  # who is to blame is known
+            self.leave()
+        if self.run is not None:  # nothing is left on the disks
+            with contextlib.suppress(Exception):
+                onefold.engine_of(self.run.model).transfers.close()
+        # Not sys.exit: process groups that are in the middle of something would be waited for.
+        os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
+
     def _who_has_gone(self, error: BaseException) -> list[Peer]:
-        """A collective may notice a moment before the ring does."""
-        if self.neighbours is None:
+        """A collective may notice a moment before the monitor does."""
+        if self.peers is None:
             return []
         end = time.monotonic() + (1.0 if isinstance(error, RuntimeError | CheckpointError) else 0.0)
-        while not self.neighbours.gone and time.monotonic() < end:
+        while not self.peers.gone and time.monotonic() < end:
             time.sleep(0.02)
-        return self.neighbours.gone
+        return self.peers.gone
 
     def _one_has_gone(self, peer: Peer) -> None:
-        if self.neighbours is not None and len(self.neighbours.gone) == 1:
-            end = threading.Timer(PATIENCE, self._end)
-            end.daemon = True
-            end.start()
+        end = threading.Timer(PATIENCE, self._end)
+        end.daemon = True
+        end.start()
 
     def _tell_who_has_gone(self) -> None:
         """torchrun ends this rank: perhaps because of another."""
@@ -115,24 +190,8 @@ class Rank:
         """Another rank has gone, and this one has not noticed by itself: it computes."""
         if self.stop.speak_first():
             self._say(StallError(f"rank {self.number} ends {self.place()}: it cannot go on alone."))
+        self.leave()  # who is to blame is known
         os._exit(1)
-
-    def fail(self, error: BaseException) -> None:
-        """Tell what went wrong, once on this machine, and end this process."""
-        if self.stop.speak_first():
-            self._say(error)
-            # A CheckpointError may be about a rank that went while it saved
-            if isinstance(error, TrainError):
-                self.stop.no_restart()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if self.neighbours is not None and self.neighbours.gone:
-            self.neighbours.close()  # who is to blame is known
-        if self.run is not None:  # nothing is left on the disks
-            with contextlib.suppress(Exception):
-                onefold.engine_of(self.run.model).transfers.close()
-        # Not sys.exit: process groups that are in the middle of something would be waited for.
-        os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 
     def _say(self, error: BaseException) -> None:
         gone = self._who_has_gone(error)
@@ -141,22 +200,20 @@ class Rank:
             error = StallError(
                 f"rank {self.number} ends {self.place()}: {str(error).splitlines()[0][:200]}"
             )
-        who = "".join(f"{peer} has gone.\n" for peer in gone)
         if isinstance(error, StallError) and self.run is not None and self.run.start:
             error = StallError(
                 f"{error}\nThis start went on from step {self.run.start}: the steps named above"
                 " count from there."
             )
         if self.config.json_lines:
-            names = [str(peer) for peer in gone]
-            JsonReporter()._write(
-                "error", rank=self.number, kind=type(error).__name__, message=str(error), gone=names
-            )
+            kind, names = type(error).__name__, [str(peer) for peer in gone]
+            JsonReporter().say("error", rank=self.number, kind=kind, message=str(error), gone=names)
+        who = "".join(f"{peer} has gone.\n" for peer in gone)
         if isinstance(error, TrainError | CheckpointError | StallError | TierError):
             print(f"{who}error: {error}", file=sys.stderr, flush=True)
-            return
-        print(f"{who}rank {self.number} failed:", file=sys.stderr)
-        traceback.print_exception(error)
+        else:
+            print(f"{who}rank {self.number} failed:", file=sys.stderr)
+            traceback.print_exception(error)
 
 
 def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
@@ -170,15 +227,17 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
     try:
         ranks = join(config.device, config.stall_timeout)
         me.watch(ranks)
-        (count,) = ranks.most(resume.restarts())
-        restarted: bool = ranks.from_first(count > 0 or resume.made_since(config, started_at()))
+        (count,) = ranks.most(restarts())
+        restarted: bool = ranks.from_first(
+            count > 0 or checkpoints.made_since(config, started_at())
+        )
         if CONTROL not in os.environ or config.nodes[1] > 1:
-            given, config = config, _from_first(ranks, lambda: with_output(config, restarted))
+            given = config
+            config = ranks.on_first(lambda: with_output(given, restarted))
             me.otherwise = otherwise(ranks.gather(unlike(given, config)))
         claim = _held(config, ranks, claim)
         code = _run(config, ranks, me, restarted)
-        if me.neighbours is not None:
-            me.neighbours.close()
+        me.leave()
         leave()
         claim.release()
         return code
@@ -202,50 +261,23 @@ def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
 
 def unlike(given: TrainConfig, taken: TrainConfig) -> str:
     """Options of this machine that give way to those of the first rank's, "" if there are none."""
-    left_open = OF_A_MACHINE | ({"output"} if given.output is None else set())
-    names = [name for name in TrainConfig.model_fields if name not in left_open]
-    pairs = [
-        (name, resume.shown(getattr(given, name)), resume.shown(getattr(taken, name)))
-        for name in names
-    ]
-    return ", ".join(
-        f"--{name.replace('_', '-')} {mine} -> {its}" for name, mine, its in pairs if mine != its
+    left_open = {*OF_A_MACHINE, *(["output"] if given.output is None else [])}
+    return changed(
+        (name, getattr(given, name), getattr(taken, name))
+        for name in TrainConfig.model_fields
+        if name not in left_open
     )
 
 
 def otherwise(said: list[str]) -> str:
     """A sentence for what each rank says of `unlike`."""
-    parts = [
-        f"{text} (rank{'s' if len(who) > 1 else ''} {', '.join(map(str, who))})"
-        for text, who in _alike(said)
-        if text
-    ]
-    return (
-        f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}"
-        if parts
-        else ""
-    )
-
-
-def _alike(said: list[str]) -> list[tuple[str, list[int]]]:
-    return [
-        (text, [rank for rank, other in enumerate(said) if other == text])
-        for text in dict.fromkeys(said)
-    ]
-
-
-def _from_first(ranks: Ranks, make: Callable[[], Any]) -> Any:
-    """What `make` gives on the first rank, on every rank; what it raises, too. Collective."""
-    found: Any = None
-    if ranks.is_first:
-        try:
-            found = make()
-        except (TrainError, CheckpointError) as error:
-            found = error
-    found = ranks.from_first(found)
-    if isinstance(found, Exception):
-        raise found
-    return found
+    parts = []
+    for text in filter(None, dict.fromkeys(said)):
+        who = [str(rank) for rank, other in enumerate(said) if other == text]
+        parts.append(f"{text} (rank{'s' if len(who) > 1 else ''} {', '.join(who)})")
+    if not parts:
+        return ""
+    return f"not all ranks were told the same options; they follow rank 0: {'; '.join(parts)}"
 
 
 def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
@@ -256,13 +288,13 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         say = reporter(ranks.is_first, config.json_lines, config.log_every)
         stack.callback(say.close)
         me.doing = "loading"
-        point = _from_first(ranks, lambda: resume.find(config, restarted))
+        point = ranks.on_first(lambda: checkpoints.find(config, restarted))
         run = me.run = prepare(config, ranks, say.note, point)
-        notes = resume.load(run, point) if point is not None else []
+        notes = checkpoints.load(run, point) if point is not None else []
         keeper = Keeper(run, folder, say, started_at())
         if ranks.is_first:
             write_config(config, folder, describe(run))
-        say.plan(describe(run))
+        say.say("plan", **describe(run))
         for text in [*run.data.notes, *_about_starting(run, me), *notes, check_time(run, keeper)]:
             if text:
                 say.note(text)
@@ -288,16 +320,12 @@ class Log:
         first = run.ranks.is_first
         self.say, self.rows = say, list[Row]()
         self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
-        self.board = (
-            Board(folder / "tensorboard", after) if run.config.tensorboard and first else None
-        )
+        wanted = run.config.tensorboard and first
+        self.board = TensorBoard(folder / "tensorboard", after=after) if wanted else None
         if after is not None:
-            facts = {
-                "ranks": run.ranks.world_size,
-                "stage": run.choice.stage,
-                "restart": resume.restarts(),
-            }
-            self.metrics.write({"resumed": True, "from_step": run.start, **facts})
+            facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage}
+            row = {"resumed": True, "from_step": run.start, **facts, "restart": restarts()}
+            self.metrics.write(row)
 
     def row(self, row: Row) -> None:
         """One step's figures."""
@@ -305,7 +333,7 @@ class Log:
         self.metrics.write(row)
         if self.board is not None:
             self.board.write(row)
-        self.say.step(row)
+        self.say.say("step", **row)
 
     def forget(self, step: int) -> None:
         """The run has gone back to `step`."""
@@ -318,7 +346,7 @@ class Log:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.metrics.__exit__(None, None, None)
+        self.metrics.close()
         if self.board is not None:
             self.board.close()
 
@@ -326,35 +354,31 @@ class Log:
 def _about_starting(run: Run, me: Rank) -> list[str]:
     """What a reader should know about how this start came to be."""
     config, said = run.config, [me.otherwise]
-    if resume.restarts():
+    if restarts():
+        most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        said.append(f"restart {restarts()} of at most {most}")
+    if me.peers is None and run.ranks.world_size > 1:
         said.append(
-            f"restart {resume.restarts()} of at most"
-            f" {os.environ.get('TORCHELASTIC_MAX_RESTARTS', '?')}"
+            "not all ranks can connect to rank 0: one that goes is noticed only by those that wait"
+            " for it"
         )
-    if me.neighbours is None and run.ranks.world_size > 1:
-        said.append(
-            "the ranks cannot connect to their neighbours: one that goes is noticed only by those"
-            " that wait for it"
-        )
-    if CONTROL not in os.environ:
-        given = [
-            name
-            for name in ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr")
-            if _was_given(config, name)
-        ]
-        if given:
-            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if CONTROL in os.environ:
+        if config.max_restarts and not config.save_every:
             said.append(
-                f"{names}: the launcher that started this rank decides that, so it does nothing"
-                " here; give it to the launcher"
+                "--max-restarts without --save-every: a restart begins again at the first step"
             )
-    elif config.max_restarts and not config.save_every:
-        said.append("--max-restarts without --save-every: a restart begins again at the first step")
+        return said
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in OF_A_LAUNCHER
+        if getattr(config, name) != TrainConfig.model_fields[name].default
+    ]
+    if given:
+        said.append(
+            f"{', '.join(given)}: the launcher that started this rank decides that, so it does"
+            " nothing here; give it to the launcher"
+        )
     return said
-
-
-def _was_given(config: TrainConfig, name: str) -> bool:
-    return bool(getattr(config, name) != TrainConfig.model_fields[name].default)
 
 
 def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
@@ -388,9 +412,7 @@ def _finish(
     stopped = done < run.steps or hurried
     kind, model = None, folder / "model"
     if not hurried:
-        if me.neighbours is not None:
-            # The first rank writes for long, and may finish even if another goes
-            me.neighbours.close()
+        me.leave()  # the first rank writes for long, and may finish even if another goes
         kind = export(run, model)
     (peak,) = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
@@ -414,17 +436,15 @@ def _finish(
     log.metrics.write(summary)
     if not stopped:
         _show_sample(run, log.say, "after")
-    log.say.done(summary)
+    log.say.say("done", **summary)
 
 
 def _exit_code(run: Run, me: Rank) -> int:
     """0, 130 after Ctrl-C; `AGAIN` on a machine that was not asked to end, where the run goes on
     with those that remain.
     """
-    elastic = (
-        int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
-        and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-    )
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    elastic = several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if Stop.PREEMPT in run.stopped and elastic:
         end = time.monotonic() + LINGER
         while not me.stop.asked & Stop.PREEMPT:
@@ -437,4 +457,4 @@ def _exit_code(run: Run, me: Rank) -> int:
 def _show_sample(run: Run, say: Reporter, when: str) -> None:
     text = sample(run)
     if text is not None:
-        say.sample(when, prompt_of(run), text)
+        say.say("sample", when=when, prompt=prompt_of(run), text=text)

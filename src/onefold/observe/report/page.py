@@ -11,21 +11,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from onefold.observe.report import ranks, step, training, wires
+from onefold.observe.memory import HOST, NVME
+from onefold.observe.report import charts, tables
 from onefold.observe.report.figures import Figure, plotly_source
-from onefold.observe.report.metrics import METRICS, Metrics, read_metrics
-from onefold.observe.report.summary import (
+from onefold.observe.report.tables import (
+    METRICS,
+    Metrics,
     Tile,
     between_tiers,
     comparison,
     fullest,
     headline,
     outside_view,
+    read_metrics,
     readable_facts,
     tiles,
 )
 from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
-from onefold.observe.tiers import HOST, NVME
 from onefold.plan.schema import LOGITS
 
 #: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the
@@ -113,7 +115,7 @@ def build(folder: Path) -> Report:
 
 
 def _training(report: Report, metrics: Metrics | None) -> None:
-    for name, draw in (("loss", training.loss), ("throughput", training.throughput)):
+    for name, draw in (("loss", charts.loss), ("throughput", charts.throughput)):
         figure = draw(metrics) if metrics is not None else None
         if figure is not None:
             report.figures[name] = figure
@@ -177,15 +179,15 @@ def _steps(report: Report, observed: Observed) -> None:
             )
         return
     report.figures["memory"] = {
-        str(r.rank): step.memory(s, observed.plan) for r, s in chosen if s.levels()[1]
+        str(r.rank): charts.memory(s, observed.plan) for r, s in chosen if s.levels()[1]
     }
     for tier in (HOST, NVME):
         if found := {
-            str(r.rank): step.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers
+            str(r.rank): charts.memory(s, observed.plan, tier) for r, s in chosen if tier in s.tiers
         }:
             report.figures[tier] = found
     report.figures["timeline"] = {
-        str(r.rank): step.timeline(s) for r, s in chosen if s.moves or s.work
+        str(r.rank): charts.timeline(s) for r, s in chosen if s.moves or s.work
     }
     longest = max(s.steps for _, s in chosen)
     report.window = f"{longest} steps" if longest > 1 else "one step"
@@ -223,15 +225,15 @@ def _across(report: Report, observed: Observed) -> None:
     busiest = max(
         observed.ranks, key=lambda r: sum(sum(moves.values()) for moves in r.traffic.values())
     )
-    figure = ranks.traffic(busiest.traffic)
+    figure = charts.traffic(busiest.traffic)
     if figure is not None:
         report.figures["traffic"] = figure
         report.said["traffic"] = (
             f"Payload bytes that rank {busiest.rank} sends in one optimizer step."
         )
-        if lines := wires.table(busiest):
+        if lines := tables.wire_table(busiest):
             report.tables["wires"] = lines
-            report.said["traffic"] += f" {wires.sentence(busiest)}"
+            report.said["traffic"] += f" {tables.wire_sentence(busiest)}"
     elif observed.world_size == 1:
         report.missing["traffic"] = "A lone rank sends nothing."
     else:
@@ -239,8 +241,8 @@ def _across(report: Report, observed: Observed) -> None:
             "No step was recorded, so bytes are not known by unit: use onefold.observe.record()."
         )
     if len(observed.ranks) > 1:
-        report.tables["imbalance"] = ranks.spreads(observed.ranks)
-        if (times := ranks.step_times(observed.ranks)) is not None:
+        report.tables["imbalance"] = tables.spreads(observed.ranks)
+        if (times := charts.step_times(observed.ranks)) is not None:
             report.figures["imbalance"] = times
     else:
         one = (

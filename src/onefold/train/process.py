@@ -1,4 +1,8 @@
-"""Ending a run without losing it, whoever asks.
+"""What holds for every process of the command: its signals, its parent, and who asks it to end.
+
+    start, imports          `end_at_once`: there is nothing to put in order, and an import does not bear an exception in its middle
+    with interruptible():   KeyboardInterrupt, which the command catches
+    while ranks run         noted by the launcher and passed on to the ranks, as below
 
     who asks                                    what the ranks do after the step                       exit status
     Ctrl-C (SIGINT, or the terminal closed)     the model, and a checkpoint if the run keeps any       130 (129)
@@ -20,12 +24,12 @@ instructions: not while that thread waits inside a collective. The numbers of ar
 therefore written to a pipe by the interpreter, at once, and a thread reads it.
 
 [Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and
-nobody then ends the others. So every process
-ends with the one that has started it, and does so from its first moment on, before it imports anything: launcher ─► agent ─► rank. Who has
-started it stands in the environment, since a process that begins a moment after that one's end
-would take another for its parent.
+nobody then ends the others. So every process ends with the one that has started it, from its first
+moment on, before it imports anything: launcher ─► agent ─► rank. Who has started it stands in the
+environment, since a process that begins a moment after that one's end would take another for its
+parent.
 
-The launcher and its ranks meet in a temporary folder, the control folder: ranks leave their process
+The launcher and its ranks share a temporary folder, the control folder: ranks leave their process
 ids there, the first of a machine says when there is something to save, and the first rank that
 fails is the one that speaks.
 """
@@ -34,19 +38,79 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import logging
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+
+#: torchao, which transformers imports, tells of its kernels for GPUs that are not here, and of
+#: enumerations that PyTorch knows by itself.
+_LOGGERS = ("torchao", "torch.utils._pytree", "torch.distributed.elastic.multiprocessing.redirects")
+_MODULES = r"(torchao|transformers|torch\.utils\._pytree|torch\.jit|pydantic|typer|rich)(\.|$)"
+
+
+def quiet_third_parties() -> None:
+    """Errors of theirs are still shown. Imports none of them; call it before they are imported."""
+    for name in _LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning, UserWarning):
+        warnings.filterwarnings("ignore", category=kind, module=_MODULES)
+
+
+#: Called by `end_at_once` before the process ends, the last one first.
+put_in_order: list[Callable[[], object]] = []
+
+
+def end_at_once(number: int, frame: FrameType | None) -> None:
+    """A signal's handler: end this process with status 128 + `number`."""
+    for act in reversed(put_in_order):
+        with contextlib.suppress(Exception):
+            act()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(128 + number)
+
+
+def listen() -> None:
+    """From now on Ctrl-C and SIGTERM end this process at once. Called before anything else is
+    imported.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return  # somebody else's process, whose signals are its own
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Nohup, and shells that start a job in the background
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end_at_once)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, Ctrl-C raises KeyboardInterrupt. Import what is needed before: an import may swallow
+    it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
 
 CONTROL = "ONEFOLD_CONTROL"
 #: The process id of who has started this process.
 PARENT = "ONEFOLD_PARENT"
 #: When the launcher started, seconds since the epoch.
 STARTED = "ONEFOLD_STARTED"
+#: Seconds that torchrun waits between SIGTERM and SIGKILL when it starts ranks anew.
+GRACE = "ONEFOLD_GRACE"
 INTERRUPTED = 130
 #: What a rank returns that was not asked to end itself, so that its agent starts it again with the
 #: machines that remain.
@@ -102,7 +166,6 @@ class StopSignal:
                 (self.control / f"ended-{local_rank}").unlink(missing_ok=True)
                 if local_rank == 0:
                     (self.control / TRAINING).unlink(missing_ok=True)
-                (self.control / f"rank-{local_rank}.pid").write_text(str(os.getpid()))
 
     def arm(self) -> None:
         """From now on there is something to save: a signal lets the step finish instead of ending

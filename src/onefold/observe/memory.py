@@ -1,12 +1,16 @@
-"""What the operating system and the CUDA allocator say: the outside view that the ledgers are
-reconciled with.
+"""Memory as the ledgers hold it, by tier, and as the operating system and the CUDA allocator see it.
+
+tier     held by the engine    an optimizer's states
+device   engine.memory         of parameters that rest on the device
+host     engine.transfers.host    of parameters that are stepped on the host
+nvme     engine.transfers.disk    entered there by the engine; `optimizer.state` has only places on the meta device
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,10 @@ from typing import Any
 import torch
 
 from onefold.device import memory_figures
+from onefold.memory import MemoryLedger
+from onefold.plan.schema import MOVED
+from onefold.runtime.engine import Engine
+from onefold.runtime.parameter import disable_torch_function
 
 _STATUS = Path("/proc/self/status")
 
@@ -93,14 +101,7 @@ def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconcilia
         return Reconciliation(
             device.type, ledger, ledger_peak, resident=resident, resident_peak=resident_peak
         )
-    return Reconciliation(
-        device.type,
-        ledger,
-        ledger_peak,
-        *figures,
-        resident,
-        resident_peak,
-    )
+    return Reconciliation(device.type, ledger, ledger_peak, *figures, resident, resident_peak)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -110,3 +111,49 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         storage = t.untyped_storage()
         seen[storage._cdata] = storage.nbytes()
     return sum(seen.values())
+
+
+__all__ = ["DEVICE", "HOST", "MOVED", "NVME", "ledgers_of", "moments_by_tier", "moments_of"]
+
+DEVICE, HOST, NVME = "device", "host", "nvme"
+
+
+def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
+    """The memory ledgers of the tiers off the device."""
+    return {HOST: engine.transfers.host, NVME: engine.transfers.disk}
+
+
+def moments_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of memory behind all tensors in the optimizer's state, each storage once, whatever tier
+    they are on.
+    """
+    with disable_torch_function():
+        return _bytes(optimizer.state.values())
+
+
+def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
+    """The same on the device and on the host; none is 0."""
+    away = {id(e.param) for e in engine.entries if e.flat.storage.offloaded}
+    with disable_torch_function():
+        states = list(optimizer.state.items())
+    parts = {
+        DEVICE: [s for p, s in states if id(p) not in away],
+        HOST: [s for p, s in states if id(p) in away],
+    }
+    return {tier: nbytes for tier, found in parts.items() if (nbytes := _bytes(found))}
+
+
+def _bytes(states: Iterable[Any]) -> int:
+    with disable_torch_function():
+        return storage_bytes(t for state in list(states) for t in _tensors(state) if not t.is_meta)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors(part)

@@ -1,22 +1,178 @@
-"""Charts of one recorded step of one rank: the memory it held, and what it computed, sent and
-waited for.
+"""The charts of the page.
+
+loss, throughput        over the whole run
+memory, timeline        of one recorded step of one rank: what it held, what it computed, sent and waited for
+traffic, step_times     across units and ranks
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from onefold.observe.chrome import lanes
-from onefold.observe.report.figures import Figure, figure, plotly, thinned
-from onefold.observe.report.words import COLOURS, byte_unit, in_bytes, in_seconds
-from onefold.observe.tiers import DEVICE, HOST, MOVED, NVME
+from onefold.observe.memory import DEVICE, HOST, MOVED, NVME
+from onefold.observe.report.figures import (
+    COLOURS,
+    Figure,
+    byte_unit,
+    figure,
+    in_bytes,
+    in_seconds,
+    plotly,
+    thinned,
+)
+from onefold.observe.report.tables import Metrics
+from onefold.observe.runfile import RankObserved
 from onefold.observe.trace import Move, Recording, merged
-from onefold.plan.schema import ENGINE, MOMENTS, Account
+from onefold.plan.schema import ENGINE, MOMENTS, MOVES, Account
 
 #: Levels of memory that are drawn at most; a screen has no more.
 LEVELS = 1500
 #: Waits that are shaded over all rows at most.
 SHADED = 60
+#: From this many steps on, a running mean is drawn over the loss.
+SMOOTHED_FROM = 40
+
+
+def loss(metrics: Metrics) -> Figure | None:
+    """Loss by step, with its running mean on long runs and the held-out loss as points."""
+    steps, values = metrics.series("loss")
+    if not steps:
+        return None
+    says, blue = "%{y:.4f}", "#4269d0"
+    many = len(steps) >= SMOOTHED_FROM
+    traces = [_line(steps, values, "loss", says, 0.35 if many else None, color=blue, width=1.5)]
+    if many:
+        mean = _running_mean(values, max(5, len(values) // 25))
+        traces.append(_line(steps, mean, "running mean", says, color=blue, width=2.5))
+    at, held_out = metrics.series("eval_loss")
+    if at:
+        held = _line(at, held_out, "held out", says, color="#efb118", dash="dot")
+        held.mode = "lines+markers"
+        held.marker = {"color": "#efb118", "size": 8, "line": {"color": "#8a6400", "width": 1}}
+        traces.append(held)
+    return figure(
+        traces, height=320, x="step", y="loss", hovermode="x unified", showlegend=len(traces) > 1
+    )
+
+
+def throughput(metrics: Metrics) -> Figure | None:
+    """Tokens a second by step, and their median."""
+    steps, values = metrics.series("tokens_per_s")
+    if not steps:
+        return None
+    style: dict[str, Any] = {"color": "#3ca951", "width": 1.5}
+    traces = [_line(steps, values, "tokens/s", "%{y:,.0f} tokens/s", **style)]
+    typical = metrics.typical("tokens_per_s")
+    if typical is not None and len(steps) > 1:
+        ends = [steps[0], steps[-1]]
+        name = f"median {typical:,.0f}"
+        traces.append(_line(ends, [typical, typical], name, "", dash="dash", **style))
+    return figure(
+        traces,
+        height=320,
+        x="step",
+        y="tokens/s",
+        yaxis={"rangemode": "tozero"},
+        hovermode="x unified",
+        showlegend=True,
+    )
+
+
+def _line(
+    x: Sequence[float],
+    y: Sequence[float],
+    name: str,
+    says: str,
+    opacity: float | None = None,
+    **line: Any,
+) -> Any:
+    """A line, or the point where there is one. `says`: what stands beside the pointer, "" for
+    nothing.
+    """
+    mode = "lines" if len(x) > 1 else "markers"
+    hover = {"hovertemplate": says} if says else {"hoverinfo": "skip"}
+    return plotly().Scatter(x=x, y=y, name=name, mode=mode, line=line, opacity=opacity, **hover)
+
+
+def _running_mean(values: list[float], window: int) -> list[float]:
+    out, total = [], 0.0
+    for i, value in enumerate(values):
+        total += value - (values[i - window] if i >= window else 0.0)
+        out.append(total / min(i + 1, window))
+    return out
+
+
+#: From this many bars on, bars have no labels of their own.
+CROWDED = 40
+
+
+def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
+    """Payload bytes that a rank sends in a step, by unit, stacked by move; in the order of the
+    run.
+    """
+    go = plotly()
+    if not by_unit:
+        return None
+    units = list(by_unit)
+    unit, size = byte_unit([sum(moves.values()) for moves in by_unit.values()])
+    present = [m for m in MOVES if any(by_unit[u].get(m) for u in units)]
+    traces = [
+        go.Bar(
+            orientation="h", y=units, x=[by_unit[u].get(m, 0) / size for u in units], name=m, marker={"color": COLOURS[m]},
+            customdata=[in_bytes(by_unit[u].get(m, 0)) for u in units], hovertemplate=f"%{{y}}<br>{m}: %{{customdata}}<extra></extra>",
+        )
+        for m in present
+    ]  # fmt: skip
+    return _stacked(traces, len(units), 26, f"{unit} a step")
+
+
+def step_times(ranks: Sequence[RankObserved]) -> Figure | None:
+    """What each rank's step was made of."""
+    go = plotly()
+    timed = [
+        r for r in ranks if r.measured.seconds.get("step") and r.measured.seconds.get("compute")
+    ]
+    if not timed:
+        return None
+    names = [f"rank {r.rank}" for r in timed]
+    parts = {
+        "compute": "compute",
+        "waiting (exposed)": "exposed communication",
+        "optimizer": "optimizer",
+    }
+    values = {
+        label: [r.measured.seconds.get(key, 0.0) for r in timed] for label, key in parts.items()
+    }
+    values["other"] = [
+        max(0.0, r.measured.seconds["step"] - sum(v[i] for v in values.values()))
+        for i, r in enumerate(timed)
+    ]
+    traces = [
+        go.Bar(
+            orientation="h", y=names, x=[1000 * s for s in seconds], name=label, marker={"color": COLOURS[label.partition(" ")[0]]},
+            customdata=[in_seconds(s) for s in seconds], hovertemplate=f"%{{y}}<br>{label}: %{{customdata}}<extra></extra>",
+        )
+        for label, seconds in values.items()
+    ]  # fmt: skip
+    return _stacked(traces, len(names), 30, "ms of a step")
+
+
+def _stacked(traces: list[Any], bars: int, height: int, x: str) -> Figure:
+    """Stacked horizontal bars, each `height` pixels."""
+    crowded = bars > CROWDED
+    ticks = {"nticks": 20} if crowded else {"dtick": 1}
+    axis = {"autorange": "reversed", "type": "category", "title": {"text": ""}, **ticks}
+    return figure(
+        traces,
+        height=700 if crowded else 110 + height * bars,
+        x=x,
+        y="",
+        yaxis=axis,
+        barmode="stack",
+        bargap=0.05 if crowded else 0.3,
+    )
 
 
 def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
@@ -59,19 +215,9 @@ def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
         for category, values in series.items()
     ]  # fmt: skip
     for name, nbytes, dash in lines:
-        style = {"color": "#e5484d", "width": 2, "dash": dash}
+        style: dict[str, Any] = {"color": COLOURS["waiting"], "width": 2, "dash": dash}
         ends = [x[0], x[-1]]
-        y = [nbytes / size] * 2
-        traces.append(
-            go.Scatter(
-                x=ends,
-                y=y,
-                name=name,
-                mode="lines",
-                line=style,
-                hovertemplate=f"%{{y:.3~f}} {unit}",
-            )
-        )
+        traces.append(_line(ends, [nbytes / size] * 2, name, f"%{{y:.3~f}} {unit}", **style))
     return figure(
         traces,
         height=420 if tier == DEVICE else 300,
@@ -89,13 +235,7 @@ def timeline(step: Recording) -> Figure:
     traces: list[Any] = []
     shown: set[str] = set()
 
-    def bars(
-        row: str,
-        label: str,
-        colour: str,
-        spans: list[tuple[float, float, str]],
-        width: float = 0.72,
-    ) -> None:
+    def bars(row: str, label: str, colour: str, spans: list[tuple[float, float, str]]) -> None:
         if not spans:
             return
         if row not in rows:
@@ -104,7 +244,7 @@ def timeline(step: Recording) -> Figure:
             go.Bar(
                 orientation="h", y=[row] * len(spans), base=[1000 * (a - step.start) for a, _, _ in spans],
                 x=[1000 * (b - a) for a, b, _ in spans], customdata=[text for _, _, text in spans], name=label,
-                hovertemplate="%{customdata}<extra></extra>", legendgroup=label, showlegend=label not in shown, width=width,
+                hovertemplate="%{customdata}<extra></extra>", legendgroup=label, showlegend=label not in shown, width=0.72,
                 marker={"color": colour, "line": {"width": 0}},
             )
         )  # fmt: skip

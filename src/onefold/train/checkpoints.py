@@ -1,0 +1,478 @@
+"""The checkpoints of a run: when they are written, which one a start goes on from, and what is taken
+from it.
+
+    every --save-every steps, behind the training          ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
+    SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
+
+    --resume        first start                                    a start after a restart
+    none            from the beginning                             newest whole checkpoint of OUTPUT/checkpoints, else from the beginning
+    auto            as at right                                    newest whole checkpoint of OUTPUT/checkpoints, else from the beginning
+    PATH            that checkpoint, or the newest in that folder  newest of OUTPUT/checkpoints, else PATH
+
+The number of ranks, the stage and the micro-batch may all differ from those of the run that saved;
+the global batch and the order of the samples stay. On the same ranks with the same micro-batch the
+losses are bit-equal to those of a run that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onefold
+from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.checkpointer import Checkpointer
+from onefold.checkpoint.errors import DamagedCheckpoint
+from onefold.checkpoint.folder import OF_RUN, checkpoints
+from onefold.checkpoint.loading import load as load_checkpoint
+from onefold.checkpoint.manifest import MANIFEST, FolderSource
+from onefold.recipe.options import NODES
+from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
+from onefold.train.config import TrainConfig
+from onefold.train.errors import TrainError, seconds_of, worded
+from onefold.train.process import STARTED, Stop
+from onefold.train.report import totals
+
+if TYPE_CHECKING:
+    from onefold.train.prepare import Run
+    from onefold.train.report import Reporter
+
+
+CHECKPOINTS = OF_RUN
+#: Until a save has been measured: bytes a second that any disk writes.
+SLOW_DISK = 100 << 20
+#: Seconds from the end of the last save to the end of the process, with some to spare.
+LEAVING = 5.0
+#: How much longer than any before the next save may take.
+SPARE = 1.5
+#: The options of groups and codecs.
+OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
+#: Options that may change between two starts of a run and do change its numbers.
+FREE = (
+    "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "steps", "precision", "micro_batch", *OPTIONS,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Point:
+    """A checkpoint to go on from.
+
+    Attributes:
+        step: steps that were done. order: what `DataOrder.state_dict` gave. extra: what
+            `kept_beside` gave.
+        saved_by: versions, world size, stage of the run that saved. before: older checkpoints of
+            the same run, newest first.
+    """
+
+    path: Path
+    step: int
+    order: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    saved_by: Mapping[str, Any] = field(default_factory=dict)
+    before: tuple[Path, ...] = ()
+
+    @property
+    def global_batch(self) -> int | None:
+        """Sequences an optimizer step sees."""
+        return self.order.get("global_batch")
+
+
+def restarts() -> int:
+    """How often torchrun has started this run's ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def made_since(config: TrainConfig, when: float) -> bool:
+    """Whether the output folder holds a checkpoint younger than this job (seconds since the epoch):
+    then this start is not its first.
+
+    torchrun counts starts after a failure; those because a machine has come it does not.
+    """
+    if config.output is None:
+        return False
+    found = newest_first(Path(config.output) / CHECKPOINTS)
+    return bool(found) and (found[0] / MANIFEST).stat().st_mtime >= when
+
+
+def find(config: TrainConfig, restarted: bool) -> Point | None:
+    """The checkpoint that the table above names; None starts from the beginning. Reads files only;
+    call it on one rank.
+
+    Raises:
+        TrainError: --resume names nothing to go on from. CheckpointError: it cannot be read.
+    """
+    assert config.output is not None
+    if config.resume == "none" and not restarted:
+        return None
+    own = newest_first(Path(config.output) / CHECKPOINTS)
+    if config.resume in ("auto", "none"):
+        return next_sound(own)
+    going_on = next_sound(own) if restarted else None
+    if going_on is not None:
+        return going_on
+    given = _checkpoint_at(Path(config.resume))
+    if own and given.resolve() != own[0].resolve():
+        raise TrainError(
+            f"--resume {config.resume}: --output {config.output} holds checkpoints of its own, the"
+            f" newest {own[0].name}. Name another --output to branch off, use --resume auto to go"
+            " on from the newest, or remove those that you do not want any more."
+        )
+    return read_point(given)
+
+
+def newest_first(root: Path) -> list[Path]:
+    """The whole checkpoints in `root`."""
+    found = [(step, path.name, path) for step, path in checkpoints(root) if step >= 0]
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def next_sound(paths: Sequence[Path]) -> Point | None:
+    """The first of `paths` that can be read; those behind it are kept in mind, should its tensors
+    turn out damaged.
+    """
+    for number, path in enumerate(paths, 1):
+        try:
+            return replace(read_point(path), before=tuple(paths[number:]))
+        except DamagedCheckpoint as error:
+            logging.getLogger("onefold").warning("%s Trying the one before.", error)
+    return None
+
+
+def _checkpoint_at(path: Path) -> Path:
+    """`path` itself, or the newest checkpoint in it or in its folder of checkpoints."""
+    if (path / MANIFEST).is_file():
+        return path
+    found = newest_first(path) or newest_first(path / CHECKPOINTS)
+    if not found:
+        what = "it is no checkpoint and holds no whole one"
+        what = what if path.exists() else "there is no such folder"
+        raise TrainError(
+            f"--resume {path}: {what}. Expected auto, none, or a folder such as"
+            " OUTPUT/checkpoints/step-00000100."
+        )
+    return found[0]
+
+
+def read_point(path: Path) -> Point:
+    """What the checkpoint at `path` says about itself, without its tensors.
+
+    Raises:
+        CheckpointError: it is damaged. TrainError: it was not saved by `onefold train`.
+    """
+    source = FolderSource(path)
+    try:
+        data, extra = source.value("data"), source.value("extra")
+        manifest = source.manifest
+    finally:
+        source.close()
+    dicts = isinstance(data, dict) and isinstance(extra, dict)
+    if manifest.step is None or not dicts or "all" not in data:
+        raise TrainError(
+            f"{path} does not say where in its data a run stood: it was not saved by `onefold"
+            " train`. Export it and start from the model: --model FOLDER."
+        )
+    return Point(path, manifest.step, data["all"], extra, dict(manifest.saved_by))
+
+
+def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
+    """What a checkpoint of this run keeps beside its states: totals (`wires.totals`), and the
+    options that decide its numbers.
+    """
+    return {
+        **sent,
+        "skipped": skipped,
+        "steps": run.steps,
+        "options": {name: getattr(run.config, name) for name in FREE},
+    }
+
+
+def take_over(run: Run, point: Point) -> list[str]:
+    """Put the states of `point` into the run: weights, optimizer, loss scale, random generators,
+    place in the data. Collective.
+
+    Returns:
+        a sentence for each thing that could not be taken over as it was.
+
+    Raises:
+        CheckpointError: it does not fit this model. TrainError: it does not fit this data.
+    """
+    run.order.load_state_dict(point.order)
+    given = [
+        {name: group[name] for name in ("betas", "weight_decay")}
+        for group in run.optimizer.param_groups
+    ]
+    loaded = load_checkpoint(
+        point.path,
+        model=run.model,
+        optimizer=run.optimizer,
+        scaler=run.scaler,
+        data=run.order,
+        rng=True,
+    )
+    for group, options in zip(run.optimizer.param_groups, given, strict=True):
+        # What the command line says holds; the learning rate is set at each step anyway
+        group.update(options)
+    return list(loaded.notes)
+
+
+def load(run: Run, point: Point) -> list[str]:
+    """Have a new start go on from `point`, and say what is not as it was, a sentence each.
+    Collective; see `take_over`.
+
+    Where the tensors turn out damaged, the checkpoint before is taken.
+    """
+    try:
+        said = take_over(run, point)
+    except DamagedCheckpoint as error:
+        older: Point | None = run.ranks.from_first(
+            next_sound(point.before) if run.ranks.is_first else None
+        )
+        if older is None:
+            raise
+        return [f"{error} Going on from the one before", *load(run, older)]
+    run.start = point.step
+    run.earlier = dict(point.extra)
+    return said + differences(run, point)
+
+
+def differences(run: Run, point: Point) -> list[str]:
+    """What this start does otherwise than the run that saved, for people."""
+    said = [f"going on from {point.path}, step {point.step} of {run.steps}"]
+    ranks, stage = point.saved_by.get("world_size"), point.saved_by.get("stage")
+    if (ranks, stage) != (run.ranks.world_size, run.choice.stage):
+        said.append(
+            f"it was saved by {ranks} ranks at stage {stage}, and goes on with"
+            f" {run.ranks.world_size} at stage {run.choice.stage}"
+        )
+    # A checkpoint from before OPTIONS were saved had none of them
+    before = {name: TrainConfig.model_fields[name].default for name in OPTIONS}
+    before |= point.extra.get("options", {})
+    now = kept_beside(run, {}, 0)["options"]
+    others = changed((name, before[name], now[name]) for name in now if name in before)
+    if others:
+        said.append(f"options that have changed since: {others}")
+    if point.extra.get("steps", run.steps) != run.steps and run.config.schedule != "constant":
+        said.append(
+            f"the run was of {point.extra['steps']} steps and is of {run.steps} now: the schedule's"
+            " later part moves"
+        )
+    return said
+
+
+def changed(options: Iterable[tuple[str, Any, Any]]) -> str:
+    """Of (name, old value, new value) those that differ, as on a command line, for people."""
+
+    def shown(value: Any) -> str:
+        return "none" if value is None else str(value)
+
+    return ", ".join(
+        f"--{name.replace('_', '-')} {shown(old)} -> {shown(new)}"
+        for name, old, new in options
+        if shown(old) != shown(new)
+    )
+
+
+class Keeper:
+    """The checkpoints of a run that steps.
+
+    Args:
+        begun: when the run started, seconds since the epoch; what --save-before counts from.
+
+    Attributes:
+        saved: the step of the last checkpoint, None before the first. path: where it lies.
+    """
+
+    def __init__(self, run: Run, folder: Path, say: Reporter, begun: float) -> None:
+        self.run, self.root, self.say, self.begun = run, folder / CHECKPOINTS, say, begun
+        config = run.config
+        self.saved: int | None = run.start or None
+        self.path: Path | None = None
+        self.limit = seconds_of(config.save_before) if config.save_before else None
+        self.on = bool(config.save_every) or config.resume != "none" or self.limit is not None
+        self._checkpointer: Checkpointer | None = None
+        self._saving: Background | None = None
+        self._steps: deque[float] = deque(maxlen=50)
+        self._last = time.perf_counter()
+        self._save_s: float | None = None
+        if self.on:
+            self._open()
+
+    # -- time --------------------------------------------------------------------------------------
+
+    @property
+    def save_seconds(self) -> float:
+        """What a save takes at most: as measured, else as its bytes would on a slow disk."""
+        if self._save_s is not None:
+            return self._save_s
+        return (12 * self.run.trained + 4 * self.run.frozen) / SLOW_DISK
+
+    def time_is_up(self) -> bool:
+        """Whether this step must be the last, for a checkpoint to be there before --save-before:
+        another step may not fit.
+        """
+        if self.limit is None:
+            return False
+        step = max(self._steps, default=0.0)
+        return (
+            time.time() - self.begun + 2 * step + SPARE * self.save_seconds + LEAVING > self.limit
+        )
+
+    # -- saving ------------------------------------------------------------------------------------
+
+    def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
+        """`step` steps are done: save if it is time to. Collective.
+
+        Args:
+            stopping: why the run ends here, if it does. over: it was the last step. skipped: steps
+                left out so far.
+
+        Raises:
+            CheckpointError: this save failed, or one that was under way.
+        """
+        self.look()
+        if self.saves(step, stopping, over):
+            self._save(step, skipped)
+        if stopping or over:
+            self.wait()
+        now = time.perf_counter()
+        self._steps.append(now - self._last)
+        self._last = now
+
+    def saves(self, step: int, stopping: Stop, over: bool) -> bool:
+        """Whether `after` saves, if it is given these. The same on every rank."""
+        every = self.run.config.save_every
+        urgent = bool(stopping & (Stop.PREEMPT | Stop.TIME))
+        due = bool(every) and (over or step % (every or 1) == 0)
+        return (urgent or due or (self.on and bool(stopping))) and self.saved != step
+
+    def look(self) -> None:
+        """Take note of a save that has ended behind the training. Raises: CheckpointError: it
+        failed.
+        """
+        if self._saving is not None and self._saving.done:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the last checkpoint is whole. Raises: CheckpointError: it failed."""
+        saving, self._saving = self._saving, None
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if saving is not None:
+            self._saved(saving.path, saving.seconds or saving.stall_s, saving.stall_s)
+
+    def close(self) -> None:
+        """Give the folder back. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def _open(self) -> Checkpointer:
+        if self._checkpointer is None:
+            config = self.run.config
+            self._checkpointer = Checkpointer(
+                self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save
+            )
+        return self._checkpointer
+
+    def _save(self, step: int, skipped: int) -> None:
+        run, begun = self.run, time.perf_counter()
+        path = self._open().save(
+            step,
+            optimizer=run.optimizer,
+            scaler=run.scaler,
+            data=run.order,
+            extra=kept_beside(run, totals(run), skipped),
+            tokenizer=run.loaded.tokenizer,
+        )
+        assert path is not None  # a save waits for the one before
+        self.saved = step
+        self._saving = running(onefold.engine_of(run.model))
+        if self._saving is None:
+            self.wait()  # it is over: raises if it failed
+            seconds = time.perf_counter() - begun
+            self._saved(path, seconds, seconds)
+
+    def _saved(self, path: Path, seconds: float, stall: float) -> None:
+        self.path = path
+        self._save_s = max(self._save_s or 0.0, seconds)
+        self.say.say("checkpoint", step=self.saved, path=str(path), seconds=seconds, stall_s=stall)
+
+    # -- going back --------------------------------------------------------------------------------
+
+    def roll_back(self, bad_step: int, times: int) -> int:
+        """Load a checkpoint, and go on with the samples behind those of `bad_step` (from 0).
+        Collective; returns the step to go on with.
+
+        Args:
+            times: in a row; the first takes the newest checkpoint, each further one the one before,
+                and forgets those behind it.
+
+        Raises:
+            TrainError: there is no checkpoint yet.
+        """
+        self.wait()
+        run, ranks = self.run, self.run.ranks
+        point: Point | None = ranks.from_first(self._nth_newest(times) if ranks.is_first else None)
+        if point is None:
+            raise TrainError(
+                f"step {bad_step + 1} was not finite, and there is no checkpoint to go back to yet:"
+                " use a smaller --save-every, or --on-nonfinite skip."
+            )
+        bad_batch = bad_step + run.order.skipped
+        take_over(run, point)
+        run.order.skipped = bad_batch + 1 - point.step
+        run.optimizer.zero_grad()
+        self.saved = point.step
+        return point.step
+
+    def _nth_newest(self, times: int) -> Point | None:
+        found = newest_first(self.root)
+        if not found:
+            return None
+        nth = min(times, len(found)) - 1
+        for path in found[:nth]:
+            aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.removed")
+            path.rename(aside)  # out of sight in one step, as when old ones are pruned
+            shutil.rmtree(aside, ignore_errors=True)
+        return read_point(found[nth])
+
+
+def check_time(run: Run, keeper: Keeper) -> str | None:
+    """A sentence where --save-before or --grace looks too short for what is to be saved."""
+    need = SPARE * keeper.save_seconds
+    if keeper.limit is not None and need + LEAVING > keeper.limit:
+        return (
+            f"--save-before {run.config.save_before} may be too short: a checkpoint is expected to"
+            f" take {worded(need)}"
+        )
+    if keeper.on and need > seconds_of(run.config.grace):
+        return (
+            f"--grace {run.config.grace} may be too short: a checkpoint is expected to take"
+            f" {worded(need)}"
+        )
+    return None
+
+
+def started_at() -> float:
+    """When the run started, seconds since the epoch: its launcher, torchrun's agent, or this
+    process. Restarts change nothing.
+    """
+    if STARTED in os.environ:
+        return float(os.environ[STARTED])
+    of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    try:
+        with (
+            open(f"/proc/{of}/stat", encoding="ascii", errors="replace") as stat,
+            open("/proc/uptime", encoding="ascii") as uptime,
+        ):
+            ticks = int(stat.read().rpartition(")")[2].split()[19])
+            return time.time() - float(uptime.read().split()[0]) + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()

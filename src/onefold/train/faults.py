@@ -1,0 +1,471 @@
+"""What a step may meet: numbers that are not finite, a slow rank, no memory left.
+
+    NonFinite.judge      is the step's update applied, left out, or does the run go back to a checkpoint?
+    locate               in which unit, on which rank did numbers first go bad?
+    Pace.look            which rank is slower than the others?
+    explain              which line of the plan was wrong, and what would take less memory?
+
+| --on-nonfinite | then                                                                             | the run ends              |
+|----------------|----------------------------------------------------------------------------------|---------------------------|
+| stop           | nothing                                                                          | at the first              |
+| skip           | the step's samples are left out, the weights stay                                | at the `limit`-th in a row |
+| rollback       | the last checkpoint is loaded, and the run goes on behind the bad step's samples | at the `limit`-th in a row |
+
+The update of a step that is not finite is never applied. Going back, none of the samples between
+the checkpoint and the bad step is read again: repeated bit for bit they would lead to the same
+weights, and to the same bad step or the next one. From the second time in a row on the checkpoint
+before is taken. In fp16 gradients that overflow are the loss scaler's business: it skips the step
+and lowers the scale, up to `SCALER_LIMIT` times in a row. A loss that is not finite was so before
+any scaling, and is handled as in the table.
+
+[Note: the step is done once more] Nothing is watched while all is well: that would cost a pass over
+every output of every step, and a synchronization with a GPU. When loss or gradients come out
+non-finite, the weights have not been touched yet and the random generators' states from before the
+step are kept, so the same step is run again, bit for bit, with hooks that look at each unit:
+
+    forward    the first unit in forward order whose output is bad while its input was not; between units it is the root's code
+    backward   the first unit in backward order that passes a bad gradient on while the one it received was not; failing that, the
+               last unit in forward order with a bad gradient of its own parameters
+
+In the backward pass the order must be the backward one: from the culprit on every earlier unit has
+bad gradients too, so the first in forward order would always be the embedding.
+
+[Note: an alert does not flap] In a step every rank takes as long as the slowest; what differs is
+how long each computes without waiting, so that is compared. Near the limit noise crosses it again
+and again, and on a busy machine now this rank is slow, now that one.
+
+    none named ── above `factor` for a while ──► named ── well below `factor` for WINDOW steps on end ──► none named
+
+A named rank stays the named one until it keeps up, whoever else is slow. "A while" is one look at
+first; then it doubles, from WINDOW steps on, with each alert, so that a run of n steps has some log
+n of them.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.checkpoint.per_rank import capture, restore
+from onefold.observe.memory import resident_memory
+from onefold.plan.schema import ENGINE, Account
+from onefold.recipe import Tier
+from onefold.runtime.engine import Engine, in_autograd
+from onefold.runtime.gather import tensors_in
+from onefold.runtime.parameter import disable_torch_function
+from onefold.train.errors import TrainError, readable
+from onefold.train.prepare import Run
+
+#: A scale of 65536 has fallen to nothing by then.
+SCALER_LIMIT = 40
+#: Steps that are looked at together: one hiccup is no slow rank.
+WINDOW = 20
+#: Seconds below which a lag is not worth a word.
+FLOOR = 0.005
+#: How torch and Python say on each device that an allocation failed.
+_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
+
+
+class Verdict(enum.Enum):
+    APPLY = "apply"
+    SKIP = "skip"
+    ROLLBACK = "rollback"
+
+
+@dataclass
+class NonFinite:
+    """Judges each step; all ranks come to the same verdict, since loss and norm are the same on
+    all.
+
+    Attributes:
+        total: steps that were not finite, earlier starts of the run counted in. in_a_row: since the
+            last good step behind the worst.
+    """
+
+    run: Run
+    alert: Callable[[str], None]
+    total: int = 0
+    in_a_row: int = 0
+    _scaler_in_a_row: int = 0
+    _worst: int = -1
+
+    def judge(
+        self,
+        step: int,
+        loss: float,
+        norm: float,
+        where: Callable[[], str],
+        scale: float | None = None,
+    ) -> Verdict:
+        """What to do with a step (from 0) of that loss and gradient norm. Collective where they are
+        not finite.
+
+        Args:
+            where: finds out where it came from, a sentence. Collective.
+            scale: the loss scale of that step; None: it is the scaler's still.
+
+        Raises:
+            TrainError: the run ends here.
+        """
+        if math.isfinite(loss) and self.run.scaler is not None:
+            return self._of_scaler(step, norm, scale)
+        if math.isfinite(loss) and (math.isfinite(norm) or self.run.recipe.step_in_backward):
+            if step > self._worst:
+                self.in_a_row = 0
+            return Verdict.APPLY
+        self.total += 1
+        self.in_a_row += 1
+        self._worst = max(self._worst, step)
+        what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
+        text = f"the {what} at step {step + 1} is {value}; {where()}"
+        config = self.run.config
+        how = config.on_nonfinite
+        if how == "stop":
+            hint = (
+                "Try a lower --lr, a longer --warmup, or --clip; --on-nonfinite skip or rollback"
+                " goes on without the step."
+            )
+            raise TrainError(f"{text}. {hint}")
+        if self.in_a_row >= config.nonfinite_limit:
+            raise TrainError(
+                f"{text}. That makes {self.in_a_row} such steps in a row (--nonfinite-limit) with"
+                f" --on-nonfinite {how}. Try a lower --lr, a longer --warmup, or --clip."
+            )
+        self.alert(
+            f"{text}. "
+            + ("The step is left out." if how == "skip" else "Going back to the last checkpoint.")
+        )
+        return Verdict.SKIP if how == "skip" else Verdict.ROLLBACK
+
+    def _of_scaler(self, step: int, norm: float, scale: float | None) -> Verdict:
+        self._scaler_in_a_row = 0 if math.isfinite(norm) else self._scaler_in_a_row + 1
+        if self._scaler_in_a_row >= SCALER_LIMIT:
+            raise TrainError(
+                f"the gradients overflowed in fp16 for {SCALER_LIMIT} steps in a row, up to step"
+                f" {step + 1}; the loss scale is"
+                f" {self.run.scaler.get_scale() if scale is None else scale:g}. Use --precision"
+                " bf16 or fp32, or a lower --lr."
+            )
+        if math.isfinite(norm) and step > self._worst:
+            self.in_a_row = 0
+        return Verdict.APPLY
+
+
+@dataclass(frozen=True, order=True)
+class Location:
+    """Where a number first was not finite. The order is that of time.
+
+    Attributes:
+        micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and
+            outputs were looked at before.
+        what: "the output", "its gradient", ...
+    """
+
+    micro_batch: int
+    backward: bool
+    turn: int
+    rank: int
+    unit: str
+    what: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what} of unit {self.unit!r}, on rank {self.rank} in micro-batch"
+            f" {self.micro_batch + 1}"
+        )
+
+
+@dataclass
+class NonFiniteHooks:
+    """Hooks on the units' modules; a context manager. The first bad place of this rank is
+    `found`.
+    """
+
+    engine: Engine
+    rank: int
+    found: Location | None = None
+    micro_batch: int = 0
+    turn: int = 0
+    _received_bad: set[str] = field(default_factory=set)
+    _handles: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> NonFiniteHooks:
+        for unit in self.engine.units:
+            module = unit.module()
+            if module is not None:
+                self._handles.append(
+                    module.register_forward_pre_hook(self._before(unit.name), with_kwargs=True)
+                )
+                self._handles.append(module.register_forward_hook(self._after(unit.name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def next_micro_batch(self) -> None:
+        self.micro_batch += 1
+        self._received_bad.clear()
+
+    def _bad(self, unit: str, what: str, backward: bool) -> None:
+        if self.found is None:
+            self.found = Location(self.micro_batch, backward, self.turn, self.rank, unit, what)
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if in_autograd():
+                return  # a recomputation: it was looked at the first time
+            self.turn += 1
+            for t in _numbers((args, kwargs)):
+                if not t.requires_grad:
+                    continue  # a mask may hold infinities
+                if not _finite(t):
+                    self._bad("(root)", f"the code before {name!r},", backward=False)
+                t.register_hook(lambda g: self._passed_on(name, g))
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            if in_autograd():
+                return
+            self.turn += 1
+            for t in _numbers(output):
+                if not _finite(t):
+                    self._bad(name, "the output", backward=False)
+                if t.requires_grad:
+                    t.register_hook(lambda g: self._received(name, g))
+
+        return hook
+
+    def _received(self, name: str, gradient: torch.Tensor) -> None:
+        if not _finite(gradient):
+            self._received_bad.add(name)
+
+    def _passed_on(self, name: str, gradient: torch.Tensor) -> None:
+        self.turn += 1
+        if not _finite(gradient):
+            culprit = "(root)" if name in self._received_bad else name
+            self._bad(culprit, "a gradient in the backward pass", backward=True)
+
+
+def _numbers(value: Any) -> list[torch.Tensor]:
+    return [t for t in tensors_in(value) if t.is_floating_point()]
+
+
+def _finite(t: torch.Tensor) -> bool:
+    return bool(torch.isfinite(t.detach()).all())
+
+
+def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
+    """Units with a non-finite number in this rank's part of their weights (or of the weights'
+    gradients), in forward order.
+    """
+    out = []
+    with disable_torch_function(), torch.no_grad():
+        for unit in engine.units:
+            tensors = [e.param.grad if gradients else e.param for e in unit.entries]
+            if not all(_finite(t) for t in tensors if t is not None and t.is_floating_point()):
+                out.append(unit.name)
+    return out
+
+
+def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dict[str, Any]) -> str:
+    """Run the step again and say where its numbers first went bad. Collective; gradients are
+    dropped, weights stay.
+
+    Args:
+        repeat: computes the step's forward and backward passes; calls what it is given after each
+            micro-batch.
+        before: the generators' states at the step's beginning. They end as they are now.
+    """
+    engine, ranks = onefold.engine_of(run.model), run.ranks
+    after = capture()
+    weights = bad_parameters(engine, gradients=False)
+    run.optimizer.zero_grad()
+    restore(before, 0, 1)
+    with NonFiniteHooks(engine, ranks.rank) as hooks:
+        repeat(hooks.next_micro_batch)
+    gradients = bad_parameters(engine, gradients=True)
+    run.optimizer.zero_grad()
+    restore(after, 0, 1)
+    places, *bad = zip(*ranks.gather((hooks.found, weights, gradients)), strict=True)
+    # Of all ranks, in forward order
+    weights, gradients = (
+        [unit.name for unit in engine.units if any(unit.name in names for names in of_ranks)]
+        for of_ranks in bad
+    )
+    if weights:
+        return (
+            f"weights of unit {weights[0]!r} are not finite themselves (of {len(weights)} units in"
+            " all): an earlier update broke them"
+        )
+    if any(places):
+        return f"the first that was not finite: {min(filter(None, places))}"
+    if gradients:
+        return (
+            f"the first that was not finite: the gradient of a parameter of unit {gradients[-1]!r}"
+            " (summed over the ranks)"
+        )
+    return (
+        "run once more, the same step was finite everywhere: this computation is not repeatable, or"
+        " a device or its memory is faulty"
+    )
+
+
+@dataclass
+class Pace:
+    """Compares the ranks' own seconds over the last `WINDOW` steps. See [Note: an alert does not
+    flap].
+
+    Attributes:
+        factor: how many times the others' median makes a rank slow; 0 looks at nothing.
+        slow: the rank that is slow now, None if none is.
+    """
+
+    factor: float
+    slow: int | None = None
+    _seen: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _alerts: int = 0
+    #: The rank that may be named next, and for how many looks on end it, or the end of the alert,
+    #: has been due.
+    _next: int | None = None
+    _due: int = 0
+
+    def look(self, seconds: Sequence[float]) -> str | None:
+        """Take in one step: `seconds[r]` is what rank r computed. A sentence when a rank becomes
+        slow or is so no longer.
+        """
+        self._seen.append(tuple(seconds))
+        if self.factor <= 0 or len(seconds) < 2 or len(self._seen) < WINDOW:
+            return None
+        own = [statistics.median(column) for column in zip(*self._seen, strict=True)]
+        return self._name(own) if self.slow is None else self._let_go(own, self.slow)
+
+    def _name(self, own: list[float]) -> str | None:
+        worst = max(range(len(own)), key=own.__getitem__)
+        others = _median_of_others(own, worst)
+        if own[worst] <= self.factor * others or own[worst] - others <= FLOOR:
+            self._due = 0
+            return None
+        self._due = self._due + 1 if worst == self._next else 1
+        self._next = worst
+        if self._due < (WINDOW << (self._alerts - 1) if self._alerts else 1):
+            return None
+        self.slow, self._due, self._alerts = worst, 0, self._alerts + 1
+        return (
+            f"rank {worst} is slow: it computes {1000 * own[worst]:.0f} ms a step, the others"
+            f" {1000 * others:.0f} ms (medians of {WINDOW} steps),"
+            f" {own[worst] / max(others, 1e-9):.1f} times as long, and all wait for it"
+        )
+
+    def _let_go(self, own: list[float], named: int) -> str | None:
+        others = _median_of_others(own, named)
+        keeps_up = (
+            own[named] <= (1 + (self.factor - 1) / 2) * others or own[named] - others <= FLOOR / 2
+        )
+        self._due = self._due + 1 if keeps_up else 0
+        if self._due < WINDOW:
+            return None
+        self.slow, self._next, self._due = None, None, 0
+        return f"rank {named} keeps up again"
+
+
+def _median_of_others(own: list[float], rank: int) -> float:
+    return statistics.median(own[:rank] + own[rank + 1 :])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error is an allocation that failed, on a device or the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
+
+
+def explain(run: Run, error: BaseException) -> TrainError:
+    """The sentence for an allocation that failed in this run's loop."""
+    engine = onefold.engine_of(run.model)
+    unit, phase = engine.raised_in or ("(between units)", engine.phase)
+    held = engine.memory.now()
+    lines = [
+        f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
+        f" {engine.step + 1}): " + str(error).splitlines()[0][:160],
+        "the engine held "
+        + (", ".join(f"{k} {readable(v)}" for k, v in held.items()) or "nothing")
+        + f"; the process {readable(resident_memory()[0])}.",
+    ]
+    predicted = run.choice.predicted
+    if predicted is not None:
+        lines.append(_wrong_line(predicted, held, run.choice.available))
+    lines.append(f"To change: {_advice(run)}.")
+    return TrainError("\n".join(lines))
+
+
+def _wrong_line(predicted: Account, held: dict[str, int], available: int) -> str:
+    """The line of the plan that reality exceeded: one of the engine's, or what is not the
+    engine's.
+    """
+    worst = max(
+        ENGINE,
+        key=lambda c: held.get(c, 0) - max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)),
+    )
+    planned = max(predicted.peak.get(worst, 0), predicted.ledger.get(worst, 0))
+    if held.get(worst, 0) > planned:
+        return f"the plan was wrong about {worst}: it expected at most {readable(planned)}."
+    others = {k: v for k, v in predicted.peak.items() if k not in ENGINE}
+    told = ", ".join(f"{k} {readable(v)}" for k, v in others.items())
+    return (
+        f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)}"
+        f" free; the engine's lines hold, so it was wrong about the others ({told}), or about what"
+        " was free: other programs may have taken memory since."
+    )
+
+
+def _advice(run: Run) -> str:
+    """What would lower the peak, the cheapest first."""
+    out = []
+    if run.choice.micro_batch > 1:
+        half = max(1, run.choice.micro_batch // 2)
+        out.append(
+            f"--micro-batch {half} (with --global-batch {run.order.global_batch} the batch stays"
+            " the same)"
+        )
+    if run.config.activation_checkpointing == "none":
+        out.append("--activation-checkpointing full")
+    if run.choice.stage < 3 and run.ranks.world_size > 1:
+        out.append(f"--stage {run.choice.stage + 1}")
+    if run.config.precision == "fp32":
+        out.append("--precision bf16")
+    out += _colder(run)
+    return ", ".join(out) or "fewer tokens (--seq), more ranks, or a smaller model"
+
+
+def _colder(run: Run) -> list[str]:
+    """What could leave the device that has not left it: to the host beside a GPU, whose memory is
+    another; else to a disk.
+    """
+    p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
+    whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
+    out = []
+    if run.ranks.device.type != "cpu" and (o is Tier.DEVICE or not whole):
+        out.append("--offload-optimizer cpu")
+    elif o is not Tier.NVME or not whole:
+        out.append("--offload-optimizer nvme --nvme FOLDER")
+    elif p is not Tier.NVME:
+        out.append(
+            "--offload-param nvme" if run.choice.stage == 3 else "--stage 3 --offload-param nvme"
+        )
+    elif run.recipe.tile is None:
+        out.append("--tile 256MB (if one weight is what does not fit)")
+    if run.ranks.device.type != "cpu" and run.recipe.offload_activations is None:
+        out.append("--offload-activations cpu")
+    return out
