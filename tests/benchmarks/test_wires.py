@@ -19,9 +19,6 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.peers import model
 from benchmarks.peers.settings import Setting
 from benchmarks.wires import cli, counters, hosts, launch, on_gpu, report, summary

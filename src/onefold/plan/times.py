@@ -20,7 +20,7 @@
 
 A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's
 bandwidth divides (`Traffic.ring`). Every constant is stated here (`Software`) or in
-`onefold.plan.systems`, which says on what it was fitted.
+`benchmarks.validation.systems`, which says on what it was fitted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Software:
     Attributes:
         kernel_share: of the rate that large products reach, what a whole transformer reaches:
             norms, softmax and small products take the rest. Fitted to the Azure report (see
-            `onefold.plan.systems`), as hop_seconds.
+            `benchmarks.validation.systems`), as hop_seconds.
         link_share: of the nominal link, what a collective of large messages reaches. An assumption;
             published runs: 0.17 to 1.
         overlap: of the compute beside it, the share that communication can hide behind. An
