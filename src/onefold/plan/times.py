@@ -2,7 +2,7 @@
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
-                   (`onefold.plan.costs`) ÷ step_share; and what encoding, decoding and adding up
+                   (`onefold.plan.fit`) ÷ step_share; and what encoding, decoding and adding up
                    (`onefold.plan.coding`) and the engine's own copies and casts
                    (`onefold.plan.handling`) read and write
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 
 from onefold.comm.topology import Topology
 from onefold.plan.beyond import Carried
-from onefold.plan.costs import Kernels
 from onefold.plan.division import elsewhere
+from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.legs import Leg, Phase
 from onefold.plan.tier_times import tier_times
@@ -73,7 +73,7 @@ class Software:
         step_share, move_share: on a calibrated machine, what a step of the engine reaches of the
             rates of its passes and of its moves, which were each measured alone; handed_s: seconds
             that taking over one element of a gradient takes, in each micro-batch. From reference
-            steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
+            steps (`onefold.plan.calibrate`); 1, 1 and 0 without them.
     """
 
     kernel_share: float = 0.77
