@@ -33,9 +33,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks.harness import step_seconds
 from benchmarks.peers.model import count_at_the_turn, count_parameters
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.summary import step_seconds
 from benchmarks.wires.settings import HOSTS, REFERENCE, SIDES, Link
 
 SCHEMA = "onefold-wires/1"
