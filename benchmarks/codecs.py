@@ -175,7 +175,6 @@ def work() -> NoReturn:
     """`python -m benchmarks.codecs JOB.json RANK`, started by `launch.run_ranks`: a chapter of
     benchmarks/gpu.py.
     """
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
     device = job["device"]
     rates = measured(device, job["elements"], job["rounds"])

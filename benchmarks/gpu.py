@@ -197,10 +197,8 @@ def observed(trainer: Any, taken: Sequence[adapters.Batch]) -> dict[str, Any]:
 
 def work() -> NoReturn:
     """`python -m benchmarks.gpu JOB.json RANK`, started by `launch.run_ranks`."""
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     worker.leave(measure(job, setting, path, rank), path, rank)
 
 

@@ -262,10 +262,8 @@ def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
 
 def work() -> NoReturn:
     """One rank."""
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     worker.leave({"turns": Turns(job, setting, path, rank).all()}, path, rank)
 
 

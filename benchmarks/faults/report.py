@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import harness
+
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The page for what `__main__` writes as JSON."""
@@ -13,10 +15,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Kills and injuries",
         "",
-        (
-            f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch"
-            f" {found['torch']}, commit {found['commit']}, {found['seconds']:.0f} s."
-        ),
+        f"{harness.where(found)}; {found['seconds']:.0f} s.",
         "",
         (
             f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)}"

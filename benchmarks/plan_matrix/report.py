@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.plan_matrix.pace import FASTEST, SLOWEST
 from benchmarks.plan_matrix.settings import Cell
 
@@ -24,10 +25,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Planned and measured",
         "",
-        (
-            f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch"
-            f" {found['torch']}."
-        ),
+        harness.where(found),
         (
             f"{len(rows)} settings, {len(wrong)} wrong. Pairs of stages of one setting:"
             f" {orders['right']} in the predicted order, {orders['ties']} ties (`planning.orders`"
