@@ -120,15 +120,15 @@ _MORE = {"tile": "tiles", "offload_activations": "activations on host"}
 
 def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> str:
     """The Markdown table."""
-    lines = [f"| model | {' | '.join(p.title for p in places)} |", f"|---|{'---|' * len(places)}"]
+    lines = [["model", *(p.title for p in places)]]
     for name in models:
         cells = [
             cell(answered(name, place))
             + (" ●" if (name, place) == MEASURED_AT and large_run() is not None else "")
             for place in places
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return harness.markdown(lines, left=len(lines[0])).rstrip()
 
 
 def large_run(path: Path = MEASURED) -> dict[str, Any] | None:
