@@ -270,7 +270,7 @@ class Flat:
         # The module writes to its parameters, see runtime/forward_writes.py
         self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        # Of a kept copy: what the masters' version counters said; the masters moved on
+        # Of a kept copy: what the masters' version counters said; masters were written to since
         self.versions, self.stale = 0, False
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
@@ -300,7 +300,7 @@ class Flat:
         entry.released.untyped_storage().resize_(0)
         a, b = self.local(entry)
         data = self.master[a - self.owned[0] : b - self.owned[0]]
-        data = data.view(slot.shape) if self.whole_master else data
+        data = self.shaped(data, entry)
         entry.active = old.requires_grad
         if isinstance(old, ShardedParameter):
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
@@ -340,6 +340,17 @@ class Flat:
     def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
+
+    def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """This rank's elements of `entry` as its optimizer sees them: in their logical shape where
+        it owns all.
+        """
+        return part.view(entry.slot.shape) if self.whole_master else part
+
+    @property
+    def reduce_move(self) -> str:
+        """What its reductions are called in the ledger and in messages."""
+        return "all-reduce" if self.whole_master else "reduce-scatter"
 
     def shares(self, span: tuple[int, int]) -> Shares:
         """The entries by what `span` has of them; known from the second question on."""
