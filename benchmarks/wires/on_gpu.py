@@ -8,13 +8,11 @@ streams and prefetching change no bit of it, and that its bytes between nodes ar
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.harness import Table
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.settings import HOSTS, RANKS_A_HOST, SIDES
-
-if TYPE_CHECKING:
-    from benchmarks.harness import Table
 
 REFERENCE = "onefold-3-groups"
 RECIPES = (
