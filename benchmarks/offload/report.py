@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import DASH, Cell, essence, markdown_table, range_of, shown
 from benchmarks.offload.settings import NOTES
 from benchmarks.offload.summary import Pair, Row
-from benchmarks.peers.report import essence
 from benchmarks.peers.settings import Setting
 
-DASH = "–"
-Cell = Callable[[Row], str]
-
-
-def _shown(name: str, form: str) -> Cell:
-    return lambda row: DASH if getattr(row, name) is None else form.format(getattr(row, name))
-
-
-def _range(row: Row) -> str:
-    return DASH if row.ratio_low is None else f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
-
-
 TIMES: dict[str, Cell] = {
-    "side": _shown("side", "{}"),
-    "step s": _shown("step_s", "{:.3f}"),
-    "× device": _shown("ratio", "{:.2f}"),
-    "range": _range,
-    "optimizer s": _shown("optimizer_s", "{:.3f}"),
-    "tokens/s": _shown("tokens_a_second", "{:,.0f}"),
-    "cpu s": _shown("cpu_s", "{:.2f}"),
-    "peak MiB": _shown("peak_mib", "{:,.0f}"),
-    "rest MiB": _shown("rest_mib", "{:,.0f}"),
-    "device MiB": _shown("device_mib", "{:,.0f}"),
-    "host MiB": _shown("host_mib", "{:,.0f}"),
-    "/ planned": _shown("host_planned", "{:.3f}"),
-    "disk MiB": _shown("disk_mib", "{:,.0f}"),
-    "loss diff": _shown("loss_difference", "{:.1e}"),
+    "side": shown("side", "{}"),
+    "step s": shown("step_s", "{:.3f}"),
+    "× device": shown("ratio", "{:.2f}"),
+    "range": range_of("ratio_low", "ratio_high"),
+    "optimizer s": shown("optimizer_s", "{:.3f}"),
+    "tokens/s": shown("tokens_a_second", "{:,.0f}"),
+    "cpu s": shown("cpu_s", "{:.2f}"),
+    "peak MiB": shown("peak_mib", "{:,.0f}"),
+    "rest MiB": shown("rest_mib", "{:,.0f}"),
+    "device MiB": shown("device_mib", "{:,.0f}"),
+    "host MiB": shown("host_mib", "{:,.0f}"),
+    "/ planned": shown("host_planned", "{:.3f}"),
+    "disk MiB": shown("disk_mib", "{:,.0f}"),
+    "loss diff": shown("loss_difference", "{:.1e}"),
 }
 DISKS: dict[str, Cell] = {
-    "side": _shown("side", "{}"),
-    "read MiB": _shown("read_mib", "{:,.0f}"),
-    "written MiB": _shown("written_mib", "{:,.0f}"),
-    "waited s": _shown("waited_s", "{:.3f}"),
-    "optimizer GB/s": _shown("optimizer_gb_s", "{:.2f}"),
-    "plain copy GB/s": _shown("copy_gb_s", "{:.2f}"),
-    "/ copy": _shown("disk_share", "{:.2f}"),
-    "/ copy by two": _shown("disk_share_two", "{:.2f}"),
-    "page cache MiB": _shown("cache_mib", "{:+,.0f}"),
-    "own files in it MiB": _shown("file_cache_mib", "{:,.1f}"),
+    "side": shown("side", "{}"),
+    "read MiB": shown("read_mib", "{:,.0f}"),
+    "written MiB": shown("written_mib", "{:,.0f}"),
+    "waited s": shown("waited_s", "{:.3f}"),
+    "optimizer GB/s": shown("optimizer_gb_s", "{:.2f}"),
+    "plain copy GB/s": shown("copy_gb_s", "{:.2f}"),
+    "/ copy": shown("disk_share", "{:.2f}"),
+    "/ copy by two": shown("disk_share_two", "{:.2f}"),
+    "page cache MiB": shown("cache_mib", "{:+,.0f}"),
+    "own files in it MiB": shown("file_cache_mib", "{:,.1f}"),
 }
 LEGEND = (
     "step s: median of the timed steps; optimizer s: what `optimizer.step()` takes of it. × device:"
@@ -70,36 +59,41 @@ DISK_LEGEND = (
 )
 
 
-def table(columns: dict[str, Cell], rows: Sequence[Row]) -> str:
-    """A Markdown table; rows that failed say so."""
-    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-    for row in rows:
-        cells = (
-            [cell(row) for cell in columns.values()]
-            if row.status == "ok"
-            else [row.side, row.status, *[DASH] * (len(columns) - 2)]
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+PAIRS: dict[str, Cell] = {
+    "ours": shown("ours"),
+    "theirs": shown("theirs"),
+    "their step / ours": shown("faster", "{:.2f}"),
+    "range": range_of("low", "high"),
+    "rounds": shown("rounds"),
+}
+LARGE: dict[str, Cell] = {
+    "parameters": shown("parameters", "{:.2f}B", 1e9),
+    "state GB": shown("parameters", "{:.1f}", 1e9 / 16),
+    "ranks": shown("ranks"),
+    "steps": lambda large: str(len(large["losses"])),
+    "step s": shown("step_s", "{:.1f}"),
+    "resident GiB, all ranks": shown("resident_bytes", "{:.2f}", 2**30),
+    "before the model": shown("before_bytes", "{:.2f}", 2**30),
+    "on disk GB": shown("disk_bytes", "{:.1f}", 1e9),
+    "moved a step GB": shown("moved_bytes", "{:.1f}", 1e9),
+    "page cache MiB": shown("page_cache_growth", "{:+,.0f}", 2**20),
+}
+GOALS: dict[str, Cell] = {
+    "goal": shown("goal"),
+    "measured": shown("figure"),
+    "met": lambda goal: {True: "yes", False: "no", None: DASH}[goal["met"]],
+}
 
 
 def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Pair]) -> str:
     """One setting: times and memory, the disk, ours beside theirs, what failed."""
-    parts = [f"**{setting.title}**\n", table(TIMES, rows)]
+    parts = [f"**{setting.title}**\n", markdown_table(TIMES, rows)]
     on_disk = [row for row in rows if row.read_mib is not None]
     if on_disk:
-        parts.append(table(DISKS, on_disk))
+        parts.append(markdown_table(DISKS, on_disk))
     if pairs:
-        lines = [
-            "| ours | theirs | their step / ours | range | rounds |",
-            "|---|---|---:|---:|---:|",
-        ]
-        lines += [
-            f"| {p.ours} | {p.theirs} | {p.faster:.2f} | {p.low:.2f}-{p.high:.2f} | {p.rounds} |"
-            for p in pairs
-        ]
-        parts.append("\n".join(lines) + "\n")
-    parts += [f"{row.side}: {row.status}: {essence(row.error)}\n" for row in rows if row.error]
+        parts.append(markdown_table(PAIRS, pairs, left=2))
+    parts += [f"{line}\n" for line in harness.failures(rows)]
     return "\n".join(parts)
 
 
@@ -107,21 +101,9 @@ def large_table(large: dict[str, Any]) -> str:
     """The model too large, in words."""
     if large["status"] != "ok":
         return f"**A model too large**\n\n{large['status']}: {essence(large['error'])}\n"
-    gib = large["resident_bytes"] / 2**30
     lines = [
         "**A model too large for the memory it is given** (`examples/larger_than_memory.py`)\n",
-        (
-            "| parameters | state GB | ranks | steps | step s | resident GiB, all ranks | before"
-            " the model | on disk GB | moved a step GB | page cache MiB |"
-        ),
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        (
-            f"| {large['parameters'] / 1e9:.2f}B | {16 * large['parameters'] / 1e9:.1f} |"
-            f" {large['ranks']} | {len(large['losses'])} | {large['step_s']:.1f} | {gib:.2f} |"
-            f" {large['before_bytes'] / 2**30:.2f} | {large['disk_bytes'] / 1e9:.1f} |"
-            f" {large['moved_bytes'] / 1e9:.1f} | {large['page_cache_growth'] / 2**20:+,.0f} |"
-        ),
-        "",
+        markdown_table(LARGE, [large], left=0),
         (
             f"Losses: {', '.join(f'{loss:.4f}' for loss in large['losses'])}. Resident: the largest"
             " sum over the ranks at one time, seen from outside every 50 ms; libraries and"
@@ -139,30 +121,18 @@ def smollm2_table(found: dict[str, Any]) -> str:
     )
     if found["status"] != "ok":
         return f"{title}\n{found['status']}: {essence(found['error'])}\n"
-    size = (
-        f"{found['parameters'] / 1e6:.1f}M | {16 * found['parameters'] / 1e9:.2f} |"
-        f" {found['tokens']}"
-    )
-    lines = [
-        title,
-        (
-            "| state rests | parameters | state GB | tokens | steps | step s | above the"
-            " interpreter MiB | on disk GB | moved a step GB |"
-        ),
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for place, run in (("on the disk", found), ("in memory", found["in_memory"])):
-        if run is None:
-            lines.append(f"| {place} | failed {'|' + f' {DASH} |' * 7}")
-            continue
-        moved = [
-            f"{run[name] / 1e9:.2f}" if name in run else DASH
-            for name in ("disk_bytes", "moved_bytes")
-        ]
-        lines.append(
-            f"| {place} | {size} | {len(run['losses'])} | {run['step_s']:.1f} |"
-            f" {run['above_bytes'] / 2**20:,.0f} | {' | '.join(moved)} |"
-        )
+    columns: dict[str, Cell] = {
+        "state rests": lambda run: run["place"],
+        "parameters": lambda run: f"{found['parameters'] / 1e6:.1f}M",
+        "state GB": lambda run: f"{16 * found['parameters'] / 1e9:.2f}",
+        "tokens": lambda run: str(found["tokens"]),
+        "steps": lambda run: str(len(run["losses"])) if "losses" in run else "failed",
+        "step s": shown("step_s", "{:.1f}"),
+        "above the interpreter MiB": shown("above_bytes", "{:,.0f}", 2**20),
+        "on disk GB": shown("disk_bytes", "{:.2f}", 1e9),
+        "moved a step GB": shown("moved_bytes", "{:.2f}", 1e9),
+    }
+    runs = [{"place": "on the disk", **found}, {"place": "in memory", **(found["in_memory"] or {})}]
     beside = found["in_memory"]
     same = ""
     if beside is not None:
@@ -176,31 +146,14 @@ def smollm2_table(found: dict[str, Any]) -> str:
         "Above the interpreter: the most that the process had resident, as the kernel counts it,"
         " beyond what it had behind its imports."
     )
-    return "\n".join([*lines, "", f"Losses: {said}.{same} {above}"]) + "\n"
-
-
-def goals_table(goals: Sequence[dict[str, Any]]) -> str:
-    """Each goal, the figure that is worst for it, and whether it is met."""
-    said = {True: "yes", False: "no", None: DASH}
-    lines = [
-        "| goal | measured | met |",
-        "|---|---|---|",
-        *(f"| {g['goal']} | {g['figure']} | {said[g['met']]} |" for g in goals),
-    ]
-    return "\n".join(lines) + "\n"
+    return f"{title}\n{markdown_table(columns, runs)}\nLosses: {said}.{same} {above}\n"
 
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, the tables, footnotes."""
-    place, found = document["machine"], document["versions"]
-    named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    where = (
-        f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']},"
-        f" disk {document['disk']['file_system']}"
-    )
     parts = [
-        f"Measured {document['date']} on {where}; {named}. `{document['command']}`\n",
-        goals_table(document["goals"]),
+        f"{harness.where(document, 'disk ' + document['disk']['file_system'])}\n",
+        markdown_table(GOALS, document["goals"], left=3),
     ]
     for c in document["comparisons"]:
         parts.append(

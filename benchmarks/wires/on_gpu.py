@@ -8,13 +8,11 @@ streams and prefetching change no bit of it, and that its bytes between nodes ar
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from benchmarks.harness import Table
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.settings import HOSTS, RANKS_A_HOST, SIDES
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Table
 
 REFERENCE = "onefold-3-groups"
 RECIPES = (
@@ -33,7 +31,7 @@ STEPS = 6
 
 def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
     """A row a recipe and precision."""
-    from benchmarks.gpu import Table, mean_losses, relative, run
+    from benchmarks.gpu import mean_losses, relative, run
 
     columns = (
         "recipe",
