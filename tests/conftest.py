@@ -146,8 +146,8 @@ SLOW_FILES = {
 }
 
 
-# Files of many combinations of the same few properties: a run takes every n-th test of each, by a
-# hash of its name; `--all` all of them.
+# Files of many combinations of the same few properties: a run takes one in n cases of each test
+# (`_sample`); `--all` takes all of them.
 SAMPLED = {
     "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 2,
@@ -220,8 +220,26 @@ TOGETHER = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="every test of the files in tests/conftest.py's SAMPLED"
+        "--all", action="store_true", help="every case of the files in tests/conftest.py's SAMPLED"
     )
+
+
+def _sample(cases: list[pytest.Function], n: int) -> set[pytest.Function]:
+    """One in `n` of the cases of one test, and at least one: the same ones in each run.
+
+    Next comes the case with the most values of parameters that no chosen case has, then the one of
+    the lowest hash. So every value of every parameter is met, where `n` leaves enough cases.
+    """
+    values = {case: set(case.callspec.indices.items()) for case in cases}
+    left = sorted(cases, key=lambda case: zlib.crc32(case.name.encode()))
+    chosen: set[pytest.Function] = set()
+    met: set[tuple[str, int]] = set()
+    while len(chosen) < -(-len(cases) // n):
+        best = max(left, key=lambda case: len(values[case] - met))
+        left.remove(best)
+        chosen.add(best)
+        met |= values[best]
+    return chosen
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -229,9 +247,18 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
     assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
-    # What is not parametrized is always run
-    several = [item for item in items if item.path in every and "[" in item.name]
-    return [item for item in several if zlib.crc32(item.name.encode()) % every[item.path]]
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        # What is not parametrized is always run
+        if item.path in every and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    taken = [_sample(cases, every[cases[0].path]) for cases in tests.values()]
+    return [
+        case
+        for cases, some in zip(tests.values(), taken, strict=True)
+        for case in cases
+        if case not in some
+    ]
 
 
 def _makes_once(item: pytest.Item) -> bool:
