@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -161,17 +162,21 @@ SAMPLED = {
     "comm/test_native_divergence.py": 3,
     "comm/test_native_virtual.py": 3,
     "integrations/test_deepspeed_offload.py": 2,
-    "invariants/test_bytes_at_rest.py": 2,
+    "invariants/test_bytes_at_rest.py": 3,
     "invariants/test_bytes_of_groups.py": 2,
-    "invariants/test_diverging_ranks.py": 3,
+    "invariants/test_diverging_ranks.py": 4,
     "invariants/test_groups.py": 4,
-    "invariants/test_no_synchronization.py": 3,
-    "invariants/test_same_numbers.py": 2,
-    "invariants/test_waits.py": 5,
-    "invariants/test_wire_bytes.py": 2,
+    "invariants/test_no_synchronization.py": 4,
+    "invariants/test_nothing_left_behind.py": 2,
+    "invariants/test_same_numbers.py": 3,
+    "invariants/test_two_nodes.py": 3,
+    "invariants/test_waits.py": 6,
+    "invariants/test_wire_bytes.py": 4,
+    "observe/test_report_in_browser.py": 3,
+    "offload/test_activation_offload.py": 6,
     "offload/test_activations.py": 4,
     "offload/test_nvme_folder.py": 3,
-    "observe/test_report_in_browser.py": 3,
+    "offload/test_offload.py": 4,
     "optim/test_clipping_and_scaling.py": 2,
     "optim/test_elementwise_optimizers.py": 2,
     "plan/test_code.py": 6,
@@ -183,17 +188,15 @@ SAMPLED = {
     "plan/test_trace.py": 2,
     "plan/test_trace_shortcuts.py": 2,
     "recording/test_recording.py": 29,
-    "offload/test_activation_offload.py": 6,
     "runtime/test_differentiate.py": 2,
     "runtime/test_gradient_hooks.py": 2,
     "runtime/test_micro_batches.py": 2,
     "runtime/test_odd_models.py": 2,
     "runtime/test_odd_parameters.py": 2,
-    "offload/test_offload.py": 4,
     "runtime/test_state_dicts.py": 2,
-    "tiling/test_tiles.py": 6,
     "runtime/test_transformers_architectures.py": 4,
     "runtime/test_wire_codecs.py": 4,
+    "tiling/test_tiles.py": 6,
     "train/test_starts.py": 3,
 }
 
@@ -282,10 +285,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def _takes_all(config: pytest.Config) -> bool:
+    """Whether every case is run: with `--all`, and where a test was asked for by its name."""
+    return config.getoption("--all") or any("::" in argument for argument in config.args)
+
+
+@pytest.fixture
+def sample(request: pytest.FixtureRequest) -> Callable[[Iterable[Any], int], list[Any]]:
+    """`sample(cases, n)` is one in n of the cases that a test goes through by itself, in their
+    order, and all of them with `--all`. Which ones depends on the name of the test.
+    """
+    first = zlib.crc32(request.node.name.encode())
+
+    def chosen(cases: Iterable[Any], n: int) -> list[Any]:
+        every = list(cases)
+        return every if _takes_all(request.config) else every[first % min(n, len(every)) :: n]
+
+    return chosen
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A test that was asked for by its name is run
-    named = any("::" in argument for argument in config.args)
-    if not config.getoption("--all") and not named and (left_out := _sampled(items)):
+    if not _takes_all(config) and (left_out := _sampled(items)):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     slow = {TESTS / room / name for room, names in SLOW_FILES.items() for name in names}
