@@ -211,7 +211,6 @@ SAMPLED = {
     "runtime/test_units_at_the_turn.py": 2,
     "runtime/test_wire_codecs.py": 6,
     "tiling/test_tiles.py": 8,
-    "train/test_early.py": 3,
     "train/test_starts.py": 3,
 }
 
