@@ -438,9 +438,7 @@ def sentences() -> list[str]:
     return said
 
 
-def test_what_cannot_be_loaded_is_said_on_every_rank_and_a_ranks_own_part_has_a_name_of_its_own() -> (
-    None
-):
+def test_what_cannot_be_loaded_is_said_on_every_rank() -> None:
     for rank, said in enumerate(run_ranks(2, sentences)):
         for text, expected in zip(
             said,

@@ -221,7 +221,7 @@ def test_below_stage_3_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_rests_encoded_cannot_be_trained_later_and_that_is_said_before_anything_is_computed(
+def test_weights_at_rest_encoded_cannot_be_trained_later_and_that_is_said_at_once(
     precision: str,
 ) -> None:
     model = base(frozen="int8", precision=precision)
@@ -329,7 +329,7 @@ def recomputed(reentrant: bool, span: int) -> list[Any]:
     "span", [0, 1, 2], ids=["inside the block", "each block", "two blocks together"]
 )
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_blocks_with_frozen_weights_stay_gathered_until_their_backward_pass_is_over(
+def test_recomputed_frozen_blocks_stay_gathered_until_their_backward_pass_is_over(
     reentrant: bool, span: int
 ) -> None:
     for (whole, _), (divided, held) in run_ranks(2, recomputed, reentrant, span):

@@ -405,9 +405,7 @@ def test_the_plan_counts_16_bit_models_as_the_ledgers_do(ranks: int) -> None:
             )
 
 
-def test_a_plan_of_a_bf16_model_computes_in_bf16_and_one_of_dimensions_says_what_it_assumes() -> (
-    None
-):
+def test_a_plan_of_a_bf16_model_computes_in_bf16() -> None:
     import onefold
     from onefold.plan import hardware
 
