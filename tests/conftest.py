@@ -73,9 +73,12 @@ SLOW_FILES = {
         "test_from_deepspeed.py",
     ],
     "invariants": [
+        "test_bytes_at_rest.py",
         "test_diverging_ranks.py",
+        "test_groups.py",
         "test_import.py",
         "test_nothing_left_behind.py",
+        "test_two_nodes.py",
         "test_waits.py",
         "test_wire_bytes.py",
     ],
@@ -109,6 +112,7 @@ SLOW_FILES = {
         "test_trace_shortcuts.py",
     ],
     "quant": [
+        "test_kernels.py",
         "test_moments.py",
     ],
     "recording": [
@@ -127,6 +131,7 @@ SLOW_FILES = {
         "test_precision.py",
         "test_state_dicts.py",
         "test_transformers_architectures.py",
+        "test_units_at_the_turn.py",
         "test_unsharded.py",
     ],
     "tiling": [
