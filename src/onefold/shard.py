@@ -22,20 +22,25 @@ from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
+from onefold.recipe.groups import GROUP, NATIVE
 from onefold.recipe.tiers import bytes_of
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime import state
 from onefold.runtime.buffers import from_rank_0
-from onefold.runtime.capabilities import Activations, Capabilities, Offloaded, Store
+from onefold.runtime.capabilities import Activations, Capabilities, Store
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
+from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
+from onefold.runtime.notes import idle_notes, precision_notes
 from onefold.runtime.parameter import ShardedParameter
-from onefold.runtime.placement import Tiers, offload_notes
-from onefold.runtime.precision import precision_notes
+from onefold.runtime.placement import LOW, Tiers, offload_notes
+from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
-from onefold.runtime.route import route_notes
+from onefold.runtime.steps import Step
+from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
 from onefold.tiling.cut import Cut, initializing, with_tiles
@@ -166,7 +171,7 @@ def shard(
             *precision_notes(engine),
             *cut.notes,
             *offload_notes(sizes, recipe, engine.world_size),
-            *route_notes(engine),
+            *idle_notes(engine),
         ]
         for note in (*notes, *engine.unset.notes()):
             logging.getLogger("onefold").warning(note)
@@ -266,10 +271,61 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def capabilities() -> Capabilities:
     """What the engine may be given beyond the core. Each is imported when it is asked for."""
 
-    def storage(flat: Flat, tiers: Tiers, engine: Engine) -> Offloaded:
-        from onefold.offload.storage import OffloadStorage
+    def storage(flat: Flat, tiers: Tiers | None, encoded: bool, engine: Engine) -> Storage:
+        if encoded:
+            from onefold.quant.encoded_storage import EncodedStorage
 
-        return OffloadStorage(flat, tiers, engine)
+            return EncodedStorage(flat, named(engine.recipe.frozen or ""))
+        if tiers is not None and tiers.optimizer is Tier.NVME:
+            from onefold.offload.nvme_storage import NvmeStorage
+
+            return NvmeStorage(flat, tiers, engine)
+        if tiers is not None:
+            from onefold.offload.storage import HostStorage
+
+            return HostStorage(flat, tiers, engine)
+        return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
+
+    def gather(flat: Flat, engine: Engine) -> Gather:
+        recipe, group = engine.recipe, engine.group
+        if flat.storage.encoded:
+            from onefold.quant.encoded_storage import EncodedStorage
+            from onefold.quant.gathers import EncodedRestGather
+
+            assert isinstance(flat.storage, EncodedStorage)
+            return EncodedRestGather(flat, flat.storage, engine.pool)
+        secondary = (
+            recipe.parameters.over == GROUP != recipe.optimizer.over
+            and not flat.resident
+            and group.topology.outer > 1
+        )
+        travels = group.size > 1 and not flat.resident and flat.dtypes.compute in LOW
+        if recipe.parameters.codec and travels:
+            from onefold.quant.gathers import EncodedGather, EncodedSecondaryGather
+
+            made = EncodedSecondaryGather if secondary else EncodedGather
+            return made(flat, named(recipe.parameters.codec), engine.pool)
+        if secondary:
+            return SecondaryGather(flat)
+        return LocalGather(flat) if flat.whole_master else FlatGather(flat)
+
+    def reduce(flat: Flat, at: int, engine: Engine) -> Reduce:
+        group, codec = flat.hops[at].group, engine.residuals.codec
+        encodes = flat.dtypes.sums == torch.float32 and group.size > 1 and not group.fake
+        if codec is not None and encodes:
+            from onefold.quant.reductions import EncodedReduce
+
+            return EncodedReduce(flat, at, engine, codec)
+        if engine.recipe.reduce == NATIVE and group.size > 1:
+            return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, engine)
+        if group.native:
+            return RowsReduce(flat, at, engine)
+        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine)
+
+    def step(engine: Engine) -> Step:
+        from onefold.offload.steps import StepsApart
+
+        return StepsApart(engine)
 
     def activations(engine: Engine) -> Activations:
         from onefold.offload.engine_activations import HostActivations
@@ -290,7 +346,7 @@ def capabilities() -> Capabilities:
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 
-    return Capabilities(storage, activations, named, store)
+    return Capabilities(storage, gather, reduce, step, activations, named, store)
 
 
 def _open(

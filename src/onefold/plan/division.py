@@ -1,5 +1,5 @@
 """Who of the ranks holds what of a flat buffer, over which levels it moves and in which form:
-runtime/route.py and summing.py in integers.
+runtime/hops.py, gathers.py and summing.py in integers.
 
     gathers     interval ── across ──► shard ── inside ──► whole         (one hop over all ranks where there are no groups)
     reductions  whole ── inside ──► shard ── across ──► interval         and back across, where the shard's sums are held in each group,
@@ -29,7 +29,7 @@ Level = Literal["all", "inside", "across"]
 #: bring them ("pairwise"); this rank, all parts of one operation of NCCL's at once ("at once"); or,
 #: under reduce="native", NCCL itself ("backend").
 Adds = Literal["pairwise", "at once", "backend"]
-#: Encoded intervals begin at multiples of this many bytes (runtime/route.py, runtime/summing.py).
+#: Encoded intervals begin at multiples of this many bytes (quant/encoded_storage.py, runtime/summing.py).
 ALIGNED = 16
 
 

@@ -58,8 +58,7 @@ from onefold.recipe.groups import GROUP
 from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.flat import Dtypes, grouped_as
-from onefold.runtime.placement import Tiers, leaving_of_sizes
-from onefold.runtime.route import block_at_rest
+from onefold.runtime.placement import Tiers, block_at_rest, leaving_of_sizes
 
 _LOW = ("float32", "bfloat16", "float16")
 #: fp32 tensors of the parameter's size that an optimizer keeps for each trained element.
@@ -241,7 +240,7 @@ def _unit(unit: UnitShape, recipe: Recipe, plain: Division, away: bool) -> UnitP
 
 
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
-    """Whether it is one of the frozen weights that rest encoded; see runtime/route.py."""
+    """Whether it is one of the frozen weights that rest encoded; see runtime/placement.py."""
     return (
         recipe.frozen is not None
         and not p.trainable

@@ -9,8 +9,9 @@ together:
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-Where masters and states rest off the device, a `OffloadStorage` (offload/storage.py) keeps them and
-what gathers read.
+What differs between recipes is what a flat buffer is made of, chosen once in `shard()`: its `storage`
+(runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each hop
+of its gradient (runtime/reductions.py).
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onefold.comm import Group
 from onefold.layout import FlatLayout, Slot, overlap
-from onefold.memory import MASTERS, PARAMETERS, storage_of
 from onefold.recipe import Placement, Recipe, Tier
 from onefold.recipe.groups import GROUP
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime import gradient_hooks
-from onefold.runtime.capabilities import Offloaded
+from onefold.runtime.gathers import Gather
+from onefold.runtime.hops import hops_of
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
-from onefold.runtime.placement import Tiers
-from onefold.runtime.route import Route, block_at_rest, hops_of
+from onefold.runtime.placement import LOW, Tiers, block_at_rest
+from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-
-_LOW = (torch.float32, torch.bfloat16, torch.float16)
+    from onefold.runtime.reductions import Reduce
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class Dtypes:
         unless it names a wire. Frozen parameters have no optimizer, hence no master copy: they rest
         in the compute dtype.
         """
-        if dtype not in _LOW:
+        if dtype not in LOW:
             return cls(dtype, dtype, dtype, dtype)
         compute = recipe.parameters.dtype or dtype
         return cls(
@@ -76,7 +77,7 @@ def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
     """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe
     converts them, all that it converts.
     """
-    return torch.float32 if recipe.compute_dtype is not None and dtype in _LOW else dtype
+    return torch.float32 if recipe.compute_dtype is not None and dtype in LOW else dtype
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -203,9 +204,9 @@ class Flat:
         encoded: bool = False,
     ) -> None:
         recipe, group = engine.recipe, engine.group
-        self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
+        self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
-        self.rank, self.size = group.rank, group.size
+        self.group, self.rank, self.size = group, group.rank, group.size
         sector = SECTOR if tiers and tiers.on_disk else 0
         block = max(
             recipe.block, block_at_rest(recipe, engine.capabilities.codec) if encoded else 0
@@ -233,24 +234,25 @@ class Flat:
             recipe.parameters.placement is Placement.REPLICATED or self.unsharded or alone
         )
         self.interval = self.layout.interval(self.rank)
-        self.route: Route = Route(self, engine, encoded)
-        self.hops = hops_of(self, group)
-        divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
+        # What this rank has among those of its group; all of it without groups
+        self.shard = self.shard_of(group.rank)
+        self.hops = hops_of(self.layout, group)
+        # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
+        # ranks] in runtime/reductions.py
+        self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
+        divided = self.shard if recipe.optimizer.over == GROUP else self.interval
         self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         # Sums go on to who holds them too
         self.broadcast_back = (
             self.hops[-1] if self.owned != self.interval and group.size > 1 else None
         )
-        self.offloaded: Offloaded | None = (
-            engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
+        self.storage: Storage = engine.capabilities.storage(self, tiers, encoded, engine)
+        self.gather: Gather = engine.capabilities.gather(self, engine)
+        self.reduces: tuple[Reduce, ...] = tuple(
+            engine.capabilities.reduce(self, at, engine) for at in range(len(self.hops))
         )
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
-        # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or
-        # into a buffer of their own.
-        self.copies_masters = (
-            self.offloaded is not None or not self.resident or dtypes.compute != dtypes.master
-        )
         # Sums inside the group that wait for the boundary, by run
         self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.master: torch.Tensor
@@ -268,7 +270,7 @@ class Flat:
         # The module writes to its parameters, see runtime/forward_writes.py
         self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        # Of a kept copy: what the masters' version counters said; the masters moved on
+        # Of a kept copy: what the masters' version counters said; masters were written to since
         self.versions, self.stale = 0, False
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
@@ -278,31 +280,15 @@ class Flat:
         """Lay the parameters out. `fill` receives an empty master-precision tensor, [owned], to put
         this rank's part into.
         """
-        d, n = self.dtypes, self.layout.numel
-        shared = d.compute == d.master
         if self.resident:
-            self.full = torch.empty(n, dtype=d.compute, device=device)
-        if self.offloaded is not None:
-            self.master = self.offloaded.build()
-        elif shared and self.full is not None:
-            self.master = self.full[self.owned[0] : self.owned[1]]
-        else:
-            self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        first = (
-            self.master
-            if self.offloaded is None
-            else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        )
+            self.full = torch.empty(self.layout.numel, dtype=self.dtypes.compute, device=device)
+        self.master = self.storage.build(device)
+        first = self.storage.landing(device)
         fill(first)
-        self.route.build(device)
+        self.gather.build(device)
         for entry in self.entries:
             self._bind(entry, device)
-        if self.offloaded is not None:
-            self.offloaded.bound()
-            self.offloaded.store(first)
-        if self.route.stored:
-            self.route.store(first)
-            self.master.untyped_storage().resize_(0)
+        self.storage.bound(first)
         if self.full is not None:
             self.point_at(self.full)
 
@@ -314,7 +300,7 @@ class Flat:
         entry.released.untyped_storage().resize_(0)
         a, b = self.local(entry)
         data = self.master[a - self.owned[0] : b - self.owned[0]]
-        data = data.view(slot.shape) if self.whole_master else data
+        data = self.shaped(data, entry)
         entry.active = old.requires_grad
         if isinstance(old, ShardedParameter):
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
@@ -345,29 +331,6 @@ class Flat:
         self.pieces.clear()
         self._shares.clear()
 
-    # -- masters, wherever they are ----------------------------------------------------------------
-
-    def load_master(self) -> torch.Tensor:
-        """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
-        if self.route.stored:
-            return self.route.load()
-        return self.master if self.offloaded is None else self.offloaded.load()
-
-    def landing(self, device: torch.device) -> torch.Tensor:
-        """Where new masters, [owned], are to be put before `store_master`: the masters themselves
-        where they are on `device`.
-        """
-        if self.offloaded is None and not self.route.stored:
-            return self.master
-        return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
-
-    def store_master(self, master: torch.Tensor) -> None:
-        """New values for all masters of this rank, from `landing`."""
-        if self.route.stored:
-            self.route.store(master)
-        elif self.offloaded is not None:
-            self.offloaded.store(master)
-
     # -- views -------------------------------------------------------------------------------------
 
     def local(self, entry: Entry) -> tuple[int, int]:
@@ -377,6 +340,17 @@ class Flat:
     def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
+
+    def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """This rank's elements of `entry` as its optimizer sees them: in their logical shape where
+        it owns all.
+        """
+        return part.view(entry.slot.shape) if self.whole_master else part
+
+    @property
+    def reduce_move(self) -> str:
+        """What its reductions are called in the ledger and in messages."""
+        return "all-reduce" if self.whole_master else "reduce-scatter"
 
     def shares(self, span: tuple[int, int]) -> Shares:
         """The entries by what `span` has of them; known from the second question on."""
@@ -397,14 +371,43 @@ class Flat:
         known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(here), tuple(elsewhere))
         return known
 
+    def shard_of(self, position: int) -> tuple[int, int]:
+        """The addresses that a rank has among those of its group."""
+        outer, each = self.group.topology.outer, self.layout.shard_numel
+        first = position // outer * outer
+        return first * each, (first + outer) * each
+
+    @property
+    def owners_group(self) -> Group:
+        """The ranks whose masters together are the whole, each once."""
+        return self.group.intra_group if self.owned == self.shard else self.group
+
+    # TEMPORARY
+    @property
+    def offloaded(self) -> Any:
+        return self.storage if self.storage.offloaded else None
+
+    @property
+    def route(self) -> Any:
+        from types import SimpleNamespace
+
+        return SimpleNamespace(stored=self.storage.encoded)
+
+    def load_master(self) -> torch.Tensor:
+        return self.storage.load()
+
+    def landing(self, device: torch.device) -> torch.Tensor:
+        return self.storage.landing(device)
+
+    def store_master(self, values: torch.Tensor) -> None:
+        self.storage.store(values)
+
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
         if self.whole_master:
             return self.owned
         return (
-            self.route.shard_of(position)
-            if self.owned == self.route.shard
-            else self.layout.interval(position)
+            self.shard_of(position) if self.owned == self.shard else self.layout.interval(position)
         )
 
     def accounted(self, entry: Entry) -> tuple[int, int]:
@@ -421,10 +424,14 @@ class Flat:
         """Whether the values computed with before that write to the masters are gone (a copy has
         them until it is refreshed).
         """
-        copied = (
-            self.resident and self.dtypes.compute != self.dtypes.master and self.offloaded is None
-        )
-        return not self.unsharded and (not copied or self.refreshed >= write)
+        return not self.unsharded and not (self.is_copied and self.refreshed < write)
+
+    @property
+    def is_copied(self) -> bool:
+        """What is computed with is a copy of masters on the device that always exists: writes to
+        masters do not reach it before it is refreshed.
+        """
+        return self.resident and self.storage.copies and not self.storage.offloaded
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """All entries as views of a buffer over the whole address space, in their logical shapes:
@@ -476,21 +483,8 @@ class Flat:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
                 changed = True
-                if wanted and self.route.stored:
-                    raise ValueError(
-                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so"
-                        " it rests encoded, and cannot be trained now. Leave requires_grad=True"
-                        " while calling shard() and freeze it afterwards, or leave frozen out of"
-                        " the recipe."
-                    )
-                if wanted and self.frozen_low:
-                    raise ValueError(
-                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so"
-                        f" it rests in {self.dtypes.master} without fp32 master weights, and cannot"
-                        " be trained now. Set it free inside `with onefold.unsharded(model):`. Or"
-                        " leave requires_grad=True while calling shard() and freeze it afterwards,"
-                        " or use precision='fp32'."
-                    )
+                if wanted:
+                    self.storage.refuse_training(entry)
                 entry.active = wanted
                 entry.compute.requires_grad_(wanted)
         if changed:
@@ -510,25 +504,6 @@ class Flat:
     def in_run(self, entry: Entry, run: tuple[int, int]) -> bool:
         """Whether the gradient of `entry` travels with `run`."""
         return self.run_of.get(entry.index) == run
-
-    @property
-    def resting_bytes(self) -> dict[str, int]:
-        """Bytes held on the device between steps, by category."""
-        if self.unsharded:
-            return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
-        if self.offloaded is not None:
-            return _sum(self.offloaded.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
-        if self.route.stored:
-            return self.route.resting_bytes
-        out = _sum(
-            {MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes
-        )
-        if self.full is not None and self.resident:
-            full = self.full.numel() * self.full.element_size()
-            if storage_of(self.full) == storage_of(self.master):
-                return {PARAMETERS: full}
-            out[PARAMETERS] = full + out.get(PARAMETERS, 0)
-        return out
 
 
 def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -555,10 +530,6 @@ def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
             torch.utils.swap_tensors(old, new)
             return old
     return new
-
-
-def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
-    return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
 
 
 def _rests_whole(dtypes: Dtypes, tiers: Tiers | None) -> bool:

@@ -8,16 +8,21 @@ arithmetic on sizes, hence the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
+from onefold.comm.codec import Codec
 from onefold.recipe import Recipe, Tier
 
 # A budget in bytes is measured by Adam's moments, whatever optimizer comes later
 from onefold.recipe.moments import bytes_an_element
-from onefold.runtime.units import UnitSpec
+from onefold.runtime.units import Found, UnitSpec
+
+#: Dtypes that a recipe converts, and that codecs write.
+LOW = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -91,3 +96,24 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
         " any unit, so all of them stay on the device. Give more, or a share such as 0.5 (units go"
         " as a whole)."
     ]
+
+
+def block_at_rest(recipe: Recipe, codec: Callable[[str], Codec]) -> int:
+    """Elements of a block of the frozen weights that rest encoded.
+
+    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one
+    rank, and is the same over any ranks.
+    """
+    return codec(recipe.frozen).shared if recipe.frozen is not None else 0
+
+
+def rests_encoded(found: Found, recipe: Recipe) -> bool:
+    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is
+    looked up in (embeddings).
+    """
+    frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
+    return (
+        frozen
+        and found.param.dtype in LOW
+        and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    )
