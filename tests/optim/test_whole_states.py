@@ -276,7 +276,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"moments": "int8"}, "int4 on NVMe": {"moments": "int4", "offload_optimizer": "nvme"},
     "fp8 on the host": {"moments": "fp8", "offload_optimizer": "cpu"}, "bf16": {"moments": "bf16"}, "tiles": {"tile": TILE},
     "tiles on NVMe": {"tile": TILE, "offload_optimizer": "nvme"},
-    "bf16 compute": {"precision": "bf16"}, "bf16 masters": {"precision": "bf16", "master_dtype": torch.bfloat16},
+    "bf16 compute": {"precision": "bf16"}, "bf16 masters": {"precision": "bf16", "master_dtype": "bf16"},
 }  # fmt: skip
 
 

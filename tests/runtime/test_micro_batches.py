@@ -438,7 +438,7 @@ WAYS: list[tuple[bool, int, dict[str, Any]]] = [
     for native in (False, True)
     for stage, options in [
         *MODES.values(), (3, {"group": 2}), (3, {"shard_group": 2}), (2, {"reduce_codec": "int4"}), (2, {"precision": "bf16"}),
-        (0, {"reduce": "native"}), (3, {"reduce": "native"}), (3, {"group": 2, "precision": "bf16", "wire": torch.float32}),
+        (0, {"reduce": "native"}), (3, {"reduce": "native"}), (3, {"group": 2, "precision": "bf16", "wire": "fp32"}),
     ]
     if native or "reduce" not in options
 ]  # fmt: skip

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from onefold.recipe.groups import FLAT, NODE
+from onefold.recipe.rows import FLAT, NODE
 
 
 @dataclass(frozen=True)

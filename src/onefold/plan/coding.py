@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from onefold.plan.legs import hop_bytes
 from onefold.plan.states import FlatPlan, UnitPlan, launches_of, puts_of
 from onefold.recipe import Recipe
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 _FP32 = 4
 

@@ -27,6 +27,7 @@ from onefold.plan.hardware import Machine
 from onefold.plan.measured import StepPoint
 from onefold.plan.times import Software, Work, step_times, traffic_of
 from onefold.recipe import Placement, Recipe
+from onefold.recipe.options import Precision
 
 #: A calibrated machine before any reference step: everything that was measured to overlap does (its
 #: `contention` says how much that is).
@@ -36,7 +37,7 @@ PARTS = Software(overlap=1.0)
 NOISE, SPREAD = 1.05, (2.0, 2.0, 5.0)
 #: Bytes of one element that is copied: read and written.
 COPIED = 8
-_PRECISION = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_PRECISION: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from onefold.plan.states import FlatPlan, UnitPlan
 from onefold.recipe import Recipe
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 
 def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:

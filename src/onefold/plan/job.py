@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from onefold.plan.formulas.states import Convention
-from onefold.plan.wires import OPTIONS as WIRE_OPTIONS
 from onefold.plan.wires import WIRES, given
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
-from onefold.recipe.checks import did_you_mean
 from onefold.recipe.moments import bytes_an_element
-from onefold.recipe.tiers import OPTIONS as TIER_OPTIONS
-from onefold.recipe.tiers import read_folders
+from onefold.recipe.options import OPTIONS, Dtype, Precision, refuse_unknown
 
 CHECKPOINTING = ("none", "selective", "full")
 #: Where the plan may put states besides the device, as arguments of `Recipe.zero`, in the order of
@@ -37,13 +33,7 @@ _IN_WORDS = {
     "nvme": "states on NVMe",
 }
 #: What may be said of a recipe beside the stage and the precision.
-RECIPE_OPTIONS = (
-    set(inspect.signature(Recipe.zero).parameters)
-    | set(Recipe.__dataclass_fields__)
-    | TIER_OPTIONS
-    | WIRE_OPTIONS
-)
-RECIPE_OPTIONS -= {"stage", "precision", "options", "parameters", "gradients", "optimizer", "notes"}
+RECIPE_OPTIONS = set(OPTIONS) - {"stage", "precision", "accumulate_dtype"}
 #: Options that say where states rest. With one of them given, the plan moves nothing more.
 PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
 #: What stands for the folders on NVMe while a plan knows none.
@@ -63,7 +53,7 @@ class Job:
             `precision` is None.
         checkpointing: "none", "selective" (every second block) or "full"; "" lets the plan escalate
             to it.
-        accumulate: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
+        accumulate_dtype: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
         optimizer: as in `plan.states.MOMENTS_OF`.
         lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the
             blocks, the rest frozen.
@@ -77,8 +67,8 @@ class Job:
     seq: int = 1024
     micro_batch: int = 1
     global_batch: int = 0
-    precision: str | None = "bf16"
-    accumulate: str = "fp32"
+    precision: Precision | None = "bf16"
+    accumulate_dtype: Dtype = "fp32"
     checkpointing: str = ""
     optimizer: str = "adamw"
     lora_rank: int = 0
@@ -96,7 +86,7 @@ class Job:
         for name, known in (
             ("precision", (None, *COMPUTE_DTYPES)),
             ("model_dtype", tuple(COMPUTE_DTYPES)),
-            ("accumulate", tuple(COMPUTE_DTYPES)),
+            ("accumulate_dtype", tuple(COMPUTE_DTYPES)),
             ("checkpointing", ("", *CHECKPOINTING)),
             ("offload", ("", *OFFLOAD)),
             ("optimizer", tuple(MOMENTS_OF)),
@@ -131,10 +121,7 @@ class Job:
                 value that cannot be.
         """
         own = {f.name for f in fields(cls)} - {"options", "model_dtype"}
-        unknown = sorted(set(given) - own - RECIPE_OPTIONS)
-        if unknown:
-            near = did_you_mean(unknown[0], own | RECIPE_OPTIONS)
-            raise ValueError(f"{asker} does not know {', '.join(unknown)}. {near}")
+        refuse_unknown(asker, given, own | RECIPE_OPTIONS)
         options = {
             k: tuple(v) if isinstance(v, list) else v
             for k, v in given.items()
@@ -158,9 +145,8 @@ class Job:
         folders = given.pop("nvme", None)
         if on_disk:
             given["nvme"] = folders or SOMEWHERE
-        accumulate = COMPUTE_DTYPES[self.accumulate]
         return Recipe.zero(
-            stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given}
+            stage, precision=self.precision, accumulate_dtype=self.accumulate_dtype, **given
         )
 
     @property
@@ -173,7 +159,7 @@ class Job:
     @property
     def places(self) -> set[str]:
         """The options that say where states rest."""
-        return {k for k, v in self.options if k in PLACES and v not in (None, "none", "device")}
+        return {k for k, v in self.options if k in PLACES and v is not None}
 
     @property
     def wires(self) -> dict[str, Any]:
@@ -185,7 +171,8 @@ class Job:
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders on NVMe that were given."""
-        return read_folders(dict(self.options).get("nvme"))
+        folders: tuple[str, ...] = OPTIONS["nvme"].read(dict(self.options).get("nvme"))
+        return folders
 
     @property
     def convention(self) -> Convention:
@@ -280,7 +267,7 @@ class Scheme:
         return (
             whole
             if self.share == 1
-            else {"offload_optimizer": (whole["offload_optimizer"], self.share)}
+            else {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
         )
 
     @property

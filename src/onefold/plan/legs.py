@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 
 from onefold.plan.division import Hop, Level, encoded_bytes
 from onefold.recipe import Recipe
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 if TYPE_CHECKING:
     from onefold.plan.states import FlatPlan

@@ -28,7 +28,7 @@ from onefold.plan.measure_moves import measure_move, measure_overlap
 from onefold.plan.measured import AtRanks, HostLink, StepPoint, middle
 from onefold.plan.schema import MOVES
 from onefold.plan.sizes import Sizes
-from onefold.recipe.groups import FLAT
+from onefold.recipe.rows import FLAT
 
 #: Seconds a rank waits for another within a measurement.
 TIMEOUT = 120.0

@@ -168,11 +168,10 @@ class Plan:
             folders = ()
         options.pop("nvme", None)
         options |= scheme.asked | ({"nvme": folders} if folders else {})
-        sums = COMPUTE_DTYPES[self.job.accumulate]
         asked = {
             "stage": scheme.stage,
             "precision": self.job.precision,
-            "accumulate_dtype": sums,
+            "accumulate_dtype": self.job.accumulate_dtype,
             **options,
         }
         return {name: _plain(value) for name, value in asked.items()}

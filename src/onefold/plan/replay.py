@@ -31,7 +31,7 @@ from onefold.plan.holding import Buffer, Holding
 from onefold.plan.states import FlatPlan, UnitPlan, resting, units_ahead
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 
 @dataclass(frozen=True)

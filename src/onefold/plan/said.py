@@ -13,7 +13,7 @@ from onefold.plan.states import units_of
 from onefold.plan.tiled import is_in_tiles
 from onefold.plan.wires import WIRES, as_recipe
 from onefold.recipe import Recipe
-from onefold.recipe.groups import FLAT
+from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes
 
 

@@ -54,9 +54,9 @@ from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.groups import GROUP
 from onefold.recipe.moments import bytes_of_moments
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import GROUP
 from onefold.runtime.flat import Dtypes, grouped_as
 from onefold.runtime.placement import Tiers, block_at_rest, leaving_of_sizes
 

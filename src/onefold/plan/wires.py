@@ -23,10 +23,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from onefold.recipe.groups import OPTIONS as ROWS
+from onefold.recipe.options import NODES
+from onefold.recipe.options import OPTIONS as TABLE
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
-OPTIONS = ROWS | {"group", "frozen", "error_feedback", "wire_rounding"}
+OPTIONS = {name for name, option in TABLE.items() if option.panel == NODES} - {"reduce"}
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from torch import nn
 from onefold.comm import Group
 from onefold.layout import FlatLayout, Slot, overlap
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.groups import GROUP
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import GROUP
 from onefold.runtime import gradient_hooks
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
