@@ -33,6 +33,12 @@ products_by_shape.install()
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together,
 # so `make test-fast` leaves them out.
 SLOW_FILES = {
+    ".": [
+        "test_coming_from.py",
+        "test_site.py",
+        "test_tour.py",
+        "test_wheel.py",
+    ],
     "benchmarks": [
         "test_checkpoint_benchmark.py",
         "test_gpu_benchmark.py",
@@ -222,6 +228,10 @@ SAMPLED = {
 }
 
 
+# Files of which tests run with `--all`, or when a test is asked for by its name, and not else.
+ONLY_WITH_ALL = {"test_wheel.py"}
+
+
 # Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
 # one worker.
 TOGETHER = {
@@ -271,13 +281,14 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
     assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
+    whole = [item for item in items if item.path.relative_to(TESTS).as_posix() in ONLY_WITH_ALL]
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         # What is not parametrized is always run
         if item.path in every and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     taken = [_sample(cases, every[cases[0].path]) for cases in tests.values()]
-    return [
+    return whole + [
         case
         for cases, some in zip(tests.values(), taken, strict=True)
         for case in cases
