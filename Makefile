@@ -18,8 +18,9 @@ PIP_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c constraints.txt
 
-# One thread a rank in tests: what is compared is exactness, and the ranks share the cores.
-TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+# One thread a rank in tests: what is compared is exactness, and the ranks share the cores. Bytecode is written, also
+# where the environment says otherwise: each of some thousand processes would compile its tests and Onefold anew.
+TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: train test test-all test-fast check record bench habits options docs clean
 .DEFAULT_GOAL := train

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 import zlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,12 @@ SLOW_FILES = {
         "test_from_deepspeed.py",
     ],
     "invariants": [
+        "test_bytes_at_rest.py",
         "test_diverging_ranks.py",
+        "test_groups.py",
         "test_import.py",
         "test_nothing_left_behind.py",
+        "test_two_nodes.py",
         "test_waits.py",
         "test_wire_bytes.py",
     ],
@@ -114,6 +118,7 @@ SLOW_FILES = {
         "test_trace_shortcuts.py",
     ],
     "quant": [
+        "test_kernels.py",
         "test_moments.py",
     ],
     "recording": [
@@ -132,6 +137,7 @@ SLOW_FILES = {
         "test_precision.py",
         "test_state_dicts.py",
         "test_transformers_architectures.py",
+        "test_units_at_the_turn.py",
         "test_unsharded.py",
     ],
     "tiling": [
@@ -152,8 +158,8 @@ SLOW_FILES = {
 }
 
 
-# Files of many combinations of the same few properties: a run takes every n-th test of each, by a
-# hash of its name; `--all` all of them.
+# Files of many combinations of the same few properties: a run takes one in n cases of each test
+# (`_sample`); `--all` takes all of them.
 SAMPLED = {
     "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 2,
@@ -163,43 +169,61 @@ SAMPLED = {
     "cli/test_doctor_check.py": 6,
     "cli/test_doctor_check_whole.py": 11,
     "cli/test_plan_command.py": 8,
+    "comm/test_group.py": 2,
     "comm/test_native.py": 6,
     "comm/test_native_divergence.py": 3,
     "comm/test_native_virtual.py": 3,
-    "integrations/test_deepspeed_offload.py": 2,
-    "invariants/test_bytes_at_rest.py": 2,
+    "integrations/test_deepspeed_offload.py": 3,
+    "invariants/test_bytes_at_rest.py": 3,
     "invariants/test_bytes_of_groups.py": 2,
-    "invariants/test_diverging_ranks.py": 3,
+    "invariants/test_diverging_ranks.py": 4,
     "invariants/test_groups.py": 4,
-    "invariants/test_no_synchronization.py": 3,
-    "invariants/test_same_numbers.py": 2,
-    "invariants/test_waits.py": 5,
-    "invariants/test_wire_bytes.py": 2,
-    "offload/test_activations.py": 4,
-    "offload/test_nvme_folder.py": 3,
+    "invariants/test_no_synchronization.py": 4,
+    "invariants/test_nothing_left_behind.py": 2,
+    "invariants/test_same_numbers.py": 3,
+    "invariants/test_two_nodes.py": 3,
+    "invariants/test_waits.py": 6,
+    "invariants/test_wire_bytes.py": 4,
     "observe/test_report_in_browser.py": 3,
-    "optim/test_clipping_and_scaling.py": 2,
-    "optim/test_elementwise_optimizers.py": 2,
-    "plan/test_code.py": 6,
+    "observe/test_saved_for_backward.py": 3,
+    "offload/test_activation_offload.py": 8,
+    "offload/test_activations.py": 8,
+    "offload/test_nvme_faults.py": 2,
+    "offload/test_nvme_folder.py": 3,
+    "offload/test_offload.py": 6,
+    "optim/test_clipping_and_scaling.py": 4,
+    "optim/test_elementwise_optimizers.py": 3,
+    "optim/test_ema.py": 2,
+    "optim/test_whole_states.py": 3,
+    "plan/test_code.py": 8,
     "plan/test_matrix.py": 3,
-    "plan/test_replay.py": 3,
+    "plan/test_replay.py": 5,
     "plan/test_simulate.py": 6,
     "plan/test_tiers_planned.py": 2,
-    "plan/test_timeline.py": 9,
-    "plan/test_trace.py": 2,
-    "plan/test_trace_shortcuts.py": 2,
+    "plan/test_timeline.py": 12,
+    "plan/test_trace.py": 4,
+    "plan/test_trace_shortcuts.py": 3,
+    "quant/test_kernels_compiled.py": 3,
     "recording/test_recording.py": 29,
-    "offload/test_activation_offload.py": 6,
-    "runtime/test_differentiate.py": 2,
-    "runtime/test_gradient_hooks.py": 2,
-    "runtime/test_micro_batches.py": 2,
-    "runtime/test_odd_models.py": 2,
-    "runtime/test_odd_parameters.py": 2,
-    "offload/test_offload.py": 4,
-    "runtime/test_state_dicts.py": 2,
-    "tiling/test_tiles.py": 6,
-    "runtime/test_transformers_architectures.py": 4,
-    "runtime/test_wire_codecs.py": 4,
+    "runtime/test_as_in_plain_pytorch.py": 2,
+    "runtime/test_differentiate.py": 3,
+    "runtime/test_frozen_weights.py": 3,
+    "runtime/test_gradient_hooks.py": 3,
+    "runtime/test_meta_device.py": 3,
+    "runtime/test_meta_first.py": 2,
+    "runtime/test_micro_batches.py": 4,
+    "runtime/test_odd_loops.py": 3,
+    "runtime/test_odd_models.py": 4,
+    "runtime/test_odd_parameters.py": 4,
+    "runtime/test_operators.py": 2,
+    "runtime/test_refusals.py": 2,
+    "runtime/test_small_gradients.py": 3,
+    "runtime/test_state_dicts.py": 4,
+    "runtime/test_step_before_backward.py": 3,
+    "runtime/test_transformers_architectures.py": 6,
+    "runtime/test_units_at_the_turn.py": 2,
+    "runtime/test_wire_codecs.py": 6,
+    "tiling/test_tiles.py": 8,
     "train/test_starts.py": 3,
 }
 
@@ -230,8 +254,26 @@ TOGETHER = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--all", action="store_true", help="every test of the files in tests/conftest.py's SAMPLED"
+        "--all", action="store_true", help="every case of the files in tests/conftest.py's SAMPLED"
     )
+
+
+def _sample(cases: list[pytest.Function], n: int) -> set[pytest.Function]:
+    """One in `n` of the cases of one test, and at least one: the same ones in each run.
+
+    Next comes the case with the most values of parameters that no chosen case has, then the one of
+    the lowest hash. So every value of every parameter is met, where `n` leaves enough cases.
+    """
+    values = {case: set(case.callspec.indices.items()) for case in cases}
+    left = sorted(cases, key=lambda case: zlib.crc32(case.name.encode()))
+    chosen: set[pytest.Function] = set()
+    met: set[tuple[str, int]] = set()
+    while len(chosen) < -(-len(cases) // n):
+        best = max(left, key=lambda case: len(values[case] - met))
+        left.remove(best)
+        chosen.add(best)
+        met |= values[best]
+    return chosen
 
 
 def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
@@ -239,10 +281,19 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
     assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
-    # What is not parametrized is always run
-    several = [item for item in items if item.path in every and "[" in item.name]
     whole = [item for item in items if item.path.relative_to(TESTS).as_posix() in ONLY_WITH_ALL]
-    return whole + [item for item in several if zlib.crc32(item.name.encode()) % every[item.path]]
+    tests: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        # What is not parametrized is always run
+        if item.path in every and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    taken = [_sample(cases, every[cases[0].path]) for cases in tests.values()]
+    return whole + [
+        case
+        for cases, some in zip(tests.values(), taken, strict=True)
+        for case in cases
+        if case not in some
+    ]
 
 
 def _makes_once(item: pytest.Item) -> bool:
@@ -266,10 +317,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+def _takes_all(config: pytest.Config) -> bool:
+    """Whether every case is run: with `--all`, and where a test was asked for by its name."""
+    return config.getoption("--all") or any("::" in argument for argument in config.args)
+
+
+@pytest.fixture
+def sample(request: pytest.FixtureRequest) -> Callable[[Iterable[Any], int], list[Any]]:
+    """`sample(cases, n)` is one in n of the cases that a test goes through by itself, in their
+    order, and all of them with `--all`. Which ones depends on the name of the test.
+    """
+    first = zlib.crc32(request.node.name.encode())
+
+    def chosen(cases: Iterable[Any], n: int) -> list[Any]:
+        every = list(cases)
+        return every if _takes_all(request.config) else every[first % min(n, len(every)) :: n]
+
+    return chosen
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A test that was asked for by its name is run
-    named = any("::" in argument for argument in config.args)
-    if not config.getoption("--all") and not named and (left_out := _sampled(items)):
+    if not _takes_all(config) and (left_out := _sampled(items)):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     slow = {TESTS / room / name for room, names in SLOW_FILES.items() for name in names}

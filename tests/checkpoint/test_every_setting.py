@@ -286,7 +286,7 @@ def test_masters_and_states_pass_through_every_precision_unchanged(tmp_path: Pat
     assert [wrong for _, wrong in found] == [[]] * 3 and found[0][0] >= 24 * 24 // 7
 
 
-def test_a_load_rounds_to_masters_of_sixteen_bits_where_those_are_asked_for_and_back_to_the_same(
+def test_a_load_rounds_to_masters_of_sixteen_bits_where_they_are_asked_for(
     tmp_path: Path,
 ) -> None:
     import onefold

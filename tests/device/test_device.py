@@ -134,9 +134,7 @@ def test_copies_are_right_under_every_schedule_whatever_they_hold(window: int) -
 
 
 @virtual.alone
-def test_the_window_bounds_what_copies_hold_of_the_device_and_then_the_stream_waits_not_the_host() -> (
-    None
-):
+def test_the_window_bounds_what_copies_hold_and_the_stream_waits_not_the_host() -> None:
     device = torch.device("virtual:0")
     for seed in range(20):
         virtual.reset(seed)

@@ -71,12 +71,8 @@ def at_rest(stage: int, precision: str) -> dict[str, Any]:
     }
 
 
-def at_rest_in_turn() -> dict[tuple[int, str], dict[str, Any]]:
-    return {
-        (stage, precision): at_rest(stage, precision)
-        for stage in (0, 1, 2, 3)
-        for precision in ("fp32", "bf16")
-    }
+def at_rest_in_turn(cases: list[tuple[int, str]]) -> dict[tuple[int, str], dict[str, Any]]:
+    return {(stage, precision): at_rest(stage, precision) for stage, precision in cases}
 
 
 def expected_at_rest(
@@ -91,13 +87,17 @@ def expected_at_rest(
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_at_rest_equal_the_formula(world_size: int) -> None:
+def test_bytes_at_rest_equal_the_formula(world_size: int, sample: Any) -> None:
+    # Every other one has all stages and both precisions
+    every = [(0, "fp32"), (0, "bf16"), (1, "bf16"), (1, "fp32")]
+    every += [(stage + 2, precision) for stage, precision in every]
+    cases = sample(every, 2)
     found = [
         (rank, *case, seen)
-        for rank, cases in enumerate(run_ranks(world_size, at_rest_in_turn))
-        for case, seen in cases.items()
+        for rank, by_case in enumerate(run_ranks(world_size, at_rest_in_turn, cases))
+        for case, seen in by_case.items()
     ]
-    assert len(found) == 8 * world_size
+    assert len(found) == len(cases) * world_size
     for rank, stage, precision, seen in found:
         parameters, states = expected_at_rest(stage, precision, seen["numel"], world_size)
         told = (

@@ -424,17 +424,25 @@ def shard_alone(alone: int) -> None:
         time.sleep(PATIENCE)
 
 
-def other_branches_over_groups() -> list[str]:
+OVER_GROUPS: list[tuple[int, dict[str, Any]]] = [
+    (3, {"shard_group": 2}), (3, {"shard_group": 2, "optimizer_over": "all"}),
+    (3, {"group": 2, "second_copy": True}), (1, {"group": 2}), (3, {"group": 2, "second_copy": True, "reshard_after_forward": False}),
+    (3, {"group": 2, "reshard_after_forward": False}),
+]  # fmt: skip
+#: The rank that ignores the tail, and options of stage 3.
+IGNORING: list[tuple[int, dict[str, Any]]] = [
+    (0, {"group": 2, "in_flight": 0, "prefetch": 2}), (0, {"group": 2, "overlap": False}), (3, {"group": 2}), (3, {"shard_group": 2}),
+]  # fmt: skip
+
+
+def other_branches_over_groups(
+    over: list[tuple[int, dict[str, Any]]], schedules: list[tuple[int, dict[str, Any]]]
+) -> list[str]:
     """Ranks of one group and of two go different ways: they join each other's gathers and
     reductions, both hops of them.
     """
     found = []
-    over: list[tuple[int, dict[str, Any]]] = [
-        (3, {"shard_group": 2}), (3, {"shard_group": 2, "optimizer_over": "all"}),
-        (3, {"group": 2, "second_copy": True}), (1, {"group": 2}), (3, {"group": 2, "second_copy": True, "reshard_after_forward": False}),
-        (3, {"group": 2, "reshard_after_forward": False}),
-    ]  # fmt: skip
-    for case, others in ((LayerDrop, over), (ChosenByNobody, over[2:3])):
+    for case, others in ((LayerDrop, over), (ChosenByNobody, OVER_GROUPS[2:3])):
         expected, first = train_reference(case()), train_sharded(case(), 3, group=2)
         found += differences(f"{case.__name__} in groups against DDP", expected, first, 1e-5, 1e-6)
         for stage, options in others:
@@ -445,9 +453,6 @@ def other_branches_over_groups() -> list[str]:
                 0.0,
                 0.0,
             )
-    schedules: list[tuple[int, dict[str, Any]]] = [
-        (0, {"group": 2, "in_flight": 0, "prefetch": 2}), (0, {"group": 2, "overlap": False}), (3, {"group": 2}), (3, {"shard_group": 2}),
-    ]  # fmt: skip
     for ignoring, options in schedules:
         alone, actual = (
             in_one_process(IgnoresTheTail(ignoring, None)),
@@ -467,8 +472,9 @@ def other_branches_over_groups() -> list[str]:
     )
 
 
-def test_ranks_that_take_other_branches_over_groups_train_as_in_ddp() -> None:
-    assert run_ranks(4, other_branches_over_groups) == [[]] * 4
+def test_ranks_that_take_other_branches_over_groups_train_as_in_ddp(sample: Any) -> None:
+    cases = sample(OVER_GROUPS, 3), sample(IGNORING, 2)
+    assert run_ranks(4, other_branches_over_groups, *cases) == [[]] * 4
 
 
 @pytest.mark.parametrize("alone", [0, 1])

@@ -4,6 +4,8 @@ those of all ranks within rounding.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from invariants.test_same_numbers import MICRO_BATCHES, Bits, Run, assert_same
@@ -28,10 +30,10 @@ ALL_RANKS: Bits = [("stage 3 over all ranks", 3, {})]
 
 
 @pytest.mark.parametrize(("world_size", "size"), [(4, 2), (6, 3), (6, 2), (4, 1), (4, 4)])
-def test_recipes_over_groups_are_bit_equal(world_size: int, size: int) -> None:
-    assert_same(
-        world_size, Run(kind="fused adamw", max_norm=0.5, steps=3), over_groups(size), ALL_RANKS
-    )
+def test_recipes_over_groups_are_bit_equal(world_size: int, size: int, sample: Any) -> None:
+    first, *others = over_groups(size)
+    same = [first, *sample(others, 2)]
+    assert_same(world_size, Run(kind="fused adamw", max_norm=0.5, steps=3), same, ALL_RANKS)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +41,13 @@ def test_recipes_over_groups_are_bit_equal(world_size: int, size: int) -> None:
     [{"overlap": False}, {"prefetch": 3, "in_flight": 5}, {"reshard_after_forward": False}],
     ids=str,
 )
-def test_the_schedule_changes_no_bit_over_groups(options: dict[str, object]) -> None:
+def test_the_schedule_changes_no_bit_over_groups(options: dict[str, object], sample: Any) -> None:
     recipes: Bits = [
         (f"{name} {options}", stage, {**given, **options})
         for name, stage, given in over_groups(2)
         if stage == 3
     ]
-    assert_same(4, Run(kind="sgd"), [*over_groups(2)[:1], *recipes])
+    assert_same(4, Run(kind="sgd"), [*over_groups(2)[:1], *sample(recipes, 2)])
 
 
 def test_accumulation_inside_groups_is_bit_equal_where_sums_are_held() -> None:
@@ -62,5 +64,8 @@ def test_accumulation_inside_groups_is_bit_equal_where_sums_are_held() -> None:
 
 
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non-reentrant"])
-def test_activation_checkpointing_changes_no_bit_over_groups(checkpointing: str) -> None:
-    assert_same(4, Run(checkpointing=checkpointing), [over_groups(2)[i] for i in (0, 3, 4, 7, 8)])  # type: ignore[arg-type]
+def test_activation_checkpointing_changes_no_bit_over_groups(
+    checkpointing: Any, sample: Any
+) -> None:
+    same = [over_groups(2)[i] for i in (0, *sample((3, 4, 7, 8), 2))]
+    assert_same(4, Run(checkpointing=checkpointing), same)

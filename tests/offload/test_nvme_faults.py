@@ -164,7 +164,7 @@ def test_a_file_that_somebody_removes_still_serves_and_is_mentioned_once(
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_file_system_that_refuses_direct_transfers_is_served_through_a_cache_that_stays_empty(
+def test_a_file_system_without_direct_transfers_is_served_through_an_empty_cache(
     store: Nvme, op: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ):
     if not store.direct:

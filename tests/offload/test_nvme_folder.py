@@ -88,7 +88,7 @@ def test_after_a_kill_the_next_start_removes_what_was_left_and_only_that(tmp_pat
                 process.communicate()
 
 
-def test_a_forked_child_neither_removes_the_folder_nor_keeps_it_when_its_parent_is_killed(
+def test_a_forked_child_neither_removes_nor_keeps_the_folder_of_a_killed_parent(
     tmp_path: Path,
 ):
     fork = """

@@ -42,9 +42,7 @@ def test_new_values_of_a_unit_whose_copy_up_is_under_way_wait_for_it() -> None:
 
 
 @virtual.alone
-def test_a_unit_let_go_by_ranks_that_have_lost_each_other_leaves_no_copy_behind_in_its_memory() -> (
-    None
-):
+def test_a_unit_released_after_a_lost_rank_leaves_no_copy_in_its_memory() -> None:
     for seed in range(5):
         virtual.reset(seed)
         model = offloaded()

@@ -74,9 +74,7 @@ def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_lea
     assert at_3["hpZ"].rest_bytes > at_3["flat"].rest_bytes == at_3[""].rest_bytes
 
 
-def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_nothing_is_proposed() -> (
-    None
-):
+def test_on_fast_links_one_node_or_a_job_that_says_itself_nothing_is_proposed() -> None:
     fast = plan(
         "gpt2-medium",
         machine(16, 8, "t4", "8x400g"),
@@ -93,7 +91,7 @@ def test_where_links_are_fast_or_there_is_one_node_or_the_job_says_what_to_do_no
     assert fast.recommended is None or waiting(fast.recommended) < 0.05
 
 
-def test_where_nobody_knows_how_fast_nodes_are_linked_the_bytes_are_said_and_nothing_is_chosen(
+def test_on_links_of_unknown_speed_bytes_are_said_and_nothing_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
@@ -190,9 +188,7 @@ def test_what_crosses_a_nodes_border_is_the_formula(
     assert sent == pytest.approx(told, rel=2e-3 if gathered or reduced else 1e-9)
 
 
-def test_zeropp_between_nodes_is_three_quarters_of_a_pass_and_less_than_3_percent_of_scales() -> (
-    None
-):
+def test_zeropp_sends_three_quarters_of_a_pass_between_nodes_and_few_scales() -> None:
     whole = traffic.border_bytes(1e9, "second copy", 8, 2, gathered=0.5, reduced=0.25)
     assert whole == pytest.approx(0.75 * 2e9 / 2)
     found = onefold.plan(

@@ -83,9 +83,7 @@ def test_a_ring_over_nodes_takes_the_nodes_bandwidth() -> None:
     assert ring.seconds(there, soft) == pytest.approx(63e9 / 200e9)
 
 
-def test_pairwise_messages_put_as_many_times_a_rings_bytes_between_nodes_as_a_node_has_ranks() -> (
-    None
-):
+def test_pairwise_messages_send_a_rings_bytes_between_nodes_once_a_rank_of_a_node() -> None:
     there, soft = plain(64), Software(link_share=1, hop_seconds=0)
     ring, pairwise = (way("all-gather", 63e9, 1, there) for way in (Traffic.ring, Traffic.pairwise))
     assert pairwise.nbytes == pytest.approx(ring.nbytes)

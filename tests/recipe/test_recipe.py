@@ -352,7 +352,7 @@ def test_a_changed_copy_knows_its_fields() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_that_stay_whole_cannot_be_reduced_earlier_by_a_changed_copy_or_by_rows(
+def test_gradients_that_stay_whole_cannot_be_reduced_earlier(
     stage: int,
 ) -> None:
     recipe = Recipe.zero(stage)

@@ -156,14 +156,14 @@ def put_together(held: list[Codes]) -> dict[str, tuple[bytes, bytes]]:
     }
 
 
-def handed_on(folder: str) -> dict[tuple[str, str], Codes]:
+def handed_on(folder: str, formats: list[tuple[str, str]]) -> dict[tuple[str, str], Codes]:
     """What rests encoded on this rank, first and after each way back from a file, over the same
     ranks and over others.
     """
     rank = torch.distributed.get_rank()
     pairs = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2, 3])]
     found: dict[tuple[str, str], Codes] = {}
-    for name, precision in (("int8", "bf16"), ("int4", "bf16"), ("fp8", "fp32"), ("nf4", "fp32")):
+    for name, precision in formats:
         model = base(frozen=name, precision=precision)
         found[name, "first"] = codes(model)
         onefold.save(f"{folder}/{name}", model=model)
@@ -201,8 +201,11 @@ def handed_on(folder: str) -> dict[tuple[str, str], Codes]:
     return found
 
 
-def test_what_rests_encoded_is_the_same_bytes_after_any_way_through_a_file(tmp_path: Path) -> None:
-    said = run_ranks(4, handed_on, str(tmp_path))
+def test_what_rests_encoded_is_the_same_bytes_after_any_way_through_a_file(
+    tmp_path: Path, sample: Any
+) -> None:
+    formats = sample([("int8", "bf16"), ("nf4", "fp32"), ("int4", "bf16"), ("fp8", "fp32")], 2)
+    said = run_ranks(4, handed_on, str(tmp_path), formats)
     for name, where in said[0]:
         first = put_together([one[name, "first"] for one in said])
         assert len(first) >= 6 and all(
@@ -222,7 +225,7 @@ def test_below_stage_3_it_is_refused() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_what_rests_encoded_cannot_be_trained_later_and_that_is_said_before_anything_is_computed(
+def test_weights_at_rest_encoded_cannot_be_trained_later_and_that_is_said_at_once(
     precision: str,
 ) -> None:
     model = base(frozen="int8", precision=precision)
@@ -330,7 +333,7 @@ def recomputed(reentrant: bool, span: int) -> list[Any]:
     "span", [0, 1, 2], ids=["inside the block", "each block", "two blocks together"]
 )
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_blocks_with_frozen_weights_stay_gathered_until_their_backward_pass_is_over(
+def test_recomputed_frozen_blocks_stay_gathered_until_their_backward_pass_is_over(
     reentrant: bool, span: int
 ) -> None:
     for (whole, _), (divided, held) in run_ranks(2, recomputed, reentrant, span):

@@ -106,7 +106,7 @@ def other_writes(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_whole_parameters_written_or_loaded_in_between_are_an_error_too_and_reading_is_none(
+def test_writing_or_loading_parameters_in_between_is_an_error_and_reading_is_none(
     stage: int,
 ) -> None:
     for written, loaded, read in run_ranks(2, other_writes, stage):

@@ -251,9 +251,7 @@ def enter_unreduced(model: Any) -> None:
         pass
 
 
-def test_what_goes_wrong_inside_is_told_on_every_rank_and_the_model_is_not_used_by_mistake() -> (
-    None
-):
+def test_an_error_inside_is_told_on_every_rank_and_the_model_cannot_be_used() -> None:
     assert run_ranks(2, troubles) == [[], []]
 
 

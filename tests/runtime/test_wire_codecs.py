@@ -103,7 +103,7 @@ def over_six_ranks() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ranks", "runs"), [(4, over_four_ranks), (6, over_six_ranks)], ids=["4", "6"]
 )
-def test_results_are_the_same_each_time_and_with_any_schedule_and_near_those_without_codecs(
+def test_results_repeat_with_any_schedule_and_are_near_those_without_codecs(
     ranks: int, runs: Any
 ) -> None:
     for said in (one for rank in run_ranks(ranks, runs) for one in rank):

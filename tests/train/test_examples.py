@@ -180,7 +180,7 @@ def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_ta
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_the_qlora_example_holds_its_base_in_four_bits_and_saves_adapters_that_peft_opens(
+def test_the_qlora_example_holds_a_base_of_four_bits_and_saves_adapters_for_peft(
     tmp_path: Path,
 ) -> None:
     peft = pytest.importorskip("peft")

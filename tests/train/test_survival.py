@@ -57,7 +57,7 @@ def kill(temporary: Path, rank: int) -> int:
     return pid
 
 
-def test_a_run_loses_any_rank_at_any_moment_and_goes_on_with_the_losses_of_one_that_was_left_alone(
+def test_a_run_that_loses_a_rank_goes_on_with_the_losses_of_an_undisturbed_one(
     tmp_path: Path,
 ) -> None:
     """One run, since starting it takes longest: three kills and a restart by itself after each,
@@ -176,7 +176,7 @@ def compute_for_minutes(victim: int, folder: str) -> None:
     time.sleep(4 * HEARD)
 
 
-def test_a_rank_that_computes_when_another_goes_says_so_and_ends_though_it_waits_for_nobody(
+def test_a_rank_that_computes_when_another_goes_says_so_and_ends(
     tmp_path: Path,
 ) -> None:
     victim, survivor = outcomes_of(2, compute_for_minutes, 0, str(tmp_path))

@@ -289,7 +289,7 @@ def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(
         )
 
 
-def test_nodes_are_groups_by_themselves_and_flat_sends_as_many_times_the_bytes_between_them_as_they_have_ranks(
+def test_nodes_are_groups_by_themselves_and_flat_sends_more_between_them(
     seen: tuple[Path, list[dict[str, Any]]],
 ) -> None:
     for rank in seen[1]:

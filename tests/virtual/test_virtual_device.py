@@ -326,9 +326,7 @@ def test_views_share_memory_and_indices_masks_and_shapes_of_data_work() -> None:
 
 
 @virtual.alone
-def test_what_fails_on_the_device_raises_at_the_next_wait_and_names_the_operator_and_the_place() -> (
-    None
-):
+def test_a_failure_on_the_device_raises_at_the_next_wait_and_names_the_operator() -> None:
     x = torch.ones(3, device="virtual")
     x.gather(0, torch.tensor([7], device="virtual"))
     with pytest.raises(RuntimeError, match=rf"(?s)aten::gather.*{HERE}"):

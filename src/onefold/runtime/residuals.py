@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,12 +29,19 @@ class Residuals:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, recipe = engine, engine.recipe
+        self._engine, recipe = weakref.ref(engine), engine.recipe
         self.codec: Codec | None = (
             engine.capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
         )
         self.kept: dict[Key, torch.Tensor] = {}
         self._drawn = 0  # how far the run that this one resumes was ahead of it
+
+    @property
+    def engine(self) -> Engine:
+        """Weak: the engine owns this, and `del model` frees both at once."""
+        engine = self._engine()
+        assert engine is not None
+        return engine
 
     def of(self, r: Reduction) -> torch.Tensor | None:
         """What encoding the buffer of `r` lost so far, over its span; None without error
