@@ -17,6 +17,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.comm.codec import Codec
 from onefold.comm.members import members
 from onefold.device import default_device, with_index
+from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
 from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
 from onefold.quant.moment_packing import require_torchao
@@ -32,7 +33,7 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.parameter import ShardedParameter
-from onefold.runtime.placement import Tiers, offload_notes
+from onefold.runtime.placement import offload_notes
 from onefold.runtime.precision import precision_notes
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.route import route_notes

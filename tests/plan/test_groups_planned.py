@@ -20,12 +20,11 @@ from onefold.memory import MOMENTS
 from onefold.observe.tiers import moments_by_tier
 from onefold.offload import preflight
 from onefold.plan.beyond import beyond_of
-from onefold.plan.division import by_link, elsewhere, position_of, topology_of
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
-from onefold.plan.legs import by_level
 from onefold.plan.replay import Replay
 from onefold.plan.states import at_rest, legs_of, units_of, wire
+from onefold.plan.traffic import by_level, by_link, elsewhere, topology_of
 from onefold.recipe import Recipe
 from ranks import run_ranks
 
@@ -177,11 +176,11 @@ def test_who_is_on_which_node_is_what_groups_say(ranks: int, inner: int, per_nod
     """Against the lists of the engine's topology, by number."""
     topology = topology_of(Recipe.zero(3, group=inner), ranks)
     for rank in range(ranks):
-        at = position_of(topology, rank)
+        at = topology.position_of(rank)
         assert topology.order[at] == rank
         for level, positions in (
-            ("inside", topology.intra_group(at)),
-            ("across", topology.inter_group(at)),
+            ("intra-group", topology.intra_group(at)),
+            ("inter-group", topology.inter_group(at)),
             ("all", list(range(ranks))),
         ):
             numbers = [topology.order[p] for p in positions]

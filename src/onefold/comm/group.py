@@ -55,8 +55,9 @@ from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.members import backend_of, format_ranks, members
 from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import CollectiveContext, StallError, explain
-from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
+from onefold.comm.topology import inner_of, ranks_of_a_node, sides_of
 from onefold.device import current_stream, has_streams, new_event, new_stream, simulated
+from onefold.layout import Topology
 
 _KINDS = {
     "all-gather": 1,

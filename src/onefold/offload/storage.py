@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.device import host_empty
-from onefold.layout import overlap
+from onefold.layout import Tiers, overlap
 from onefold.memory import (
     GRADIENTS,
     LEAVING,
@@ -44,7 +44,6 @@ from onefold.recipe.moments import grain_of
 from onefold.recipe.tiers import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
 from onefold.runtime.parameter import written
-from onefold.runtime.placement import Tiers
 from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ class OffloadStorage:
     def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
         self.flat, self.tiers = flat, tiers
         self.transfers, self.device = engine.transfers, engine.device
-        self.numel = flat.owned[1] - flat.owned[0]
+        self.numel = flat.spec.own
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
         self.regions: dict[str, Region] = {}

@@ -23,19 +23,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
-from onefold.layout import Slot, round_up
+from onefold.layout import ShardSpec, Slot, round_up
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
 from onefold.plan.schema import MOVED
 from onefold.plan.states import (
     MOMENTS_OF,
-    FlatPlan,
     UnitPlan,
     moments,
-    moments_of_slot,
     puts_of,
     reductions_of,
 )
@@ -45,7 +41,8 @@ from onefold.recipe.tiers import SECTOR
 from onefold.runtime.transfers import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
-HOST, NVME = "host", "nvme"
+HOST, NVME = Tier.HOST.value, Tier.NVME.value
+_CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 
 @dataclass(frozen=True)
@@ -148,52 +145,45 @@ def _merged(carried: Sequence[Carried]) -> tuple[Carried, ...]:
 # -- at rest ---------------------------------------------------------------------------------------
 
 
-def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
-    """(tier, category, bytes) of one flat buffer; see the table of offload/storage.py."""
+def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
+    """(tier, category, bytes) of one flat buffer, moments too."""
     assert flat.tiers is not None
-    d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
-    on_disk = flat.tiers.optimizer is Tier.NVME
-    yield (NVME if on_disk else HOST), MASTERS, own * d.master.itemsize
-    if p is Tier.HOST and (on_disk or d.compute != d.master):
-        yield HOST, PARAMETERS, own * d.compute.itemsize
-    if p is Tier.NVME and d.compute != d.master:
-        yield NVME, PARAMETERS, own * d.compute.itemsize
+    for tier, kind, nbytes in flat.offloaded:
+        yield tier.value, _CATEGORIES[kind], nbytes
     if not flat.trainable:
         return
     # States have room for padding too; what is one number a parameter stays in memory, and what is
     # too small to be packed
-    if on_disk:
-        yield NVME, MOMENTS, _states(flat, own, optimizer)
+    if flat.tiers.optimizer is Tier.NVME:
+        yield NVME, MOMENTS, _states(flat, flat.own, optimizer)
         held = sum(
-            moments_of_slot(flat, slot, optimizer)
+            flat.moment_bytes(slot, MOMENTS_OF[optimizer])
             for slot in flat.layout.slots
             if not _stays(flat, slot)
         )
         yield HOST, MOMENTS, moments(flat, optimizer) - held
     else:
         yield HOST, MOMENTS, moments(flat, optimizer)
-    if flat.tiers.gradients is Tier.NVME:
-        yield NVME, GRADIENTS, own * d.master.itemsize
 
 
-def _stays(flat: FlatPlan, slot: Slot) -> bool:
+def _stays(flat: ShardSpec, slot: Slot) -> bool:
     """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too
     small to be packed.
     """
     return (
-        flat.format is not None
-        and FORMATS[flat.format].packed
-        and not FORMATS[flat.format].of(slot.numel).packed
+        flat.moments is not None
+        and FORMATS[flat.moments].packed
+        and not FORMATS[flat.moments].of(slot.numel).packed
     )
 
 
-def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
+def _states(flat: ShardSpec, numel: int, optimizer: str) -> int:
     """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
     if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
         return 0
     each = (
-        FORMATS[flat.format].nbytes(numel)
-        if flat.format is not None
+        FORMATS[flat.moments].nbytes(numel)
+        if flat.moments is not None
         else numel * flat.dtypes.master.itemsize
     )
     return MOMENTS_OF[optimizer] * each
@@ -202,13 +192,13 @@ def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
 # -- on its way ------------------------------------------------------------------------------------
 
 
-def chunk_of(flats: Sequence[FlatPlan], recipe: Recipe) -> int:
+def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
     """Elements that are moved and stepped at a time: no more than the largest interval needs."""
     return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
 
 
 def _passing(
-    flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, behind: bool
 ) -> dict[str, int]:
     """Bytes of host memory for gradients and for what is on its way where both together are most,
     beside what rests there.
@@ -225,9 +215,9 @@ def _passing(
     # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
     beside = max(
         (
-            f.own * _sums(f).itemsize
+            f.own * f.landed.itemsize
             for f in trained
-            if on_disk or again or _sums(f) != f.dtypes.master
+            if on_disk or again or f.landed != f.dtypes.master
         ),
         default=0,
     )
@@ -249,12 +239,7 @@ def _passing(
     return _filled(max(phases, key=lambda held: sum(held.values())))
 
 
-def _sums(flat: FlatPlan) -> torch.dtype:
-    """What a flat buffer's gradients land in."""
-    return flat.dtypes.wire if flat.whole_master or flat.broadcast_back else flat.dtypes.sums
-
-
-def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
+def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool) -> int:
     """Buffers of gradients that wait for the disk, and of units that come from it."""
     read = [
         f.own * f.dtypes.compute.itemsize
@@ -263,7 +248,7 @@ def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) 
     ]
     fetched = sum(
         sorted(read, reverse=True)[
-            : 2 + recipe.units_ahead(any(f.division.two_levels for f in flats))
+            : 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
         ]
     )
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
@@ -271,7 +256,7 @@ def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) 
 
 
 def _step_staging(
-    flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
 ) -> int:
     """Chunks of masters, gradients and states that are read, stepped and written; copies for what
     is computed with from the disk.
@@ -292,24 +277,15 @@ def _step_staging(
     # Behind the backward pass each buffer is stepped by itself
     many = max(chunks) if behind else sum(chunks)
     out = each * min(many, AHEAD + 1 + BEHIND)
-    low = [f.dtypes.compute.itemsize for f in disk if _lies_apart(f)]
+    low = [f.dtypes.compute.itemsize for f in disk if f.lies_apart]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
-
-
-def _lies_apart(flat: FlatPlan) -> bool:
-    """What is computed with has a place of its own on NVMe."""
-    return (
-        flat.tiers is not None
-        and flat.tiers.parameters is Tier.NVME
-        and flat.dtypes.compute != flat.dtypes.master
-    )
 
 
 # -- moves -----------------------------------------------------------------------------------------
 
 
 def _carried(
-    unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, optimizer: str
+    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, optimizer: str
 ) -> Iterable[Carried]:
     """What one flat buffer's step moves."""
     assert flat.tiers is not None
@@ -325,7 +301,7 @@ def _carried(
     if not flat.trainable:
         return
     reductions = reductions_of(flat, recipe, micro_batches)
-    yield Carried("down", reductions * own * _sums(flat).itemsize, "backward")
+    yield Carried("down", reductions * own * flat.landed.itemsize, "backward")
     behind = recipe.step_in_backward and reductions == 1
     on_disk = flat.tiers.gradients is Tier.NVME and not behind
     if on_disk:
@@ -334,6 +310,6 @@ def _carried(
     if flat.tiers.optimizer is Tier.NVME:
         states = master + _states(flat, own, optimizer)
         yield Carried("read", states + (master if on_disk else 0), "step")
-        yield Carried("written", states + (compute if _lies_apart(flat) else 0), "step")
+        yield Carried("written", states + (compute if flat.lies_apart else 0), "step")
     if p is Tier.DEVICE:
         yield Carried("up", compute, "step")

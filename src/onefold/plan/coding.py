@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.plan.legs import hop_bytes
-from onefold.plan.states import FlatPlan, UnitPlan, launches_of, puts_of
+from onefold.layout import ShardSpec
+from onefold.plan.states import UnitPlan, launches_of, puts_of
 from onefold.recipe import Recipe
 from onefold.recipe.groups import GROUP
 
@@ -29,13 +29,13 @@ def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 
     for unit in units:
         for flat in unit.flats:
             low = flat.dtypes.compute.itemsize
-            if flat.division.gathered is not None:
+            if flat.gather_codec is not None:
                 part = flat.layout.shard_numel * low + flat.each
                 total += (
                     launches_of(unit, flat, recipe, micro_batches) * flat.ranks * part
                     + puts_of(unit, flat, recipe, 1) * part
                 )
-            if flat.trainable and flat.division.reduced is not None:
+            if flat.trainable and flat.reduce_codec is not None:
                 total += _reduced(flat, recipe, micro_batches)
     return total
 
@@ -49,8 +49,8 @@ def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int =
     for flat in (f for u in units for f in u.flats if f.trainable and f.ranks > 1):
         times = micro_batches if recipe.reduce_at == "micro-batch" else 1
         for at, hop in enumerate(flat.hops):
-            times = 1 if hop.level == "across" and recipe.gradients.over == GROUP else times
-            adds = flat.division.added_by(hop)
+            times = 1 if hop.level == "inter-group" and recipe.gradients.over == GROUP else times
+            adds = flat.added_by(hop)
             if adds == "pairwise":
                 continue
             if adds == "backend" and flat.whole_master:  # a copy for it to add into
@@ -75,13 +75,13 @@ def added_bytes(numel: float, parts: int, wire: int, written: int) -> float:
     return numel * (parts * wire + written)
 
 
-def _reduced(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+def _reduced(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
     times, total = micro_batches if recipe.reduce_at == "micro-batch" else 1, 0.0
-    for hop in (h for h in flat.hops if flat.division.encodes(h)):
-        times = 1 if hop.level == "across" and recipe.gradients.over == GROUP else times
-        coded = hop_bytes(flat, hop)
+    for hop in (h for h in flat.hops if flat.encodes(h)):
+        times = 1 if hop.level == "inter-group" and recipe.gradients.over == GROUP else times
+        coded = flat.part_bytes(hop)
         each = hop.own * flat.dtypes.wire.itemsize + 2 * coded + 2 * _FP32 * hop.own
         total += (
-            times * (hop.size - 1) * (each + (4 * _FP32 * hop.own if flat.division.feedback else 0))
+            times * (hop.size - 1) * (each + (4 * _FP32 * hop.own if flat.error_feedback else 0))
         )
     return total

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onefold.plan.states import FlatPlan, UnitPlan
+from onefold.layout import ShardSpec
+from onefold.plan.states import UnitPlan
 from onefold.recipe import Recipe
 from onefold.recipe.groups import GROUP
 
@@ -28,7 +29,7 @@ def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int 
     return total
 
 
-def _stored(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
     """Gradients on their way into the buffer that is reduced."""
     d = flat.dtypes
     if recipe.reduce_at == "micro-batch" or micro_batches == 1:
@@ -37,12 +38,12 @@ def _stored(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
     return flat.numel * (first + (micro_batches - 1) * more)
 
 
-def _passed_on(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
+def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
     """What is sent on, and sums on their way to where the optimizer finds them."""
     d, total = flat.dtypes, 0.0
     times = micro_batches if recipe.reduce_at == "micro-batch" else 1
     for at, hop in enumerate(flat.hops):
-        if hop.level == "across" and recipe.gradients.over == GROUP:
+        if hop.level == "inter-group" and recipe.gradients.over == GROUP:
             times = 1
         wide = d.sums != d.wire and (
             at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1)
@@ -54,7 +55,6 @@ def _passed_on(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> float:
             total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
     # Added to what earlier micro-batches left
     total += (times - 1) * flat.own * 3 * d.master.itemsize
-    landed = d.wire if flat.whole_master or flat.broadcast_back else d.sums
-    if landed != d.master:
-        total += times * flat.own * (landed.itemsize + d.master.itemsize)
+    if flat.landed != d.master:
+        total += times * flat.own * (flat.landed.itemsize + d.master.itemsize)
     return total

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onefold.plan.choose import Question
-from onefold.plan.division import topology_of
 from onefold.plan.evaluate import Candidate
 from onefold.plan.states import units_of
 from onefold.plan.tiled import is_in_tiles
+from onefold.plan.traffic import topology_of
 from onefold.plan.wires import WIRES, as_recipe
 from onefold.recipe import Recipe
 from onefold.recipe.groups import FLAT
@@ -50,7 +50,7 @@ def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
             machine.ranks,
             per_node=machine.local if machine.nodes > 1 else None,
         )
-        if not any(f.division.stored for u in units for f in u.flats):
+        if not any(f.stored for u in units for f in u.flats):
             yield (
                 f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings is frozen"
                 " (--lora freezes those of the model)"

@@ -25,14 +25,14 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from onefold.layout import Adds, adds_of, hops_of
 from onefold.plan.choose import Question
 from onefold.plan.coding import added_bytes
-from onefold.plan.division import Adds, Division, adds_of, topology_of
 from onefold.plan.evaluate import Candidate, on_nccl
 from onefold.plan.hardware import Machine
-from onefold.plan.legs import Leg
 from onefold.plan.states import units_of
 from onefold.plan.times import SUMMING_ON_A_GPU, Software, traffic_over
+from onefold.plan.traffic import Leg, topology_of
 from onefold.recipe import Recipe
 
 #: Elements of a rank's part for which times are taken, twice: they are straight lines.
@@ -134,9 +134,9 @@ def reduction_seconds(
         wire, sums: bytes of an element on the wire, and of a sum.
     """
     per_node = machine.local if machine.nodes > 1 else None
-    topology, adds = topology_of(recipe, machine.ranks, per_node), adds_of(recipe, nccl=True)
+    topology, adds = topology_of(recipe, machine.ranks, per_node), adds_of(recipe, native=True)
     seconds, part = 0.0, nbytes / wire / machine.ranks
-    for hop in Division(topology, 0, adds=adds).hops(_PART):
+    for hop in hops_of(topology, 0, _PART):
         own = part * (hop.own / _PART)
         leg = Leg(
             "reduce-scatter",

@@ -14,9 +14,9 @@ from math import gcd
 import torch
 from torch import nn
 
+from onefold.layout import Dtypes
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.recipe import Recipe
-from onefold.runtime.flat import Dtypes
 from onefold.tiling.cut import Cut, rows_of_a_tile
 from onefold.tiling.modules import Tiled
 

@@ -29,13 +29,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onefold.comm.topology import Topology
+from onefold.layout import Topology
 from onefold.plan.beyond import Carried
 from onefold.plan.costs import Kernels
-from onefold.plan.division import elsewhere
 from onefold.plan.hardware import Machine
-from onefold.plan.legs import Leg, Phase
 from onefold.plan.tier_times import tier_times
+from onefold.plan.traffic import Leg, Phase, elsewhere
 
 #: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which
 #: has not been measured there; what the plain operations reach on a CPU (docs/decisions.md,

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from onefold.comm.codec import Codec
+from onefold.layout import Tiers
 from onefold.recipe import Recipe, Tier
-from onefold.runtime.placement import Tiers
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

@@ -24,59 +24,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.layout import FlatLayout, Slot, overlap
+from onefold.layout import Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.memory import MASTERS, PARAMETERS, storage_of
-from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.groups import GROUP
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe import Tier
 from onefold.runtime import gradient_hooks
 from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
-from onefold.runtime.placement import Tiers
-from onefold.runtime.route import Route, block_at_rest, hops_of
+from onefold.runtime.route import Route, hops_of
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The four dtypes of a flat buffer: computed in, held by the optimizer, summed in, sent in."""
-
-    compute: torch.dtype
-    master: torch.dtype
-    sums: torch.dtype
-    wire: torch.dtype
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
-        """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer
-        parameter came with.
-
-        A recipe that names no compute dtype takes the parameter's own, and sends its gradient so
-        unless it names a wire. Frozen parameters have no optimizer, hence no master copy: they rest
-        in the compute dtype.
-        """
-        if dtype not in _LOW:
-            return cls(dtype, dtype, dtype, dtype)
-        compute = recipe.parameters.dtype or dtype
-        return cls(
-            compute,
-            recipe.master_dtype if trainable else compute,
-            recipe.sums_dtype,
-            recipe.gradients.wire or compute,
-        )
-
-
-def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe
-    converts them, all that it converts.
-    """
-    return torch.float32 if recipe.compute_dtype is not None and dtype in _LOW else dtype
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -206,41 +167,35 @@ class Flat:
         self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.rank, self.size = group.rank, group.size
-        sector = SECTOR if tiers and tiers.on_disk else 0
-        block = max(
-            recipe.block, block_at_rest(recipe, engine.capabilities.codec) if encoded else 0
+        #: Every size of it; the plan adds up the same
+        self.spec = spec = ShardSpec.of(
+            [(f.names[0], f.param.shape) for f in found],
+            dtypes,
+            recipe,
+            group.topology,
+            group.rank,
+            engine.capabilities.codec,
+            trainable=found[0].param.requires_grad,
+            stored=encoded,
+            tiers=tiers,
+            in_place=all(f.param.dtype == dtypes.compute and not f.param.is_meta for f in found),
+            native=group.native,
         )
-        self.layout = FlatLayout.of(
-            [(f.names[0], f.param.shape) for f in found], group.size, sector, block
-        )
+        self.layout = spec.layout
         self.entries = [
             Entry(f, s, i, self, engine)
             for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))
         ]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
-        self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
+        self.whole_master, self.resident = spec.whole_master, spec.resident
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
-        self.unsharded = (
-            group.size == 1
-            and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
-            and not any(f.param.is_meta for f in found)
-            and tiers is None
-            and not encoded
-        )
-        alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
-        self.resident: bool = (
-            recipe.parameters.placement is Placement.REPLICATED or self.unsharded or alone
-        )
-        self.interval = self.layout.interval(self.rank)
+        self.unsharded = spec.unsharded
+        self.interval, self.owned = spec.interval, spec.owned
         self.route: Route = Route(self, engine, encoded)
         self.hops = hops_of(self, group)
-        divided = self.route.shard if recipe.optimizer.over == GROUP else self.interval
-        self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         # Sums go on to who holds them too
-        self.broadcast_back = (
-            self.hops[-1] if self.owned != self.interval and group.size > 1 else None
-        )
+        self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
         self.offloaded: Offloaded | None = (
             engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
         )
@@ -399,13 +354,7 @@ class Flat:
 
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
-        if self.whole_master:
-            return self.owned
-        return (
-            self.route.shard_of(position)
-            if self.owned == self.route.shard
-            else self.layout.interval(position)
-        )
+        return self.spec.owned_by(position)
 
     def accounted(self, entry: Entry) -> tuple[int, int]:
         """The addresses of `entry` that this rank answers for: each element of the model on exactly
@@ -559,12 +508,3 @@ def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
 
 def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
     return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}
-
-
-def _rests_whole(dtypes: Dtypes, tiers: Tiers | None) -> bool:
-    """Whether the whole of a flat buffer on one rank stays on the device: there is nothing to
-    gather it from that would save memory.
-    """
-    if tiers is not None:
-        return tiers.parameters is Tier.DEVICE
-    return dtypes.compute == dtypes.master

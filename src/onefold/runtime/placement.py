@@ -9,7 +9,6 @@ arithmetic on sizes, hence the same on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,32 +17,6 @@ from onefold.recipe import Recipe, Tier
 # A budget in bytes is measured by Adam's moments, whatever optimizer comes later
 from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.units import UnitSpec
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The tiers of one flat buffer's parameters (this rank's part of what is computed with),
-    gradients, masters and states.
-    """
-
-    parameters: Tier
-    gradients: Tier
-    optimizer: Tier
-
-    @classmethod
-    def of(cls, trainable: bool, recipe: Recipe) -> Tiers | None:
-        """For a flat buffer of a unit that leaves the device; None where nothing of it does.
-
-        What is frozen has no optimizer: it rests where parameters do.
-        """
-        p, o = recipe.parameters.tier, recipe.optimizer.tier
-        if not trainable:
-            return None if p is Tier.DEVICE else cls(p, p, p)
-        return None if o is Tier.DEVICE else cls(p, recipe.gradients.tier, o)
-
-    @property
-    def on_disk(self) -> bool:
-        return Tier.NVME in (self.parameters, self.gradients, self.optimizer)
 
 
 def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:

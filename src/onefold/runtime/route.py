@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
-from onefold.layout import round_up
 from onefold.memory import GATHERED, PARAMETERS
 from onefold.recipe.groups import FLAT, GROUP, NATIVE
 
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 #: Makes a context whose work may go to another stream than the computing one.
 Beside = Callable[[], AbstractContextManager[Any]]
 _LOW = (torch.float32, torch.bfloat16, torch.float16)
-#: Encoded intervals begin at multiples of this many bytes: scales are read as numbers of four.
-_ALIGNED = 16
 
 
 @dataclass(frozen=True)
@@ -58,16 +55,12 @@ class Hop:
 
 def hops_of(flat: Flat, group: Group) -> tuple[Hop, ...]:
     """The hops of the gradient of `flat`, from the whole to this rank's interval."""
-    layout, topology = flat.layout, group.topology
-    everybody = Hop(group, tuple(layout.interval(p) for p in range(group.size)))
-    if 1 in (topology.inner, topology.outer):
-        return (everybody,)
-    each = layout.shard_numel * topology.outer
-    inside = Hop(
-        group.intra_group, tuple((i * each, (i + 1) * each) for i in range(topology.inner))
-    )
-    mine = group.topology.inter_group(group.rank)
-    return inside, Hop(group.inter_group, tuple(layout.interval(p) for p in mine))
+    of_level = {
+        "all": lambda: group,
+        "intra-group": lambda: group.intra_group,
+        "inter-group": lambda: group.inter_group,
+    }
+    return tuple(Hop(of_level[hop.level](), hop.ranges) for hop in flat.spec.hops)
 
 
 class Route:
@@ -81,38 +74,17 @@ class Route:
     """
 
     def __init__(self, flat: Flat, engine: Engine, stored: bool = False) -> None:
-        recipe, group = engine.recipe, engine.group
+        spec, group = flat.spec, engine.group
         self.flat, self.engine, self.group = flat, engine, group
-        low = flat.dtypes.compute in _LOW
-        name = recipe.frozen if stored else recipe.parameters.codec
         self.stored: bool = stored
-        travels = group.size > 1 or stored
-        self.codec: Codec | None = (
-            engine.capabilities.codec(name)
-            if name and low and travels and not flat.resident
-            else None
-        )
-        inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-        self.has_secondary = (
-            inside and not stored and not flat.resident and group.topology.outer > 1
-        )
+        self.codec = cast("Codec | None", spec.gather_codec)
+        self.has_secondary = spec.has_secondary
         self.secondary: torch.Tensor | None = None
         self.fresh = False
-        outer = group.topology.outer
-        self.outer = outer
-        self.each = (
-            round_up(self.codec.encoded_bytes(flat.layout.shard_numel), _ALIGNED)
-            if self.codec
-            else 0
-        )
-        self.shard = self.shard_of(group.rank)
-        first = group.rank // outer * outer
-        self._shard_bytes = first * self.each, (first + outer) * self.each
-
-    def shard_of(self, position: int) -> tuple[int, int]:
-        """The addresses that a rank has among those of its group."""
-        first, each = position // self.outer * self.outer, self.flat.layout.shard_numel
-        return first * each, (first + self.outer) * each
+        self.outer, self.shard = group.topology.outer, spec.shard
+        # Bytes of an encoded interval, and where those that are kept lie among all
+        self.each = spec.each if self.codec is not None else 0
+        self._kept = spec.kept[0] * self.each, spec.kept[1] * self.each
 
     @property
     def group_of_owners(self) -> Group:
@@ -122,8 +94,9 @@ class Route:
     def build(self, device: torch.device) -> None:
         """Take the memory of what is kept: a second copy, or the own part encoded."""
         if self.codec is not None:
-            a, b = self._shard_bytes if self.has_secondary else self._own_bytes
-            self.secondary = torch.empty(b - a, dtype=torch.uint8, device=device)
+            self.secondary = torch.empty(
+                self.flat.spec.kept_bytes, dtype=torch.uint8, device=device
+            )
         elif self.has_secondary:
             self.secondary = torch.empty(
                 self.shard[1] - self.shard[0], dtype=self.flat.dtypes.compute, device=device
@@ -207,20 +180,12 @@ class Route:
             self.group, self.group.inter_group.all_gather(mine, place, self.flat.index), keep
         )
 
-    @property
-    def _own_bytes(self) -> tuple[int, int]:
-        """Where the encoded intervals of what this rank owns begin and end."""
-        a, b = (
-            edge // max(self.flat.layout.shard_numel, 1) * self.each for edge in self.flat.owned
-        )
-        return a, b
-
     def _start_encoded(
         self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
     ) -> Pending:
         # Taken on the computing stream, in whose order it is handed on.
         coded = self.engine.pool.take(
-            self.group.size * self.each, torch.uint8, GATHERED, self.flat.unit_name
+            self.flat.spec.coded_bytes, torch.uint8, GATHERED, self.flat.unit_name
         )
         with beside():
             return self._send_encoded(full, coded, put, place)
@@ -235,7 +200,7 @@ class Route:
         kept, group = self.secondary, self.group
         plain = full.numel() * full.element_size()
         assert kept is not None
-        a, b = self._shard_bytes if self.has_secondary else self._own_bytes
+        a, b = self._kept
         renewed = not self.fresh
         if renewed:
             put()
@@ -294,15 +259,6 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
         and found.param.dtype in _LOW
         and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
     )
-
-
-def block_at_rest(recipe: Recipe, codec: Callable[[str], Codec]) -> int:
-    """Elements of a block of the frozen weights that rest encoded.
-
-    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one
-    rank, and is the same over any ranks.
-    """
-    return codec(recipe.frozen).shared if recipe.frozen is not None else 0
 
 
 def route_notes(engine: Engine) -> list[str]:

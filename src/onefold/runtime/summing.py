@@ -38,7 +38,7 @@ from onefold.comm.codec import Codec, Stochastic
 from onefold.comm.group import Cut
 from onefold.comm.sums import sum_parts
 from onefold.device import has_streams
-from onefold.layout import overlap, round_up
+from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, RESIDUALS, nbytes_of
 from onefold.recipe.groups import NATIVE
 from onefold.runtime.flat import Flat
@@ -47,9 +47,6 @@ from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-
-#: Encoded parts begin at multiples of this many bytes.
-_ALIGNED = 16
 
 
 @dataclass
@@ -170,16 +167,16 @@ class Summing:
     def _send_at_once(self, r: Reduction, cut: Cut, place: CollectiveContext) -> None:
         """See [Note: all parts at once]."""
         pool, wire, group, sent = self.engine.pool, r.flat.dtypes.wire, r.hop.group, r.buffer
-        r.rows = group.size
+        room = r.flat.spec.exchange(r.at, sent.dtype, r.span, "at once")
+        r.rows = room.rows
         if sent.dtype != wire:
-            r.rows -= 1
             a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
-            sent = r.sent = pool.take(cut.numel - cut.own, wire, REDUCTION, r.unit.name)
+            sent = r.sent = pool.take(room.sent, wire, REDUCTION, r.unit.name)
             sent[:a].copy_(r.buffer[:a])
             sent[a:].copy_(r.buffer[b:])
-        r.receive_buffer = pool.take(r.rows * cut.own, wire, REDUCTION, r.unit.name)
+        r.receive_buffer = pool.take(room.received, wire, REDUCTION, r.unit.name)
         r.pending = group.scatter_parts(
-            sent, cut, r.receive_buffer.view(r.rows, cut.own), place, r.flat.index, place.move
+            sent, cut, r.receive_buffer.view(room.rows, room.part), place, r.flat.index, place.move
         )
 
     def _send_to_be_summed(self, r: Reduction, cut: Cut, place: CollectiveContext) -> None:
@@ -228,15 +225,16 @@ class Summing:
         if into is not None:
             places[into] = self.engine.pool.fresh(mine.numel(), dtype)
             self.engine.memory.add(REDUCTION, nbytes_of(places[into]), r.unit.name)
-        rows = group.size - len(places)
+        room = r.flat.spec.exchange(r.at, r.buffer.dtype, r.span, "pairwise")
         r.receive_buffer = (
-            self.engine.pool.take(rows * mine.numel(), dtype, REDUCTION, r.unit.name)
-            if rows
+            self.engine.pool.take(room.received, dtype, REDUCTION, r.unit.name)
+            if room.rows
             else None
         )
         if r.receive_buffer is not None and not group.fake:  # else nothing arrives there
             others = (p for p in range(group.size) if p not in (group.rank, into))
-            places |= zip(others, r.receive_buffer.view(rows, mine.numel()).unbind(), strict=True)
+            parts = r.receive_buffer.view(room.rows, room.part).unbind()
+            places |= zip(others, parts, strict=True)
         r.parts = dict(sorted(places.items()))
 
     def _send_encoded(self, r: Reduction, place: CollectiveContext) -> Pending:
@@ -244,9 +242,10 @@ class Summing:
         engine, flat, group, hop = self.engine, r.flat, r.hop.group, r.hop
         assert self.codec is not None
         cuts = [overlap(r.span, there) for there in hop.ranges]
-        each = max(round_up(self.codec.encoded_bytes(b - a), _ALIGNED) for a, b in cuts)
-        r.sent = engine.pool.take(group.size * each, torch.uint8, REDUCTION, r.unit.name)
-        r.receive_buffer = engine.pool.take(group.size * each, torch.uint8, REDUCTION, r.unit.name)
+        room = flat.spec.exchange(r.at, r.buffer.dtype, r.span)
+        each = room.part
+        r.sent = engine.pool.take(room.sent, torch.uint8, REDUCTION, r.unit.name)
+        r.receive_buffer = engine.pool.take(room.received, torch.uint8, REDUCTION, r.unit.name)
         residual = self._residual(r)
         sends, recvs, mine = [], [], self.codec.encoded_bytes(r.own[1] - r.own[0])
         plain = {p: (b - a) * flat.dtypes.wire.itemsize for p, (a, b) in enumerate(cuts)}
