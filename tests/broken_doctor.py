@@ -61,15 +61,15 @@ def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]
     """
 
     def breaking() -> None:
-        from onefold.runtime.summing import Summing
+        from onefold.runtime.reductions import Sending
 
-        real = Summing.land
+        real = Sending.land
 
-        def land(self: Any, r: Any) -> None:
-            real(self, r)
-            change(r, r.total, self.engine)
+        def land(self: Any) -> None:
+            real(self)
+            change(self.r, self.r.total, self.r.flat.entries[0].engine())
 
-        Summing.land = land
+        Sending.land = land
 
     return breaking
 
@@ -135,7 +135,7 @@ def offloaded_step_does_not_wait() -> None:
     real = offloaded.step_flat
 
     def step_flat(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
-        for entry in entries if flat.offloaded is not None and engine.rank == 1 else ():
+        for entry in entries if flat.storage.offloaded and engine.rank == 1 else ():
             if entry.param.grad is not None:
                 grad = entry.param.grad.view(-1)
                 grad[grad.numel() // 2 :] = 0

@@ -23,20 +23,24 @@ from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.checks import check_units
+from onefold.recipe.groups import NATIVE
 from onefold.recipe.tiers import bytes_of
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime import state
 from onefold.runtime.buffers import from_rank_0
-from onefold.runtime.capabilities import Activations, Capabilities, Offloaded, Store
+from onefold.runtime.capabilities import Activations, Capabilities, Store
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
+from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
+from onefold.runtime.notes import idle_notes, precision_notes
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
-from onefold.runtime.precision import precision_notes
+from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
-from onefold.runtime.route import route_notes
+from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
 from onefold.tiling.cut import Cut, initializing, with_tiles
@@ -167,7 +171,7 @@ def shard(
             *precision_notes(engine),
             *cut.notes,
             *offload_notes(sizes, recipe, engine.world_size),
-            *route_notes(engine),
+            *idle_notes(engine),
         ]
         for note in (*notes, *engine.unset.notes()):
             logging.getLogger("onefold").warning(note)
@@ -267,10 +271,49 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def capabilities() -> Capabilities:
     """What the engine may be given beyond the core. Each is imported when it is asked for."""
 
-    def storage(flat: Flat, tiers: Tiers, engine: Engine) -> Offloaded:
-        from onefold.offload.storage import OffloadStorage
+    def storage(flat: Flat, tiers: Tiers | None, encoded: bool, engine: Engine) -> Storage:
+        if encoded:
+            from onefold.quant.encoded_storage import EncodedStorage
 
-        return OffloadStorage(flat, tiers, engine)
+            return EncodedStorage(flat, named(engine.recipe.frozen or ""))
+        if tiers is not None and tiers.optimizer is Tier.NVME:
+            from onefold.offload.nvme_storage import NvmeStorage
+
+            return NvmeStorage(flat, tiers, engine)
+        if tiers is not None:
+            from onefold.offload.storage import HostStorage
+
+            return HostStorage(flat, tiers, engine)
+        return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
+
+    def gather(flat: Flat, engine: Engine) -> Gather:
+        spec = flat.spec
+        if flat.storage.encoded:
+            from onefold.quant.encoded_storage import EncodedStorage
+            from onefold.quant.gathers import EncodedRestGather
+
+            assert isinstance(flat.storage, EncodedStorage)
+            return EncodedRestGather(flat, flat.storage, engine.pool)
+        if spec.gather_codec is not None:
+            from onefold.quant.gathers import EncodedGather, EncodedSecondaryGather
+
+            made = EncodedSecondaryGather if spec.has_secondary else EncodedGather
+            return made(flat, named(engine.recipe.parameters.codec or ""), engine.pool)
+        if spec.has_secondary:
+            return SecondaryGather(flat)
+        return LocalGather(flat) if flat.whole_master else FlatGather(flat)
+
+    def reduce(flat: Flat, at: int, engine: Engine) -> Reduce:
+        group, codec = flat.hops[at].group, engine.residuals.codec
+        if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.fake:
+            from onefold.quant.reductions import EncodedReduce
+
+            return EncodedReduce(flat, at, engine, codec)
+        if engine.recipe.reduce == NATIVE and group.size > 1:
+            return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, engine)
+        if group.native:
+            return RowsReduce(flat, at, engine)
+        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine)
 
     def activations(engine: Engine) -> Activations:
         from onefold.offload.engine_activations import HostActivations
@@ -291,7 +334,7 @@ def capabilities() -> Capabilities:
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 
-    return Capabilities(storage, activations, named, store)
+    return Capabilities(storage, gather, reduce, activations, named, store)
 
 
 def _open(

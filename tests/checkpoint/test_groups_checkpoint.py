@@ -111,7 +111,7 @@ LOSSY: dict[str, Any] = {
 
 
 def lost(model: nn.Module) -> list[Tensor]:
-    return list(onefold.engine_of(model).reduce.summing.residuals.values())
+    return list(onefold.engine_of(model).residuals.kept.values())
 
 
 def resumed(folder: str) -> list[str]:

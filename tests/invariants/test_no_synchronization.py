@@ -153,18 +153,18 @@ def test_a_scaler_asks_the_host_where_the_optimizer_is_not_fused() -> None:
 def what_encoding_lost_is_forgotten() -> None:
     dist.destroy_process_group()
     model = onefold.shard(model_of(False, True), onefold.Recipe.zero(2), device="virtual")
-    summing = onefold.engine_of(model).reduce.summing
-    lost = summing.residual((0, 0, 0), 4)
+    residuals = onefold.engine_of(model).residuals
+    lost = residuals.residual((0, 0, 0), 4)
     lost.copy_(torch.tensor([1.0, float("inf"), float("nan"), -2.0]).to("virtual"))
     yes, no = (torch.tensor(value).to("virtual") for value in (1.0, 0.0))
     before = lost.clone()
     with virtual.no_synchronization():
-        summing.forget_if(no)
+        residuals.forget_if(no)
         kept = lost.clone()
-        summing.forget_if(yes)
+        residuals.forget_if(yes)
     assert (
         torch.equal(kept.cpu().nan_to_num(), before.cpu().nan_to_num())
-        and not summing.residual((0, 0, 0), 4).cpu().any()
+        and not residuals.residual((0, 0, 0), 4).cpu().any()
     )
 
 

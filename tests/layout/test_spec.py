@@ -173,7 +173,9 @@ def of_engine_and_plan(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "plan": planned,
                 "held": engine.memory.now(),
                 "owned": [None if f.unsharded else f.master.numel() for f in flats],
-                "kept": [0 if f.route.secondary is None else f.route.secondary.nbytes for f in flats],
+                "kept": [
+                    0 if f.gather.secondary is None else f.gather.secondary.nbytes for f in flats
+                ],
             }
         )
     return out

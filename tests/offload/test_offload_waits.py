@@ -30,10 +30,10 @@ def test_new_values_of_a_unit_whose_copy_up_is_under_way_wait_for_it() -> None:
         engine = onefold.engine_of(model)
         unit = engine.units[1]
         [flat] = unit.flats
-        assert flat.offloaded is not None
-        before = flat.offloaded.shown.to(torch.bfloat16)
+        assert flat.storage.offloaded
+        before = flat.storage.shown.to(torch.bfloat16)
         engine.gather.launch(unit)
-        flat.offloaded.stepped(0, flat.offloaded.numel, torch.full_like(flat.offloaded.shown, 7.0))
+        flat.storage.stepped(0, flat.storage.numel, torch.full_like(flat.storage.shown, 7.0))
         engine.gather.wait(unit)
         assert flat.full is not None and torch.equal(flat.full[: before.numel()].cpu(), before), (
             "the copy took the new values"

@@ -194,7 +194,7 @@ def held(stage: int, recipe: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
         own = [(e.param.numel(), e.slot.numel) for e in engine.entries]
     expected = sum(bytes_of_moments(n, recipe["moments"], whole=whole) for n, whole in own)
     owned = sum(
-        f.offloaded.numel
+        f.storage.numel
         for f in engine.offloaded_flats
         if any(e.slot.numel >= 4096 for e in f.entries)
     )

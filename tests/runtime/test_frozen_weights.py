@@ -61,7 +61,7 @@ def against_decoded(name: str, more: dict[str, Any]) -> dict[str, Any]:
     original = onefold.full_state_dict(plain)
     onefold.load_full_state_dict(plain, decoded if torch.distributed.get_rank() == 0 else None)
     engine, ordinary = onefold.engine_of(model), onefold.engine_of(plain)
-    stored = [f for u in engine.units for f in u.flats if f.route.stored]
+    stored = [f for u in engine.units for f in u.flats if f.storage.encoded]
     far = 0.0
     if torch.distributed.get_rank() == 0:
         base_weights = {
@@ -73,8 +73,9 @@ def against_decoded(name: str, more: dict[str, Any]) -> dict[str, Any]:
     return {
         "equal": trained(model) == trained(plain),
         "far": far,
-        "bytes": sum(f.route.secondary.numel() for f in stored),
-        "wanted": sum(f.route.each for f in stored) * (2 if "shard_group" in more else 1),
+        "bytes": sum(f.storage.payload.numel() for f in stored),
+        "wanted": sum(f.storage.intervals.each for f in stored)
+        * (2 if "shard_group" in more else 1),
         "elements": sum(f.owned[1] - f.owned[0] for f in stored),
         "content": sum(f.layout.content for f in stored) / engine.world_size,
         "held": sum(engine.memory.now().get(k, 0) for k in (PARAMETERS, MASTERS)),
@@ -114,10 +115,10 @@ def codes(model: nn.Module) -> Codes:
     magnitudes.
     """
     out: Codes = {}
-    for flat in (f for u in onefold.engine_of(model).units for f in u.flats if f.route.stored):
-        by, each = flat.route.codec, flat.layout.shard_numel
+    for flat in (f for u in onefold.engine_of(model).units for f in u.flats if f.storage.encoded):
+        by, each = flat.storage.codec, flat.layout.shard_numel
         for index in range((flat.owned[1] - flat.owned[0]) // each):
-            payload, kept = by.split(flat.route._bytes_of(flat.route.secondary, index), each)
+            payload, kept = by.split(flat.storage.intervals.at(flat.storage.payload, index), each)
             first = flat.owned[0] + index * each
             for slot in flat.layout.slots:
                 a, b = (
@@ -251,10 +252,10 @@ def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(
 
 
 def said_of_groups() -> str:
-    from onefold.runtime.route import route_notes
+    from onefold.runtime.notes import idle_notes
 
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, second_copy=True))
-    return " ".join(route_notes(onefold.engine_of(model)))
+    return " ".join(idle_notes(onefold.engine_of(model)))
 
 
 class LowRank(nn.Module):

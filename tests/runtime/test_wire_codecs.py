@@ -300,7 +300,7 @@ def not_finite() -> dict[tuple[str, float], list[Any]]:
             seen.setdefault((name, what), []).append(
                 (bool(torch.isfinite(norm)), scaler.get_scale(), moved)
             )
-        residuals = onefold.engine_of(model).reduce.summing.residuals
+        residuals = onefold.engine_of(model).residuals.kept
         assert residuals and all(torch.isfinite(r).all() for r in residuals.values()), (
             "what is not finite is carried on"
         )

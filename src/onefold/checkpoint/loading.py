@@ -298,7 +298,7 @@ def _apply(
     if lost is not None:
         lost.apply()
     else:
-        engine.reduce.summing.forget()
+        engine.residuals.forget()
     if beside.random is not None:
         random_states.restore(beside.random, together.rank, beside.streams)
     try:

@@ -11,9 +11,9 @@ import torch
 
 from onefold.checkpoint.pieces import Share
 from onefold.checkpoint.source import Item, Source
+from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind
 from onefold.recipe.moments import items_of
-from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Entry
 
 #: Elements moved at a time.
@@ -26,7 +26,7 @@ class OnDisk:
     one-dimensional tensor in a save.
     """
 
-    offloaded: Offloaded
+    offloaded: NvmeStorage
     kind: str
     start: int
     stop: int

@@ -33,18 +33,18 @@ ANEW, LEFT_OUT = (
 
 def kept(engine: Engine) -> dict[Item, torch.Tensor]:
     """What encoding has lost on this rank."""
-    found = engine.reduce.summing.residuals
+    found = engine.residuals.kept
     return {_item(engine, key): lost for key, lost in found.items() if lost.numel()}
 
 
 def value(engine: Engine) -> dict[str, Any] | None:
     """What the first rank says about it; None where there is nothing to carry on."""
-    summing, group = engine.reduce.summing, engine.group
+    residuals, group = engine.residuals, engine.group
     out: dict[str, Any] = {}
-    if summing.codec is not None and engine.recipe.error_feedback:
+    if residuals.codec is not None and engine.recipe.error_feedback:
         out |= {"feedback": True, "ranks": group.size, "inner": group.topology.inner}
-    if summing.codec is not None and engine.recipe.wire_rounding == "stochastic":
-        out["drawn"] = summing.draw
+    if residuals.codec is not None and engine.recipe.wire_rounding == "stochastic":
+        out["drawn"] = residuals.draw
     return out or None
 
 
@@ -89,8 +89,7 @@ class Lost:
         if not self.feedback or here != (group.size, group.topology.inner, True):
             return None
         wanted = {
-            _item(engine, key): (key, (numel,))
-            for key, numel in engine.reduce.summing.spans().items()
+            _item(engine, key): (key, (numel,)) for key, numel in engine.residuals.spans().items()
         }
         mine = {
             item: tuple(s.shape)
@@ -117,12 +116,12 @@ class Lost:
 
     def apply(self) -> None:
         """Local. What was lost before is forgotten."""
-        summing = self.engine.reduce.summing
-        summing.forget()
+        residuals = self.engine.residuals
+        residuals.forget()
         for key, lost in self.found.items():
-            summing.residual(key, lost.numel()).copy_(lost)
-        if summing.codec is not None:
-            summing.draw = self.said.get("drawn", summing.draw)
+            residuals.residual(key, lost.numel()).copy_(lost)
+        if residuals.codec is not None:
+            residuals.draw = self.said.get("drawn", residuals.draw)
         if self.note and self.engine.rank == 0:
             logging.getLogger("onefold").warning(self.note)
 

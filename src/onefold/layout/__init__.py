@@ -4,6 +4,7 @@ makes no tensors.
 
 from onefold.layout.flat import ALIGNMENT, BLOCK, FlatLayout, Part, Slot, overlap, round_up
 from onefold.layout.spec import (
+    LOW,
     Adds,
     Dtypes,
     Exchange,
@@ -21,6 +22,7 @@ from onefold.layout.topology import Topology
 __all__ = [
     "ALIGNMENT",
     "BLOCK",
+    "LOW",
     "Adds",
     "Dtypes",
     "Exchange",

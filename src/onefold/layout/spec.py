@@ -58,7 +58,7 @@ CODED_ALIGNMENT = 16
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 #: Whom a hop moves between: all ranks at once, those of a group, or one of each group.
 Level = Literal["all", "intra-group", "inter-group"]
-#: Who adds gradients up (runtime/summing.py): this rank, part by part, as gloo's pairwise messages
+#: Who adds gradients up (runtime/reductions.py): this rank, part by part, as gloo's pairwise messages
 #: bring them ("pairwise"); this rank, all parts of one operation of NCCL's at once ("at once"); or,
 #: under reduce="native", NCCL itself ("backend").
 Adds = Literal["pairwise", "at once", "backend"]

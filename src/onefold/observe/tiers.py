@@ -39,7 +39,7 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
     """The same on the device and on the host; none is 0."""
-    away = {id(e.param) for e in engine.entries if e.flat.offloaded is not None}
+    away = {id(e.param) for e in engine.entries if e.flat.storage.offloaded}
     with disable_torch_function():
         states = list(optimizer.state.items())
     parts = {

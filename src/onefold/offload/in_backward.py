@@ -35,6 +35,7 @@ from onefold.offload.step import HALF, let_go, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.unit import Unit
 
 #: Units whose step is under way or waits, beyond which the backward pass waits. See [Note:
 #: gradients held at once].
@@ -49,6 +50,8 @@ class InBackwardStepper:
         self._owners: dict[int, weakref.ref[Optimizer]] = {}
         self._flying: deque[Future[None]] = deque()
         self._stepped: list[Entry] = []
+        # The last backward pass behind which a flat buffer was stepped, by its index
+        self._stepped_in: dict[int, int] = {}
         self._thread: ThreadPoolExecutor | None = None
         # Optimizers whose step() has not come yet: the backward pass behind which they stepped, and
         # the options they did it with.
@@ -59,9 +62,7 @@ class InBackwardStepper:
     def know(self, optimizer: Optimizer, entries: Iterable[Entry]) -> None:
         """`optimizer` steps `entries` from now on."""
         known = weakref.ref(optimizer)
-        self._owners |= {
-            entry.number: known for entry in entries if entry.flat.offloaded is not None
-        }
+        self._owners |= {entry.number: known for entry in entries if entry.flat.storage.offloaded}
 
     def comes(self, optimizer: Optimizer) -> None:
         """`optimizer.step()` has come.
@@ -82,9 +83,19 @@ class InBackwardStepper:
                     " step_in_backward out."
                 )
 
-    def takes(self, flat: Flat) -> bool:
-        """Whether the gradients of `flat` are stepped as they land."""
-        engine = self._engine()
+    def takes(self, flat: Flat, which: list[bool]) -> bool:
+        """Whether the flat buffer is stepped as soon as the gradients of the entries `which` are
+        there: they are all of its own, and in memory.
+        """
+        engine, storage = self._engine(), flat.storage
+        if (
+            not storage.offloaded
+            or len(flat.runs) != 1
+            or not all(which[e.index] for e in flat.entries if e.active)
+        ):
+            return False
+        if storage.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
+            return False
         return (
             engine is not None
             and engine.sync
@@ -95,6 +106,13 @@ class InBackwardStepper:
         known = self._owners.get(entry.number)
         return known() if known is not None else None
 
+    def has_stepped(self, unit: Unit) -> bool:
+        """Whether part of the unit was stepped behind the backward pass under way."""
+        engine = self._engine()
+        return engine is not None and any(
+            self._stepped_in.get(flat.index) == engine.step for flat in unit.flats
+        )
+
     def landed(self, flat: Flat) -> None:
         """All gradients of `flat` are `.grad` of its parameters, in host memory: step them.
 
@@ -103,12 +121,13 @@ class InBackwardStepper:
                 in between.
         """
         self._owe(flat)
+        engine = self._engine()
+        self._stepped_in[flat.index] = engine.step if engine is not None else 0
         while len(self._flying) >= WAITING:
             self._flying.popleft().result()
         self._stepped += flat.entries
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
-        engine = self._engine()
         here = current_stream(engine.device) if engine is not None else None
         self._flying.append(self._thread.submit(partial(self._step, flat, here)))
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from onefold.offload.nvme import ROOM_TO_MEASURE, TierError, measure, refuse_unless_fits
+from onefold.offload.storage import OffloadStorage
 from onefold.recipe import Tier
 from onefold.recipe.moments import FORMATS
 from onefold.runtime.agree import agree_on_failure
@@ -31,8 +32,8 @@ def needed(engine: Engine) -> int:
     """
     total = 0
     for flat in engine.offloaded_flats:
-        assert flat.offloaded is not None
-        tiers, d, n = flat.offloaded.tiers, flat.dtypes, flat.offloaded.numel
+        assert isinstance(flat.storage, OffloadStorage)
+        tiers, d, n = flat.storage.tiers, flat.dtypes, flat.storage.numel
         trained = any(e.param.requires_grad for e in flat.entries)
         if tiers.optimizer is Tier.NVME:
             moment = (

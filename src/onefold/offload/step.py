@@ -37,10 +37,11 @@ import onefold.quant.moments as moments
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS
 from onefold.memory.tier_error import TierError
+from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
-from onefold.runtime.capabilities import Offloaded, Transfer
+from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stand_ins import groups_of, only, raw_step
@@ -65,7 +66,7 @@ def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]
     """
     flats = {entry.flat.index: entry.flat for entry in entries}
     apart = {
-        i: flat.offloaded is not None or moments.rests(optimizer, engine.recipe, flat) is not None
+        i: flat.storage.offloaded or moments.rests(optimizer, engine.recipe, flat) is not None
         for i, flat in flats.items()
     }
     return [entry for entry in entries if apart[entry.flat.index]]
@@ -85,18 +86,14 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     groups = groups_of(optimizer)
     try:
         for flat in (flat for unit in engine.units for flat in unit.flats):
-            if flat.offloaded is None or not flat.offloaded.on_disk:
+            if not flat.storage.on_disk:
                 mine = [e for e in flat.entries if id(e) in ready]
                 step_flat(optimizer, engine, flat, mine, groups)
-                if flat.offloaded is not None and engine.recipe.step_in_backward:
+                if flat.storage.offloaded and engine.recipe.step_in_backward:
                     # As it will be in the steps to come, and the moments just made need the room.
                     engine.write_counters.all_of(mine)
                     let_go(engine, flat, mine)
-        disk = [
-            flat
-            for flat in engine.offloaded_flats
-            if flat.offloaded is not None and flat.offloaded.on_disk
-        ]
+        disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
@@ -135,7 +132,7 @@ def step_flat(
     Raises:
         TierError: the disk failed.
     """
-    if flat.offloaded is not None and flat.offloaded.on_disk:
+    if flat.storage.on_disk:
         _Stepping(optimizer, engine, {id(entry) for entry in entries}).run([flat])
         return
     ready = [entry for entry in entries if entry.param.grad is not None]
@@ -152,10 +149,8 @@ def step_flat(
                 engine.device,
             ):
                 raw_step(optimizer)
-        if flat.offloaded is not None:
-            flat.offloaded.touched()
-    if flat.offloaded is not None:
-        flat.offloaded.follow()
+        flat.storage.touched()
+    flat.storage.follow()
 
 
 def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
@@ -175,7 +170,7 @@ class _Chunk:
     """
 
     flat: Flat
-    offloaded: Offloaded
+    storage: NvmeStorage
     a: int
     b: int
     # An entry's elements in the chunk, counted from the first that this rank owns
@@ -234,24 +229,24 @@ class _Stepping:
 
     def _chunks(self, flats: Sequence[Flat]) -> Iterator[_Chunk]:
         for flat in flats:
-            offloaded = flat.offloaded
-            assert offloaded is not None
+            storage = flat.storage
+            assert isinstance(storage, NvmeStorage)
             ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
             self.hows[flat.index] = (
                 moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
             )
             for entry in ready:
-                self._adopt(offloaded, entry)
-            for a, b in offloaded.chunks() if ready else ():
+                self._adopt(storage, entry)
+            for a, b in storage.chunks() if ready else ():
                 pieces = []
                 for entry in ready:
                     x, y = overlap(_owned(entry), (a, b))
                     if x < y:
                         pieces.append((entry, x, y))
                 if pieces:
-                    yield _Chunk(flat, offloaded, a, b, pieces)
+                    yield _Chunk(flat, storage, a, b, pieces)
 
-    def _adopt(self, offloaded: Offloaded, entry: Entry) -> None:
+    def _adopt(self, storage: NvmeStorage, entry: Entry) -> None:
         """States that somebody has put in memory (load_state_dict) go to NVMe."""
         state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
         if how is not None:
@@ -271,8 +266,8 @@ class _Stepping:
             ours = packed(key) is not None or (how is not None and key in SIGNED)
             if (ours or _elementwise(value, entry.param)) and not value.is_meta:
                 kind = state_kind(key, value.dtype)
-                offloaded.region(kind, value.dtype)
-                offloaded.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
+                storage.region(kind, value.dtype)
+                storage.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
                 state[key] = _place_of(entry, key, value.dtype)
 
     # -- one chunk ---------------------------------------------------------------------------------
@@ -289,8 +284,8 @@ class _Stepping:
         """A buffer of a state that a first step makes. Of other parameters, or of another
         optimizer's, it may be on NVMe already.
         """
-        region, data = chunk.offloaded.region(kind, dtype), self._buffer(chunk, kind, dtype)
-        if (kind, chunk.a) not in chunk.offloaded.written:
+        region, data = chunk.storage.region(kind, dtype), self._buffer(chunk, kind, dtype)
+        if (kind, chunk.a) not in chunk.storage.written:
             data.view(torch.uint8).zero_()
             return
         self.transfers.flush()
@@ -298,7 +293,7 @@ class _Stepping:
         self.transfers.wait(region.read(chunk.a // grain_of_kind(kind), data))
 
     def _read(self, chunk: _Chunk) -> None:
-        offloaded = chunk.offloaded
+        storage = chunk.storage
         kinds = [
             "master",
             *(
@@ -319,7 +314,7 @@ class _Stepping:
                 ):
                     kinds.append(kind)
         for kind in kinds:
-            region = offloaded.regions[kind]
+            region = storage.regions[kind]
             data = self._buffer(chunk, kind, region.dtype)
             chunk.moving.append(region.read(chunk.a // grain_of_kind(kind), data))
             self.transfers.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
@@ -327,7 +322,7 @@ class _Stepping:
     def _land(self, chunk: _Chunk) -> None:
         while chunk.moving:
             self.transfers.wait(chunk.moving.pop())
-        scale = chunk.offloaded.scale
+        scale = chunk.storage.scale
         if scale is not None and "gradient" in chunk.buffers:
             chunk.buffers["gradient"].mul_(scale)
 
@@ -454,17 +449,17 @@ class _Stepping:
         self.scalars[entry.number] = entry, after
 
     def _write(self, chunk: _Chunk) -> None:
-        offloaded = chunk.offloaded
+        storage = chunk.storage
         for kind, data in chunk.buffers.items():
             if kind != "gradient":
                 chunk.moving.append(
-                    offloaded.regions[kind].write(chunk.a // grain_of_kind(kind), data)
+                    storage.regions[kind].write(chunk.a // grain_of_kind(kind), data)
                 )
-                offloaded.written.add((kind, chunk.a))
+                storage.written.add((kind, chunk.a))
                 self.transfers.entered(
                     "written", chunk.flat.unit_name, data.numel() * data.element_size()
                 )
-        offloaded.stepped(chunk.a, chunk.b, chunk.buffers["master"])
+        storage.stepped(chunk.a, chunk.b, chunk.buffers["master"])
 
     def _finish(self, chunk: _Chunk) -> None:
         while chunk.moving:

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.storage import Storage
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
@@ -31,7 +31,7 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
         if grad is None:
             continue
         a, b = flat.accounted(entry)
-        if flat.offloaded is not None and flat.offloaded.gradients_on_disk:
+        if flat.storage.gradients_on_disk:
             if a < b:
                 parts.append(entry)
             continue
@@ -67,7 +67,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     with disable_torch_function(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
-        engine.reduce.summing.forget_if(~torch.isfinite(total))
+        engine.residuals.forget_if(~torch.isfinite(total))
         if limit == math.inf:  # the factor is 1, which nobody has to be asked for
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
@@ -84,32 +84,32 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
             scale = scale.cpu()
             for on_one in host:
                 torch._foreach_mul_(on_one, scale)
-            for offloaded in away:
-                offloaded.scale_by(scale)
+            for storage in away:
+                storage.scale_gradients(scale)
         return total.to(torch.float32)
 
 
 def in_memory(
     engine: Engine, params: Iterable[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[Offloaded]]:
-    """The gradients of `params` that can be computed with, and the homes of those that are on
+) -> tuple[list[torch.Tensor], list[Storage]]:
+    """The gradients of `params` that can be computed with, and the storages of those that are on
     NVMe.
     """
     away = {
-        id(e.param): f.offloaded
+        id(e.param): f.storage
         for f in engine.offloaded_flats
-        if f.offloaded is not None and f.offloaded.gradients_on_disk
+        if f.storage.gradients_on_disk
         for e in f.entries
     }
-    here, homes = [], {}
+    here, storages = [], {}
     for param in params:
         if param.grad is None:
             continue
-        if (offloaded := away.get(id(param))) is not None:
-            homes[id(offloaded)] = offloaded
+        if (storage := away.get(id(param))) is not None:
+            storages[id(storage)] = storage
         else:
             here.append(param.grad)
-    return here, list(homes.values())
+    return here, list(storages.values())
 
 
 def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -152,6 +152,4 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
 
 
 def _norm_on_disk(entry: Entry, p: float) -> torch.Tensor:
-    offloaded = entry.flat.offloaded
-    assert offloaded is not None
-    return offloaded.norm(entry, entry.flat.accounted(entry), p)
+    return entry.flat.storage.gradient_norm(entry, entry.flat.accounted(entry), p)

@@ -70,8 +70,8 @@ class GradScaler(torch.amp.GradScaler):
                     on_one, here, inv_scale.to(here.device)
                 )
                 found += here.to(engine.device)
-            for offloaded in away:
-                found += not offloaded.finite()
-                offloaded.scale_by(inv_scale)
+            for storage in away:
+                found += not storage.gradients_finite()
+                storage.scale_gradients(inv_scale)
             engine.agree_on_overflow(found)
         return {engine.device: found}

@@ -248,9 +248,7 @@ class _Arguments(tuple[Any, ...]):
 def _is_cut(engine: Engine) -> bool:
     """Whether the optimizer is given parts of parameters, or steps a part of them at a time."""
     return any(
-        not f.whole_master or f.tiled or f.offloaded is not None
-        for u in engine.units
-        for f in u.flats
+        not f.whole_master or f.tiled or f.storage.offloaded for u in engine.units for f in u.flats
     )
 
 

@@ -156,7 +156,7 @@ def _wholes(
         if part is not None and b > a:
             full[a:b].copy_(part)
     place = CollectiveContext("state", flat.unit_name, engine.step, "state")
-    flat.route.group_of_owners.all_gather(full, place, flat.index, move="state").wait()
+    flat.owners_group.all_gather(full, place, flat.index, move="state").wait()
     return [(entry, flat.view(full, entry).clone()) for entry in entries]
 
 

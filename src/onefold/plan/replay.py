@@ -103,7 +103,9 @@ class Replay(Holding):
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.ahead = units_ahead(units, recipe)
         self.in_flight = recipe.in_flight if recipe.overlap else 0
-        self.from_disk = bool(self.ahead) and any(f.gathers_from_disk for u in units for f in u.flats)
+        self.from_disk = bool(self.ahead) and any(
+            f.gathers_from_disk for u in units for f in u.flats
+        )
         self.unsharded = all(f.unsharded for u in units for f in u.flats)
         self.outer = outer(units)
         # The embedding is a unit of its own, so the root is a final norm or a head
@@ -402,7 +404,7 @@ class Replay(Holding):
 
     def _wait_inside(self, flat: ShardSpec, total: Buffer) -> bool:
         """Before the boundary the group's sums stay; see [Note: held sums] in
-        runtime/summing.py.
+        runtime/reduce.py.
         """
         if (held := self.inside.pop(id(flat), None)) is not None:
             self._give(held)

@@ -30,7 +30,7 @@ def said_of(question: Question, shown: Candidate) -> tuple[str, ...]:
 
 
 def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
-    """The same that an engine says when it is made (runtime/route.py)."""
+    """The same that an engine says when it is made (runtime/notes.py)."""
     machine, asked = question.machine, question.job.wires
     topology = topology_of(recipe, machine.ranks, machine.local if machine.nodes > 1 else None)
     named = next((name for name in ("group", "shard_group") if name in asked), "")

@@ -146,9 +146,7 @@ def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
 
 
-def _unit(
-    unit: UnitShape, recipe: Recipe, away: bool, spec: Callable[..., ShardSpec]
-) -> UnitPlan:
+def _unit(unit: UnitShape, recipe: Recipe, away: bool, spec: Callable[..., ShardSpec]) -> UnitPlan:
     groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
     for p in unit.parameters:
         groups.setdefault(
@@ -163,7 +161,7 @@ def _unit(
 
 
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
-    """Whether it is one of the frozen weights that rest encoded; see runtime/route.py."""
+    """Whether it is one of the frozen weights that rest encoded; see runtime/placement.py."""
     return (
         recipe.frozen is not None
         and not p.trainable

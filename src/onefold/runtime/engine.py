@@ -43,9 +43,9 @@ from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
-from onefold.runtime.placement import leaving
+from onefold.runtime.placement import leaving, rests_encoded
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.route import rests_encoded
+from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.stale import all_written, look_at, look_for_writes
 from onefold.runtime.transfers import Transfers
@@ -110,6 +110,7 @@ class Engine:
             self.memory,
             paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
         )
+        self.residuals = Residuals(self)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
         self.step = 0
@@ -211,14 +212,12 @@ class Engine:
         self.follow_trainable()
         for unit in self.units:
             for flat in unit.flats:
-                for category, nbytes in flat.resting_bytes.items():
+                for tier, held in flat.storage.resting_bytes().items():
+                    ledger = self.memory if tier is Tier.DEVICE else self.transfers.host
+                    for category, nbytes in held.items():
+                        ledger.add(category, nbytes, unit.name)
+                for category, nbytes in flat.gather.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
-                for category, nbytes in (
-                    flat.offloaded.resting_bytes()[Tier.HOST].items()
-                    if flat.offloaded is not None
-                    else ()
-                ):
-                    self.transfers.host.add(category, nbytes, unit.name)
         if self.offloaded_flats:  # no more than the largest of them needs
             self.transfers.chunk = min(
                 self.recipe.chunk,
@@ -245,11 +244,11 @@ class Engine:
         self.transfers.close()
         for unit in self.units:
             for flat in unit.flats:
-                flat.offloaded = None
                 flat.grads.clear()
                 flat.held.clear()
                 flat.full, flat.hops, flat.broadcast_back = None, (), None
-                del flat.route
+                flat.reduces = ()
+                del flat.storage, flat.gather
                 flat.forget()
             unit.flats.clear()
         self.entries.clear()
@@ -264,15 +263,12 @@ class Engine:
     @property
     def offloaded_flats(self) -> list[Flat]:
         """The flat buffers whose state rests off the device."""
-        return [flat for unit in self.units for flat in unit.flats if flat.offloaded is not None]
+        return [flat for unit in self.units for flat in unit.flats if flat.storage.offloaded]
 
     @property
     def on_disk(self) -> bool:
         """Some of the state rests on NVMe."""
-        return any(
-            flat.offloaded is not None and flat.offloaded.tiers.on_disk
-            for flat in self.offloaded_flats
-        )
+        return any(flat.storage.on_disk for unit in self.units for flat in unit.flats)
 
     # -- forward -----------------------------------------------------------------------------------
 
@@ -485,7 +481,7 @@ class Engine:
             CollectiveContext("control", "(overflow check)", self.step, "optimizer"),
         )
         found.fill_(values.max().to(found.device))
-        self.reduce.summing.forget_if(found)
+        self.residuals.forget_if(found)
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
         """Ask autograd to say when the backward pass comes to this unit's output (in time to gather
@@ -579,8 +575,8 @@ class Engine:
             return
         if self.copying is not None and not seen:
             self.about_to_write()
-        elif flat.offloaded is not None and not flat.offloaded.on_disk:
-            self.transfers.up.wait()
+        else:
+            flat.storage.before_write()
 
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""

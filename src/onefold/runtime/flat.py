@@ -9,8 +9,9 @@ together:
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-Where masters and states rest off the device, a `OffloadStorage` (offload/storage.py) keeps them and
-what gathers read.
+What differs between recipes is what a flat buffer is made of, chosen once in `shard()`: its `storage`
+(runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each hop
+of its gradient (runtime/reductions.py).
 """
 
 from __future__ import annotations
@@ -24,20 +25,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.layout import Dtypes, ShardSpec, Slot, Tiers, overlap
-from onefold.memory import MASTERS, PARAMETERS, storage_of
-from onefold.recipe import Tier
+from onefold.comm import Group
+from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.runtime import gradient_hooks
-from onefold.runtime.capabilities import Offloaded
+from onefold.runtime.gathers import Gather
+from onefold.runtime.hops import hops_of
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
-from onefold.runtime.route import Route, hops_of
+from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-
-_LOW = (torch.float32, torch.bfloat16, torch.float16)
+    from onefold.runtime.reductions import Reduce
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -164,9 +164,9 @@ class Flat:
         encoded: bool = False,
     ) -> None:
         recipe, group = engine.recipe, engine.group
-        self.frozen_low = dtypes.master in _LOW and dtypes.master != recipe.optimizer.dtype
+        self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
-        self.rank, self.size = group.rank, group.size
+        self.group, self.rank, self.size = group, group.rank, group.size
         #: Every size of it; the plan adds up the same
         self.spec = spec = ShardSpec.of(
             [(f.names[0], f.param.shape) for f in found],
@@ -191,21 +191,22 @@ class Flat:
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
         self.unsharded = spec.unsharded
-        self.interval, self.owned = spec.interval, spec.owned
-        self.route: Route = Route(self, engine, encoded)
-        self.hops = hops_of(self, group)
+        # What this rank has among all, among those of its group (all of it without groups), and for
+        # its optimizer
+        self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
+        self.hops = hops_of(spec, group)
+        # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
+        # ranks] in runtime/reductions.py
+        self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
         # Sums go on to who holds them too
         self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
-        self.offloaded: Offloaded | None = (
-            engine.capabilities.storage(self, tiers, engine) if tiers is not None else None
+        self.storage: Storage = engine.capabilities.storage(self, tiers, encoded, engine)
+        self.gather: Gather = engine.capabilities.gather(self, engine)
+        self.reduces: tuple[Reduce, ...] = tuple(
+            engine.capabilities.reduce(self, at, engine) for at in range(len(self.hops))
         )
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
-        # Gathers begin with a copy of this rank's masters: from another tier, in another dtype, or
-        # into a buffer of their own.
-        self.copies_masters = (
-            self.offloaded is not None or not self.resident or dtypes.compute != dtypes.master
-        )
         # Sums inside the group that wait for the boundary, by run
         self.held: dict[tuple[int, int], torch.Tensor] = {}
         self.master: torch.Tensor
@@ -233,31 +234,15 @@ class Flat:
         """Lay the parameters out. `fill` receives an empty master-precision tensor, [owned], to put
         this rank's part into.
         """
-        d, n = self.dtypes, self.layout.numel
-        shared = d.compute == d.master
         if self.resident:
-            self.full = torch.empty(n, dtype=d.compute, device=device)
-        if self.offloaded is not None:
-            self.master = self.offloaded.build()
-        elif shared and self.full is not None:
-            self.master = self.full[self.owned[0] : self.owned[1]]
-        else:
-            self.master = torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        first = (
-            self.master
-            if self.offloaded is None
-            else torch.empty(self.owned[1] - self.owned[0], dtype=d.master, device=device)
-        )
+            self.full = torch.empty(self.layout.numel, dtype=self.dtypes.compute, device=device)
+        self.master = self.storage.build(device)
+        first = self.storage.landing(device)
         fill(first)
-        self.route.build(device)
+        self.gather.build(device)
         for entry in self.entries:
             self._bind(entry, device)
-        if self.offloaded is not None:
-            self.offloaded.bound()
-            self.offloaded.store(first)
-        if self.route.stored:
-            self.route.store(first)
-            self.master.untyped_storage().resize_(0)
+        self.storage.bound(first)
         if self.full is not None:
             self.point_at(self.full)
 
@@ -300,29 +285,6 @@ class Flat:
         self.pieces.clear()
         self._shares.clear()
 
-    # -- masters, wherever they are ----------------------------------------------------------------
-
-    def load_master(self) -> torch.Tensor:
-        """All masters of this rank, [owned]: themselves, or a host copy where they are on NVMe."""
-        if self.route.stored:
-            return self.route.load()
-        return self.master if self.offloaded is None else self.offloaded.load()
-
-    def landing(self, device: torch.device) -> torch.Tensor:
-        """Where new masters, [owned], are to be put before `store_master`: the masters themselves
-        where they are on `device`.
-        """
-        if self.offloaded is None and not self.route.stored:
-            return self.master
-        return torch.empty(self.owned[1] - self.owned[0], dtype=self.dtypes.master, device=device)
-
-    def store_master(self, master: torch.Tensor) -> None:
-        """New values for all masters of this rank, from `landing`."""
-        if self.route.stored:
-            self.route.store(master)
-        elif self.offloaded is not None:
-            self.offloaded.store(master)
-
     # -- views -------------------------------------------------------------------------------------
 
     def local(self, entry: Entry) -> tuple[int, int]:
@@ -352,6 +314,31 @@ class Flat:
         known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(here), tuple(elsewhere))
         return known
 
+    @property
+    def owners_group(self) -> Group:
+        """The ranks whose masters together are the whole, each once."""
+        return self.group.intra_group if self.owned == self.shard else self.group
+
+    # TEMPORARY
+    @property
+    def offloaded(self) -> Any:
+        return self.storage if self.storage.offloaded else None
+
+    @property
+    def route(self) -> Any:
+        from types import SimpleNamespace
+
+        return SimpleNamespace(stored=self.storage.encoded)
+
+    def load_master(self) -> torch.Tensor:
+        return self.storage.load()
+
+    def landing(self, device: torch.device) -> torch.Tensor:
+        return self.storage.landing(device)
+
+    def store_master(self, values: torch.Tensor) -> None:
+        self.storage.store(values)
+
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
         return self.spec.owned_by(position)
@@ -370,10 +357,14 @@ class Flat:
         """Whether the values computed with before that write to the masters are gone (a copy has
         them until it is refreshed).
         """
-        copied = (
-            self.resident and self.dtypes.compute != self.dtypes.master and self.offloaded is None
-        )
-        return not self.unsharded and (not copied or self.refreshed >= write)
+        return not self.unsharded and not (self.is_copied and self.refreshed < write)
+
+    @property
+    def is_copied(self) -> bool:
+        """What is computed with is a copy of masters on the device that always exists: writes to
+        masters do not reach it before it is refreshed.
+        """
+        return self.resident and self.storage.copies and not self.storage.offloaded
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """All entries as views of a buffer over the whole address space, in their logical shapes:
@@ -425,21 +416,8 @@ class Flat:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
                 changed = True
-                if wanted and self.route.stored:
-                    raise ValueError(
-                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so"
-                        " it rests encoded, and cannot be trained now. Leave requires_grad=True"
-                        " while calling shard() and freeze it afterwards, or leave frozen out of"
-                        " the recipe."
-                    )
-                if wanted and self.frozen_low:
-                    raise ValueError(
-                        f"parameter {entry.slot.name!r} was frozen when the model was sharded, so"
-                        f" it rests in {self.dtypes.master} without fp32 master weights, and cannot"
-                        " be trained now. Set it free inside `with onefold.unsharded(model):`. Or"
-                        " leave requires_grad=True while calling shard() and freeze it afterwards,"
-                        " or use precision='fp32'."
-                    )
+                if wanted:
+                    self.storage.refuse_training(entry)
                 entry.active = wanted
                 entry.compute.requires_grad_(wanted)
         if changed:
@@ -459,25 +437,6 @@ class Flat:
     def in_run(self, entry: Entry, run: tuple[int, int]) -> bool:
         """Whether the gradient of `entry` travels with `run`."""
         return self.run_of.get(entry.index) == run
-
-    @property
-    def resting_bytes(self) -> dict[str, int]:
-        """Bytes held on the device between steps, by category."""
-        if self.unsharded:
-            return {PARAMETERS: sum(e.param.numel() * e.param.element_size() for e in self.entries)}
-        if self.offloaded is not None:
-            return _sum(self.offloaded.resting_bytes()[Tier.DEVICE], self.route.resting_bytes)
-        if self.route.stored:
-            return self.route.resting_bytes
-        out = _sum(
-            {MASTERS: self.master.numel() * self.master.element_size()}, self.route.resting_bytes
-        )
-        if self.full is not None and self.resident:
-            full = self.full.numel() * self.full.element_size()
-            if storage_of(self.full) == storage_of(self.master):
-                return {PARAMETERS: full}
-            out[PARAMETERS] = full + out.get(PARAMETERS, 0)
-        return out
 
 
 def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
@@ -504,7 +463,3 @@ def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
             torch.utils.swap_tensors(old, new)
             return old
     return new
-
-
-def _sum(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
-    return {key: first.get(key, 0) + second.get(key, 0) for key in {**first, **second}}

@@ -22,6 +22,7 @@ import torch
 
 from onefold.memory import storage_of
 from onefold.runtime.flat import point
+from onefold.runtime.storage import refuse_written
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
@@ -66,22 +67,7 @@ def keep_writes(unit: Unit) -> None:
 
 
 def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
-    if flat.offloaded is not None or flat.route.codec is not None:
-        if written:
-            raise RuntimeError(
-                f"parameter {written[0].slot.name!r} was written to in the forward pass, and it"
-                " rests off the device or travels encoded, so that the change would be lost. Write"
-                " to it after optimizer.step(), under torch.no_grad()."
-            )
-        return
-    if storage_of(full) == storage_of(flat.master):
-        return  # the masters are that part of it
-    own, master = full[flat.owned[0] : flat.owned[1]], flat.master
-    then = master if own.dtype == master.dtype else master.to(own.dtype)
-    if torch.equal(own, then):
-        return
-    flat.written_in_forward = True
-    if own.dtype == master.dtype:
-        master.copy_(own)
-    else:  # elements that nobody wrote to keep what the compute dtype cannot hold
-        master.copy_(torch.where(own == then, master, own.to(master.dtype)))
+    if not flat.gather.exact:
+        refuse_written(written)
+    elif flat.storage.keep_written(full[slice(*flat.owned)], written):
+        flat.written_in_forward = True

@@ -43,12 +43,11 @@ from onefold.memory import GATHERED, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
-from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import Beside
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import written
 from onefold.runtime.recomputation import is_checkpoint
-from onefold.runtime.route import Beside
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -131,10 +130,8 @@ class Gatherer:
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = engine.group.topology
         self.ahead = engine.recipe.units_ahead(1 not in (topology.inner, topology.outer))
-        self.from_disk = any(
-            flat.offloaded is not None and flat.offloaded.rest is None
-            for unit in self.sharded
-            for flat in unit.flats
+        self.reads_ahead = any(
+            flat.storage.reads_ahead for unit in self.sharded for flat in unit.flats
         )
         # What is copied for a gather (from the host, or cast) is copied, and gathered, on the
         # stream of the copies up: the computation goes on, and waits where the unit is used.
@@ -329,7 +326,7 @@ class Gatherer:
                 self.launch(unit)
                 ahead += 1
         # A disk is slower than the wire: it is asked for one unit more
-        if self.ahead and self.from_disk:
+        if self.ahead and self.reads_ahead:
             for index in cursor.order[cursor.at : cursor.at + 1]:
                 self.fetch(self.units[index])
 
@@ -384,37 +381,25 @@ class Gatherer:
             self.here[unit.index] = unit
         place = CollectiveContext("all-gather", unit.name, engine.step, engine.phase)
         for flat in unit.flats:
-            if flat.unsharded or (flat.resident and not flat.stale):
+            if flat.resident and not flat.stale:
                 continue
             flat.stale = False
             full = self._buffer(unit, flat)
-            beside = self.beside if flat.copies_masters else nullcontext
-            if flat.whole_master and flat.route.codec is None:
-                with beside():
-                    self._put_masters(flat, full)
-            else:
-                unit.pending.append(
-                    flat.route.start(full, partial(self._put_masters, flat, full), place, beside)
-                )
+            beside = self.beside if flat.storage.copies else nullcontext
+            under_way = flat.gather.start(full, partial(self._put, flat, full), place, beside)
+            if under_way is not None:
+                unit.pending.append(under_way)
             if beside is not nullcontext:
                 unit.arriving.append(engine.transfers.up.mark())
 
-    def _put_masters(self, flat: Flat, full: torch.Tensor) -> None:
-        """This rank's masters into their place in the whole."""
-        if flat.offloaded is not None:
-            self._put(flat.offloaded)
-        elif storage_of(flat.master) != storage_of(full):
-            # Else the masters are that interval of the copy
-            full[flat.owned[0] : flat.owned[1]].copy_(flat.master)
-
-    def _put(self, offloaded: Offloaded) -> None:
-        """This rank's interval from where it rests.
+    def _put(self, flat: Flat, full: torch.Tensor) -> None:
+        """This rank's masters into their place in the whole.
 
         Where ranks wait for each other a disk that fails must not stop one of them alone: it goes
         on with what it has, and all of them raise before the optimizer steps.
         """
         try:
-            offloaded.put()
+            flat.storage.put(full)
         except TierError as error:
             if self.engine.world_size == 1 or not (
                 torch.is_grad_enabled() or self.engine.backward_open
@@ -433,17 +418,13 @@ class Gatherer:
 
     def fetch(self, unit: Unit) -> None:
         """Start reading what this rank will send of the unit, if that lies on a disk."""
-        homes = [
-            (f, f.offloaded)
-            for f in unit.flats
-            if f.offloaded is not None and f.offloaded.rest is None and f.route.reads_masters
-        ]
-        if unit.state is not State.SHARDED or not homes:
+        wanted = [f for f in unit.flats if f.storage.reads_ahead and f.gather.reads_masters]
+        if unit.state is not State.SHARDED or not wanted:
             return
         unit.move(State.FETCHING, self.engine.step)
-        for flat, offloaded in homes:
+        for flat in wanted:
             self._buffer(unit, flat)
-            offloaded.fetch()
+            flat.storage.fetch()
 
     def wait(self, unit: Unit) -> None:
         if unit.state is not State.GATHERING:
@@ -475,8 +456,7 @@ class Gatherer:
         self.here.pop(unit.index, None)
         self.turned.pop(unit.index, None)
         for flat in unit.flats:
-            if flat.offloaded is not None:
-                flat.offloaded.forget()
+            flat.storage.forget()
             # On one rank what is frozen rests in the compute dtype, beside what is cast
             if flat.resident:
                 continue

@@ -49,7 +49,7 @@ class Owners:
     __slots__ = ("_engine", "_flat", "bounds", "index", "position")
 
     def __init__(self, flat: Flat, engine: Engine) -> None:
-        group, topology = flat.route.group_of_owners, engine.group.topology
+        group, topology = flat.owners_group, engine.group.topology
         everybody = range(engine.group.size)
         positions = everybody if group is engine.group else topology.intra_group(engine.group.rank)
         self.bounds = tuple(flat.owned_by(p) for p in positions)
@@ -68,7 +68,7 @@ class Owners:
                 f"{subject} is one rank's part of a parameter whose model is gone: nothing can make"
                 " it whole."
             )
-        return engine, flat.route.group_of_owners
+        return engine, flat.owners_group
 
     def before_write(self) -> None:
         """See `Engine.before_write`."""

@@ -89,9 +89,7 @@ class ShardInfo:
         )
         self.dtype = entry.compute.dtype
         self.sharded = not entry.flat.whole_master
-        self.on_disk = (
-            entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
-        ) or entry.flat.route.stored
+        self.in_place = entry.flat.storage.in_place
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -219,7 +217,7 @@ class ShardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         info: ShardInfo | None = self.__dict__.get("onefold")
-        if info is not None and info.on_disk:
+        if info is not None and not info.in_place:
             return f"ShardedParameter({info!r}, on NVMe or encoded)"
         with disable_torch_function():
             return f"ShardedParameter({info!r}, local={self.data!r})"
@@ -261,14 +259,14 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = infos(args, kwargs)
         if (
             name not in _OF_STORAGELESS
-            and (gone := next((i for i in found if i.on_disk), None)) is not None
+            and (gone := next((i for i in found if not i.in_place), None)) is not None
         ):
             raise explain(func, f"parameter {gone.name!r}")
         seen = name in ("data", "detach")
         if seen or writes_in_place(func, kwargs):
             _before_write(args, kwargs, seen)
         if seen and isinstance(first, ShardedParameter):
-            if first.__dict__["onefold"].on_disk:
+            if not first.__dict__["onefold"].in_place:
                 return seen_storageless(
                     func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first)
                 )
@@ -345,8 +343,7 @@ def _seen_grad(param: Any) -> torch.Tensor | None:
     if grad is None:
         if entry is None or not entry.graded_elsewhere:
             return None
-        offloaded = entry.flat.offloaded
-        if offloaded is not None and offloaded.gradients_on_disk:
+        if entry.flat.storage.gradients_on_disk:
             return storageless(param, f"the gradient of {spec.name!r}")
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec)
     if isinstance(grad, Storageless):

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
+from onefold.layout import LOW
 from onefold.recipe import Recipe, Tier
 
 # A budget in bytes is measured by Adam's moments, whatever optimizer comes later
 from onefold.recipe.moments import bytes_an_element
-from onefold.runtime.units import UnitSpec
+from onefold.runtime.units import Found, UnitSpec
 
 
 def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
@@ -64,3 +66,15 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
         " any unit, so all of them stay on the device. Give more, or a share such as 0.5 (units go"
         " as a whole)."
     ]
+
+
+def rests_encoded(found: Found, recipe: Recipe) -> bool:
+    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is
+    looked up in (embeddings).
+    """
+    frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
+    return (
+        frozen
+        and found.param.dtype in LOW
+        and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    )

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.comm import CollectiveContext
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
-from onefold.runtime.capabilities import Offloaded
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
-from onefold.runtime.summing import Reduction, Summing
+from onefold.runtime.reductions import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
 from onefold.runtime.unreduced import take_unreduced
 
@@ -57,7 +57,6 @@ class Reducer:
         self.turn = 0
         self.log: list[int] = []
         self.learned = False
-        self.summing = Summing(engine)
         self.flying: list[Reduction] = []
         self.crossing: list[Reduction] = []  # on a further hop
         # Entries with gradients among the sums that are held, on any rank
@@ -161,7 +160,7 @@ class Reducer:
             for grad in grads
         ):
             return False
-        scale, views = self.summing.early_scale(flat), flat.views(buffer)
+        scale, views = flat.early_scale, flat.views(buffer)
         if len(entries) < len(views) or any(
             entry is not own for entry, own in zip(entries, flat.entries, strict=True)
         ):
@@ -226,7 +225,7 @@ class Reducer:
                 earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
                     entry.slot.shape
                 )
-                earlier = earlier / self.summing.early_scale(flat)
+                earlier = earlier / flat.early_scale
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and entry.compute.grad is None):
             entry.filled = False  # what is on the parameter now is all of it
@@ -257,7 +256,7 @@ class Reducer:
             self.engine.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = self.summing.early_scale(flat)
+        scale = flat.early_scale
         if entry.filled:
             view.add_(grad, alpha=scale)
         elif scale != 1:
@@ -355,25 +354,37 @@ class Reducer:
                 self._send(Reduction(unit, flat, run, filled, buffer, run))
 
     def _send(self, r: Reduction) -> None:
-        self.summing.send(r)
+        self._start(r)
         self.flying.append(r)
+
+    def _start(self, r: Reduction) -> None:
+        """The hop that `r` stands before."""
+        move = "all-reduce" if r.flat.whole_master else "reduce-scatter"
+        place = CollectiveContext(move, r.unit.name, self.engine.step, self.engine.phase)
+        r.sending = r.flat.reduces[r.at].start(r, place)
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can
         be handed over.
         """
-        self.summing.land(r)
-        flat, total = r.flat, r.total
+        sending, r.sending, flat = r.sending, None, r.flat
+        assert sending is not None
+        sending.land()
+        total = r.total
         assert total is not None
         if not r.is_last:
             if self._hold(r):
                 return
-            self.summing.next_hop(r)
-            self.summing.send(r)
+            r.next_hop()
+            self._start(r)
             self.crossing.append(r)
             return
         if flat.broadcast_back is not None:
-            self.summing.broadcast_back(r)
+            if r.gathering is None:  # else the backend has done it
+                place = CollectiveContext(
+                    "all-reduce", r.unit.name, self.engine.step, self.engine.phase
+                )
+                r.gathering = broadcast_back(r, place)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # It was added to gradients that are there
@@ -407,18 +418,17 @@ class Reducer:
         True if some `.grad` lies in them now, or may come to.
         """
         assert r.total is not None
-        offloaded = r.flat.offloaded
-        if offloaded is not None:
-            self._bring_down(r, offloaded)
-        flat, kept = r.flat, not _all_of(r, which)
-        behind = self._steps_behind(flat, which)
+        flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
+        self._bring_down(r)
+        stepper = self.engine.in_backward_stepper
+        behind = stepper is not None and stepper.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
-        if offloaded is not None and offloaded.gradients_on_disk and not behind:
+        if storage.gradients_on_disk and not behind:
             try:
-                offloaded.take_gradient(r.total, r.result_range, meant)
+                storage.take_gradient(r.total, r.result_range, meant)
             except TierError as error:
                 # The other ranks are waiting: all raise before the optimizer steps
                 self.engine.failure = self.engine.failure or error
@@ -442,47 +452,24 @@ class Reducer:
             else:  # a copy in another dtype
                 set_grad(param, grad.to(flat.dtypes.master))
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
-                kept = kept or offloaded is None
+                kept = kept or not storage.offloaded
         if behind:
-            self.engine.in_backward_stepper.landed(flat)
+            stepper.landed(flat)
         return kept
 
-    def _steps_behind(self, flat: Flat, which: list[bool]) -> bool:
-        """Whether the flat buffer is stepped as soon as these gradients are there: they are all of
-        its own, in memory.
-        """
-        behind, offloaded = self.engine.in_backward_stepper, flat.offloaded
-        if (
-            behind is None
-            or offloaded is None
-            or len(flat.runs) != 1
-            or not all(which[e.index] for e in flat.entries if e.active)
-        ):
-            return False
-        if offloaded.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
-            return False
-        offloaded.stepped_in = (
-            self.engine.step if (takes := bool(behind.takes(flat))) else offloaded.stepped_in
-        )
-        return takes
-
-    def _bring_down(self, r: Reduction, offloaded: Offloaded) -> None:
-        """The sums leave the device, once."""
+    def _bring_down(self, r: Reduction) -> None:
+        """The sums leave the device, once, if their optimizer is not there."""
         assert r.total is not None
+        storage = r.flat.storage
         if not r.down:
             r.down = True
             self.engine.memory.add(GRADIENTS, -nbytes_of(r.total))
-            r.total = offloaded.bring_down(r.total)
-            self.engine.transfers.host.add(GRADIENTS, nbytes_of(r.total))
-        if (
-            offloaded.gradients_on_disk
-            or r.total.dtype != r.flat.dtypes.master
-            or any(e.param.grad is not None for e in r.flat.entries)
-        ):
-            self.engine.transfers.down.wait()  # the host is about to read them
+            r.total = storage.bring_down(r.total)
+            self._ledger(r.flat).add(GRADIENTS, nbytes_of(r.total))
+        storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
-        return self.engine.memory if flat.offloaded is None else self.engine.transfers.host
+        return flat.storage.gradient_ledger(self.engine)
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
@@ -509,7 +496,7 @@ class Reducer:
                 ]
             if (
                 not self._hand_over(r, which)
-                and r.flat.offloaded is not None
+                and r.flat.storage.offloaded
                 and r.gathering is not None
                 and r.total is not None
             ):
@@ -539,10 +526,8 @@ class Reducer:
         module): reduce them too.
         """
         for index in late:
-            if any(
-                f.offloaded is not None and f.offloaded.stepped_in == self.engine.step
-                for f in self.units[index].flats
-            ):
+            stepper = self.engine.in_backward_stepper
+            if stepper is not None and stepper.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " behind the backward pass: this model uses it in more than one part of the"
@@ -554,7 +539,8 @@ class Reducer:
     def drop(self) -> None:
         """Forget everything that a failed backward pass left."""
         for r in (*self.flying, *self.crossing):
-            self.summing.drop(r)
+            if r.sending is not None:
+                r.sending.drop(wait=self.engine.group.broken is None)
         if self.engine.group.broken is None:
             for r in self.summed:
                 if r.gathering is not None:

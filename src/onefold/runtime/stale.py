@@ -1,7 +1,7 @@
 """When masters have new values: which copies of them are out of date.
 
     master ──┬── the whole that rests here (stages 0 to 2)                   ► made anew before it is used
-             ├── a second copy, or the own part encoded (runtime/route.py)   ► made anew by the next gather
+             ├── a second copy, or the own part encoded (runtime/gathers.py) ► made anew by the next gather
              └── a gathered unit that no backward pass came for              ► let go
 
 Masters move when an optimizer steps, when somebody writes to a parameter (its version counters
@@ -34,13 +34,13 @@ def look_for_writes(engine: Engine) -> None:
 def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
     """The same for one unit; `trained`: an optimizer has stepped since the last look."""
     stays = unit.index in engine.gather.kept_gathered or not engine.recipe.reshard_after_forward
-    looked_at = unit.resident or stays or any(f.route.secondary is not None for f in unit.flats)
+    looked_at = unit.resident or stays or any(f.gather.secondary is not None for f in unit.flats)
     for flat in unit.flats if looked_at else ():
         versions = sum(written(e.param) for e in flat.entries)
         moved = versions != flat.versions or (trained and bool(flat.runs))
-        flat.versions, flat.stale = versions, flat.resident and (flat.stale or moved)
+        flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or moved)
         if moved:
-            flat.route.masters_changed()
+            flat.gather.masters_changed()
             _let_go(engine, unit)
     if unit.resident:
         _note(engine, unit)
@@ -55,10 +55,9 @@ def all_written(engine: Engine) -> None:
     engine.write_counters.all_of(engine.entries)
     for unit in engine.units:
         for flat in unit.flats:
-            flat.stale = True
-            flat.route.masters_changed()
-            if flat.offloaded is not None:
-                flat.offloaded.touched()
+            flat.stale = _is_copy(flat)
+            flat.gather.masters_changed()
+            flat.storage.touched()
         _let_go(engine, unit)
         if unit.resident:
             _note(engine, unit)
@@ -74,18 +73,14 @@ def _let_go(engine: Engine, unit: Unit) -> None:
 
 def _note(engine: Engine, unit: Unit) -> None:
     engine.gather.wait(unit)
-    for flat in unit.flats:
-        flat.stale = flat.stale and not flat.unsharded and not _is_its_master(flat)
     if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
         unit.move(State.STALE, engine.step)
 
 
-def _is_its_master(flat: Flat) -> bool:
-    """The kept copy is the master itself on every rank (stage 0 in one dtype): it cannot be
-    stale.
+def _is_copy(flat: Flat) -> bool:
+    """The whole that rests here is a copy of masters, of other ranks' at least. Else it is the
+    masters themselves (stage 0 in one dtype), and cannot be stale.
     """
-    return (
-        flat.whole_master
-        and flat.full is not None
-        and storage_of(flat.full) == storage_of(flat.master)
-    )
+    if not flat.resident or flat.full is None:
+        return False
+    return not (flat.whole_master and storage_of(flat.full) == storage_of(flat.master))

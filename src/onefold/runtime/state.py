@@ -48,9 +48,9 @@ def scatter_masters(
 
 def _rewrite(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None) -> None:
     """Rank 0's `full` becomes everybody's masters, wherever these rest."""
-    landing = flat.landing(engine.device)
+    landing = flat.storage.landing(engine.device)
     scatter_masters(engine, unit, flat, full, landing)
-    flat.store_master(landing)
+    flat.storage.store(landing)
 
 
 @contextlib.contextmanager
@@ -254,12 +254,12 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
     if flat.unsharded:
         return None
     if flat.whole_master:
-        return flat.load_master()
+        return flat.storage.load()
     group, place = engine.group, place_of(engine, unit)
     if group.rank != 0:
         known = flat.owned == flat.owned_by(0)  # a replica of what rank 0 has
         group.exchange(
-            [] if known else [(0, flat.load_master().to(engine.device))],
+            [] if known else [(0, flat.storage.load().to(engine.device))],
             [],
             place,
             flat.index,
@@ -267,7 +267,7 @@ def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
         ).wait()
         return None
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
-    full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
+    full[flat.owned[0] : flat.owned[1]].copy_(flat.storage.load())
     sent = [flat.owned_by(p) for p in range(1, group.size)]
     group.exchange(
         [],
@@ -446,7 +446,7 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                 for entry in flat.entries:
                     if entry.slot.name not in coming:
                         _scatter_entry(engine, unit, entry, master)
-                    elif master.is_floating_point() and not flat.route.stored:
+                    elif master.is_floating_point() and not flat.storage.encoded:
                         # See [Note: marks of what is unset] in runtime/unset.py
                         a, b = flat.local(entry)
                         master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)

@@ -16,7 +16,7 @@ from onefold.layout import overlap
 from onefold.memory import GRADIENTS
 from onefold.recipe import Tier
 from onefold.runtime.interval import disable_torch_function, get_grad
-from onefold.runtime.storageless import is_storageless, storageless
+from onefold.runtime.storageless import is_storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -33,20 +33,13 @@ def show_unreduced(engine: Engine) -> None:
             for entry in flat.entries:
                 if flat.held and entry.number in engine.reduce.held and entry.param.grad is None:
                     _show_held(entry)
-                elif entry.filled and entry.param.grad is None and flat.offloaded is not None:
-                    # The gradient is on the device, its parameter is not: what is shown has a
-                    # shape, and can be dropped.
-                    entry.unreduced = entry.param.grad = storageless(
-                        entry.param, f"the unreduced gradient of {entry.slot.name!r}"
-                    )
                 elif entry.filled and entry.param.grad is None:
                     run, (a, b) = flat.run_of[entry.index], flat.local(entry)
                     part = (
                         flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
                     )
-                    # .data: a version counter of its own, which tells whether the user wrote to it
-                    entry.unreduced = entry.param.grad = part.data.to(entry.param.dtype).view(
-                        entry.param.shape
+                    entry.unreduced = entry.param.grad = flat.storage.show_gradient(
+                        entry, part, f"the unreduced gradient of {entry.slot.name!r}"
                     )
 
 
@@ -89,14 +82,11 @@ def take_unreduced(engine: Engine) -> None:
 def _show_held(entry: Entry) -> None:
     """What this rank holds of a sum inside its group, as far as it steps it."""
     flat, run = entry.flat, entry.flat.run_of[entry.index]
-    if flat.offloaded is not None:
-        entry.unreduced = entry.param.grad = storageless(
-            entry.param, f"the gradient of {entry.slot.name!r} before the boundary"
-        )
-        return
-    (first, _), (a, b) = overlap(run, flat.route.shard), flat.local(entry)
+    (first, _), (a, b) = overlap(run, flat.shard), flat.local(entry)
     part = flat.held[run][a - first : b - first] if b > a else flat.held[run][:0]
-    entry.unreduced = entry.param.grad = part.data.to(entry.param.dtype).view(entry.param.shape)
+    entry.unreduced = entry.param.grad = flat.storage.show_gradient(
+        entry, part, f"the gradient of {entry.slot.name!r} before the boundary"
+    )
 
 
 def _drop_held(engine: Engine, entry: Entry) -> None:
@@ -105,7 +95,7 @@ def _drop_held(engine: Engine, entry: Entry) -> None:
     engine.reduce.held.discard(entry.number)
     run = flat.run_of.get(entry.index)
     if run is not None and run in flat.held:
-        span = overlap(run, flat.route.shard)
+        span = overlap(run, flat.shard)
         a, b = overlap((entry.slot.start, entry.slot.end), span)
         flat.held[run][a - span[0] : b - span[0]].zero_()
 
@@ -119,12 +109,7 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     if engine.backward_open:
         return ledger.held(GRADIENTS)
     with disable_torch_function():
-        here = [
-            f
-            for u in engine.units
-            for f in u.flats
-            if (f.offloaded is None) == (tier is Tier.DEVICE)
-        ]
+        here = [f for u in engine.units for f in u.flats if f.storage.gradient_tier is tier]
         reduced = sum(
             unique_bytes(
                 [get_grad(e.param) for f in here for e in f.entries if e.unreduced is None]

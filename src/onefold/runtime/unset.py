@@ -218,10 +218,10 @@ def _entry_is_unset(entry: Entry) -> bool:
             if hasattr(entry.param, "_onefold_unset")
             else _all_nan(entry.param)
         )
-    if flat.route.stored or not flat.dtypes.master.is_floating_point:
+    if flat.storage.encoded or not flat.dtypes.master.is_floating_point:
         return True  # a load's names tell
     a, b = flat.local(entry)
-    return a == b or _all_nan(flat.load_master()[a - flat.owned[0] : b - flat.owned[0]])
+    return a == b or _all_nan(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
 
 
 def without_value(engine: Engine, unit: Unit, coming: Collection[str]) -> set[str]:

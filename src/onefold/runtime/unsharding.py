@@ -44,7 +44,7 @@ def refuse_unless_possible(engine: Engine) -> None:
         why = "it keeps parameters or optimizer states on the host or on NVMe"
     elif any(flat.tiled for flat in flats):
         why = f"weights above tile={engine.recipe.tile} are cut into tiles"
-    elif any(flat.route.stored for flat in flats):
+    elif any(flat.storage.encoded for flat in flats):
         why = f"frozen={engine.recipe.frozen!r} keeps frozen weights encoded"
     elif engine.recipe.moments is not None:
         why = f"moments={engine.recipe.moments!r} keeps the optimizer's states in another format"

@@ -24,9 +24,7 @@ def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
     with disable_torch_function(), torch.no_grad():
         if flat.whole_master:
-            return full.copy_(flat.load_master())
-        full[flat.owned[0] : flat.owned[1]].copy_(flat.load_master())
-        flat.route.group_of_owners.all_gather(
-            full, place_of(engine, unit), flat.index, move="state"
-        ).wait()
+            return full.copy_(flat.storage.load())
+        full[flat.owned[0] : flat.owned[1]].copy_(flat.storage.load())
+        flat.owners_group.all_gather(full, place_of(engine, unit), flat.index, move="state").wait()
     return full

@@ -278,7 +278,7 @@ class _InTime(_Loop):
         applied = verdict is Verdict.APPLY
         if not applied:
             # Finding out where went through the bad step once more
-            self.engine.reduce.summing.forget()
+            self.engine.residuals.forget()
         begun = time.perf_counter()
         _update(run, apply=applied)
         self._update_s = time.perf_counter() - begun
@@ -319,12 +319,12 @@ class _StepLate(_Loop):
         super().__init__(*args)
         self._launched: _Launched | None = None  # the step before, where it was not read yet
         self._arrived = 0.0
-        self._draw = 0  # `Summing.draw` as the step began
+        self._draw = 0  # `Residuals.draw` as the step began
 
     def step(self, step: int) -> int:
         run = self.run
         generators = self._begin(step)
-        begun, self._draw = self._begun, self.engine.reduce.summing.draw
+        begun, self._draw = self._begun, self.engine.residuals.draw
         loss, tokens = _forward_backward(run, self.feed, step)
         before, self._launched = self._launched, None
         read = self._read(before) if before is not None else [0.0]
@@ -391,17 +391,17 @@ class _StepLate(_Loop):
 
         `overtaken`: forward and backward pass of the next step were launched.
         """
-        summing, (_, norm, *scale) = self.engine.reduce.summing, read
+        residuals, (_, norm, *scale) = self.engine.residuals, read
 
         def where() -> str:
             if overtaken:
                 # That pass is made once more, with the random bits that it would have had
-                summing.draw = self._draw
+                residuals.draw = self._draw
             return self._where(launched.step, launched.generators)
 
         verdict = self.nonfinite.judge(launched.step, told.loss, norm, where, self._scale)
         if verdict is Verdict.SKIP:
-            summing.forget()
+            residuals.forget()
         if verdict is not Verdict.ROLLBACK:
             assert launched.row is not None
             launched.row |= self.meter.rates(self._seconds, launched.tokens)

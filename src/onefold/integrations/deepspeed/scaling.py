@@ -89,5 +89,5 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
         here, away = in_memory(onefold.engine_of(module), module.parameters())
         for gradients in by_device(here):
             torch._foreach_mul_(gradients, factor)
-        for home in away:
-            home.scale_by(torch.tensor(factor))
+        for storage in away:
+            storage.scale_gradients(torch.tensor(factor))

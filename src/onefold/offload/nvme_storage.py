@@ -1,0 +1,301 @@
+"""Shards whose masters and states rest in files on NVMe, stepped chunk by chunk (offload/step.py).
+
+The optimizer's parameters are storageless between steps (runtime/storageless.py): of a shape and a
+dtype, without memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.layout import Tiers, overlap
+from onefold.memory import (
+    GRADIENTS,
+    MASTERS,
+    MOMENTS,
+    PARAMETERS,
+    STAGING,
+    empty,
+)
+from onefold.memory.tier_error import TierError
+from onefold.offload.storage import OffloadStorage, grain_of_kind
+from onefold.recipe import Tier
+from onefold.recipe.tiers import SECTOR
+from onefold.runtime.capabilities import Region, Transfer
+from onefold.runtime.storageless import storageless
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry, Flat
+
+_CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
+
+
+class NvmeStorage(OffloadStorage):
+    """Masters and states in regions of the rank's files. Elements are counted from the first that
+    this rank owns.
+
+    Attributes:
+        regions: what lies on NVMe: "master", "parameter", "gradient", and those of `state_kind`.
+        written: (kind, first element) of the chunks that hold something.
+        scale: what gradients on NVMe are multiplied with when they are read; None is 1.
+        norms: 2-norms of the gradients on NVMe that this rank accounts for, by the index of their
+            entry, taken as they passed by.
+    """
+
+    in_place = False
+    on_disk = True
+
+    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
+        super().__init__(flat, tiers, engine)
+        self.gradients_on_disk = tiers.gradients is Tier.NVME
+        self.reads_ahead = tiers.parameters is Tier.NVME
+        self.regions: dict[str, Region] = {}
+        self.written: set[tuple[str, int]] = set()
+        self.scale: torch.Tensor | None = None
+        self.norms: dict[int, torch.Tensor] = {}
+        self._fetching: tuple[torch.Tensor, Transfer, bool] | None = None
+
+    # -- building ----------------------------------------------------------------------------------
+
+    def build(self, device: torch.device) -> torch.Tensor:
+        d = self.flat.dtypes
+        self.shown = torch.empty(self.numel, dtype=d.master)
+        self._build_rest(device)
+        self.region("master", d.master)
+        if self.reads_ahead and d.compute != d.master:
+            self.region("parameter", d.compute)
+        return self.shown
+
+    def bound(self, first: torch.Tensor) -> None:
+        self.shown.untyped_storage().resize_(0)
+        self.store(first)
+
+    def region(self, kind: str, dtype: torch.dtype) -> Region:
+        """The place on NVMe of what is called `kind`, [owned] (or an item for some elements each);
+        made when it is first asked for.
+
+        Raises:
+            TierError: the disk has no room.
+        """
+        if kind not in self.regions:
+            name = f"{self.flat.unit_name}.{self.flat.index}.{kind}"
+            region = self.regions[kind] = self.transfers.store.region(
+                name, -(-self.numel // grain_of_kind(kind)), dtype
+            )
+            self.transfers.disk.add(
+                _CATEGORIES.get(kind, MOMENTS), region.nbytes, self.flat.unit_name
+            )
+        return self.regions[kind]
+
+    # -- masters -----------------------------------------------------------------------------------
+
+    def load(self) -> torch.Tensor:
+        return self.part("master", 0, self.numel)
+
+    def store(self, values: torch.Tensor) -> None:
+        if not self.numel:
+            return
+        for a, b in self.chunks():
+            whole, data = self._buffer(b - a, self.flat.dtypes.master)
+            data.copy_(values[a:b])
+            self.stepped(a, b, data)
+            self.transfers.up.wait()
+            self._write("master", a, data, whole)
+        self.transfers.flush()
+
+    def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
+        if self.rest is not None:
+            self.copy_up(self.rest[start:stop], master)
+        elif "parameter" in self.regions:
+            whole, low = self._buffer(stop - start, self.flat.dtypes.compute)
+            low.copy_(master)
+            self._write("parameter", start, low, whole)
+
+    def renew(self) -> None:
+        """Make what gathers read anew of the masters."""
+        for a, b in self.chunks():
+            self.stepped(a, b, self.part("master", a, b))
+        self.transfers.flush()
+
+    def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
+        """Elements (or items) [start, stop) of what lies on NVMe as `kind`, in host memory of their
+        own.
+        """
+        region = self.regions[kind]
+        if start == stop:
+            return torch.empty(0, dtype=region.dtype)
+        first = start // SECTOR * SECTOR
+        out = empty(
+            min(region.numel, -(-stop // SECTOR) * SECTOR) - first,
+            region.dtype,
+            torch.device("cpu"),
+            paged=True,
+        )
+        self.transfers.wait(region.read(first, out))
+        self.transfers.entered("read", self.flat.unit_name, out.numel() * out.element_size())
+        return out[start - first : stop - first]
+
+    def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
+        """Overwrite elements (or items) from `start` on of what lies on NVMe as `kind`."""
+        stop, region, grain = start + values.numel(), self.regions[kind], grain_of_kind(kind)
+        if start == stop:
+            return
+        self.written |= {
+            (kind, a) for a, b in self.chunks() if a < stop * grain and start * grain < b
+        }
+        first, last = start // SECTOR * SECTOR, min(region.numel, -(-stop // SECTOR) * SECTOR)
+        whole, data = self._buffer(last - first, region.dtype)
+        if first < start or stop < last:
+            self.transfers.wait(region.read(first, data))
+        data[start - first : stop - first].copy_(values)
+        self._write(kind, first, data, whole)
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.transfers.buffer(numel, dtype, self.flat.unit_name)
+
+    def _write(self, kind: str, start: int, data: torch.Tensor, whole: torch.Tensor) -> None:
+        self.transfers.write(self.regions[kind], start, data, whole, self.flat.unit_name)
+
+    def chunks(self) -> Iterator[tuple[int, int]]:
+        """The intervals that are moved and stepped at a time."""
+        return (
+            (a, min(self.numel, a + self.transfers.chunk))
+            for a in range(0, self.numel, self.transfers.chunk)
+        )
+
+    # -- gathers -----------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Start reading this rank's interval into its part of `flat.full`, if it comes from a disk
+        and the read is not under way.
+        """
+        full = self.flat.full
+        if self.rest is not None or self._fetching is not None or not self.numel or full is None:
+            return
+        region = self.regions.get("parameter") or self.regions["master"]
+        mine = full[slice(*self.flat.owned)]
+        self.transfers.risen()
+        direct = (
+            mine.device.type == "cpu"
+            and not mine.data_ptr() % SECTOR
+            and not region.nbytes % SECTOR
+        )
+        data = (
+            mine
+            if direct
+            else self.transfers.pool.take(self.numel, region.dtype, STAGING, self.flat.unit_name)
+        )
+        self._fetching = data, region.read(0, data), direct
+        self.transfers.entered("read", self.flat.unit_name, region.nbytes)
+
+    def put_read(self, mine: torch.Tensor) -> None:
+        self.fetch()
+        assert self._fetching is not None
+        data, transfer, direct = self._fetching
+        self._fetching = None
+        self.transfers.wait(transfer)
+        if not direct:
+            self.transfers.rise(mine, data)
+
+    def forget(self) -> None:
+        if self._fetching is not None:
+            data, transfer, direct = self._fetching
+            self._fetching = None
+            with contextlib.suppress(TierError):  # nobody wants it any more
+                self.transfers.wait(transfer)
+            if not direct:
+                self.transfers.pool.give(data)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def take_gradient(
+        self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
+    ) -> None:
+        """Host sums over the addresses `span`, of which the entries `wanted` are meant: to NVMe,
+        added to what is there of them.
+
+        Their `.grad` becomes storageless.
+        """
+        region, base = self.region("gradient", self.flat.dtypes.master), self.flat.owned[0]
+        if all(e.param.grad is None for e in self.flat.entries):
+            self.scale = None
+        elif self.scale is not None:
+            raise RuntimeError(
+                f"a backward pass adds to gradients of {self.flat.unit_name!r} that were clipped or"
+                " unscaled already: do that once, after the last backward pass of a step."
+            )
+        for a, b in self.chunks():
+            here = overlap((base + a, base + b), span)
+            inside = [(e, overlap((e.slot.start, e.slot.end), here)) for e in wanted]
+            inside = [(e, (x, y)) for e, (x, y) in inside if x < y]
+            if not inside:
+                continue
+            whole, data = self._buffer(b - a, region.dtype)
+            if any(
+                e.param.grad is not None
+                for e in self.flat.entries
+                if _meets(e, (base + a, base + b))
+            ):
+                self.transfers.wait(region.read(a, data))
+                self.transfers.entered(
+                    "read", self.flat.unit_name, data.numel() * data.element_size()
+                )
+            else:
+                data.zero_()
+            for entry, (x, y) in inside:
+                into, new = data[x - base - a : y - base - a], total[x - span[0] : y - span[0]]
+                if entry.param.grad is None:
+                    into.copy_(new)
+                else:
+                    into.add_(new)
+            self._write("gradient", a, data, whole)
+        for entry in wanted:
+            self.norms.pop(entry.index, None)
+            if entry.param.grad is None:
+                x, y = self.flat.accounted(entry)
+                # The norm is asked for later, and now it is in memory
+                if x < y and total.dtype == region.dtype:
+                    self.norms[entry.index] = torch._foreach_norm(
+                        [total[x - span[0] : y - span[0]]], 2.0
+                    )[0]
+                entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
+
+    def gradient_norm(self, entry: Entry, addresses: tuple[int, int], p: float) -> torch.Tensor:
+        """The p-norm of the gradient of `entry` over `addresses`, a 0-dim tensor; read again unless
+        it was taken as it passed by.
+        """
+        a, b = addresses
+        if p != 2 or self.scale is not None or entry.index not in self.norms:
+            part = self.part("gradient", a - self.flat.owned[0], b - self.flat.owned[0])
+            if self.scale is not None:
+                part.mul_(self.scale)
+            norm = torch._foreach_norm([part], p)[0]
+            if p != 2 or self.scale is not None:
+                return norm
+            self.norms[entry.index] = norm
+        return self.norms[entry.index]
+
+    def gradients_finite(self) -> bool:
+        """Whether all gradients on NVMe are finite numbers."""
+        used = [e for e in self.flat.entries if e.param.grad is not None]
+        spans = [
+            (a - self.flat.owned[0], b - self.flat.owned[0]) for a, b in map(self.flat.local, used)
+        ]
+        return all(
+            bool(torch.isfinite(self.part("gradient", a, b)).all()) for a, b in spans if a < b
+        )
+
+    def scale_gradients(self, factor: torch.Tensor) -> None:
+        """Multiply all gradients on NVMe with `factor` when they are next read."""
+        factor = factor.detach().to("cpu", torch.float32).reshape(())
+        self.scale = factor.clone() if self.scale is None else self.scale * factor
+
+
+def _meets(entry: Entry, addresses: tuple[int, int]) -> bool:
+    a, b = overlap((entry.slot.start, entry.slot.end), addresses)
+    return a < b

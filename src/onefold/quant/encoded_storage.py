@@ -1,0 +1,101 @@
+"""Frozen weights that rest encoded, and how the intervals of a flat buffer are written as bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm.codec import Codec
+from onefold.memory import PARAMETERS, nbytes_of
+from onefold.recipe import Tier
+from onefold.runtime.storage import Storage, refuse_written
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Entry, Flat
+
+
+class EncodedIntervals:
+    """Every rank's interval is encoded by itself and takes `each` bytes, so that the bytes are the
+    same over any groups.
+
+        values   | interval 0 | interval 1 | interval 2 | ...     shard_numel elements each
+        bytes    | each       | each       | each       | ...     a multiple of 16
+    """
+
+    def __init__(self, flat: Flat, codec: Codec) -> None:
+        self.codec, self.numel = codec, flat.layout.shard_numel
+        self.used = codec.encoded_bytes(self.numel)
+        self.each = flat.spec.each
+
+    def bytes_of(self, addresses: tuple[int, int]) -> tuple[int, int]:
+        """Where the bytes of whole intervals, given by their addresses, begin and end."""
+        a, b = (edge // max(self.numel, 1) * self.each for edge in addresses)
+        return a, b
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        """`values` of some intervals into their bytes."""
+        for index in range(values.numel() // max(self.numel, 1)):
+            self.codec.encode(
+                values[index * self.numel : (index + 1) * self.numel], self.at(coded, index)
+            )
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+        """The bytes of some intervals into their values."""
+        for index in range(coded.numel() // max(self.each, 1)):
+            self.codec.decode(
+                self.at(coded, index), values[index * self.numel : (index + 1) * self.numel]
+            )
+
+    def at(self, coded: torch.Tensor, index: int) -> torch.Tensor:
+        """The bytes of one interval."""
+        return coded[index * self.each : index * self.each + self.used]
+
+
+class EncodedStorage(Storage):
+    """Frozen weights of which the bytes that travel are all there is (QLoRA's base).
+
+    Attributes:
+        payload: the intervals that this rank owns, encoded.
+    """
+
+    in_place = False
+    encoded = True
+    payload: torch.Tensor
+
+    def __init__(self, flat: Flat, codec: Codec) -> None:
+        super().__init__(flat)
+        self.codec, self.intervals = codec, EncodedIntervals(flat, codec)
+
+    def build(self, device: torch.device) -> torch.Tensor:
+        self.payload = torch.empty(self.flat.spec.kept_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
+
+    def bound(self, first: torch.Tensor) -> None:
+        self.store(first)
+        self.flat.master.untyped_storage().resize_(0)
+
+    def resting_bytes(self) -> dict[Tier, dict[str, int]]:
+        return {Tier.DEVICE: {PARAMETERS: nbytes_of(self.payload)}}
+
+    def load(self) -> torch.Tensor:
+        values = torch.empty(self.numel, dtype=self.flat.dtypes.master, device=self.payload.device)
+        self.intervals.decode(self.payload, values)
+        return values
+
+    def store(self, values: torch.Tensor) -> None:
+        self.intervals.encode(values, self.payload)
+
+    def refuse_training(self, entry: Entry) -> None:
+        raise ValueError(
+            f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests"
+            " encoded, and cannot be trained now. Leave requires_grad=True while calling shard()"
+            " and freeze it afterwards, or leave frozen out of the recipe."
+        )
+
+    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
+        refuse_written(written)
+        return False
+
+    def put(self, full: torch.Tensor) -> None:
+        """Nothing: `EncodedRestGather` sends the bytes."""

@@ -1,0 +1,164 @@
+"""Gathers whose bytes travel encoded (qwZ, ZeRO++; frozen weights that rest encoded).
+
+Each rank's interval is encoded once after a step, moved and kept as bytes, and decoded into the
+flat buffer behind the last hop. Every rank decodes its own interval too, so that all compute with
+the same values.
+
+| class                    | bytes are kept of         | they travel                                      |
+|--------------------------|---------------------------|--------------------------------------------------|
+| `EncodedGather`          | what this rank owns       | among all owners                                  |
+| `EncodedSecondaryGather` | the shard of its group    | between groups once after a step, then inside     |
+| `EncodedRestGather`      | nothing: masters are bytes | among all owners                                 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.comm.codec import Codec
+from onefold.memory import GATHERED, Pool
+from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
+from onefold.runtime.gathers import Beside, Gather
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Flat
+
+
+class EncodedGather(Gather):
+    """One all-gather of bytes among the ranks whose masters together are the whole."""
+
+    exact = False
+
+    def __init__(self, flat: Flat, codec: Codec, pool: Pool) -> None:
+        super().__init__(flat)
+        self.intervals, self.pool = EncodedIntervals(flat, codec), pool
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        """Where in the bytes of the whole those that are kept begin and end."""
+        return self.intervals.bytes_of(self.flat.owned)
+
+    def build(self, device: torch.device) -> None:
+        nbytes = self.flat.spec.kept_bytes
+        self.secondary = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> Pending:
+        flat = self.flat
+        # Taken on the computing stream, in whose order it is handed on.
+        coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
+        with beside():
+            return Decoded(self.send(full, coded, put, place), self, full, coded)
+
+    def send(
+        self,
+        full: torch.Tensor,
+        coded: torch.Tensor,
+        put: Callable[[], None],
+        place: CollectiveContext,
+    ) -> Pending:
+        """Bring the bytes of the whole into `coded`."""
+        kept, mine = self.secondary, coded[slice(*self.kept)]
+        assert kept is not None
+        if self.fresh:
+            mine.copy_(kept)
+        else:
+            put()
+            self.encode(full, coded)
+            kept.copy_(mine)
+            self.fresh = True
+        return self.flat.owners_group.all_gather(
+            coded, place, self.flat.index, plain=full.numel() * full.element_size()
+        )
+
+    def encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
+        """What this rank owns, interval by interval: each is encoded by itself, so that the bytes
+        are the same over any groups.
+        """
+        a, b = self.flat.owned
+        self.intervals.encode(full[a:b], coded[slice(*self.intervals.bytes_of((a, b)))])
+
+
+class EncodedSecondaryGather(EncodedGather):
+    """The bytes of the group's shard are kept on this rank (qwZ with hpZ)."""
+
+    @property
+    def kept(self) -> tuple[int, int]:
+        return self.intervals.bytes_of(self.flat.shard)
+
+    def send(
+        self,
+        full: torch.Tensor,
+        coded: torch.Tensor,
+        put: Callable[[], None],
+        place: CollectiveContext,
+    ) -> Pending:
+        flat, group, kept = self.flat, self.flat.group, self.secondary
+        mine, plain = coded[slice(*self.kept)], full.numel() * full.element_size()
+        assert kept is not None
+        if self.fresh:
+            mine.copy_(kept)
+            return group.intra_group.all_gather(coded, place, flat.index, plain=plain)
+        put()
+        self.encode(full, coded)
+        self.fresh = True
+        shard_plain = plain * group.topology.outer // group.size
+        between = group.inter_group.all_gather(mine, place, flat.index, plain=shard_plain)
+
+        def keep() -> Pending:
+            kept.copy_(mine)
+            return group.intra_group.all_gather(coded, place, flat.index, plain=plain)
+
+        return Chain(group, between, keep)
+
+
+class EncodedRestGather(EncodedGather):
+    """Masters rest encoded: their bytes are what travels, and nothing else is kept."""
+
+    def __init__(self, flat: Flat, storage: EncodedStorage, pool: Pool) -> None:
+        super().__init__(flat, storage.codec, pool)
+        self.storage = storage
+
+    def build(self, device: torch.device) -> None:
+        pass
+
+    @property
+    def reads_masters(self) -> bool:
+        return True
+
+    def send(
+        self,
+        full: torch.Tensor,
+        coded: torch.Tensor,
+        put: Callable[[], None],
+        place: CollectiveContext,
+    ) -> Pending:
+        coded[slice(*self.kept)].copy_(self.storage.payload)
+        return self.flat.owners_group.all_gather(
+            coded, place, self.flat.index, plain=full.numel() * full.element_size()
+        )
+
+
+class Decoded(Pending):
+    """A gather of bytes that ends with the values."""
+
+    __slots__ = ("_coded", "_full", "_gather", "_moving")
+
+    def __init__(
+        self, moving: Pending, gather: EncodedGather, full: torch.Tensor, coded: torch.Tensor
+    ) -> None:
+        self._moving, self._gather, self._full = moving, gather, full
+        self._coded: torch.Tensor | None = coded
+        self.place, self.event = moving.place, moving.event
+
+    def wait(self) -> None:
+        coded, self._coded = self._coded, None
+        if coded is not None:
+            self._moving.wait()
+            self._gather.intervals.decode(coded, self._full)
+            self._gather.pool.give(coded)

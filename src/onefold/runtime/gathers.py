@@ -1,0 +1,123 @@
+"""How the whole of a flat buffer comes together. One `Gather` for each flat buffer, chosen once in
+`shard()`.
+
+| class             | file             | path of a rank's part                                                   |
+|-------------------|------------------|-------------------------------------------------------------------------|
+| `LocalGather`     | here             | every rank has all masters: a copy, or nothing                           |
+| `FlatGather`      | here             | owned ── all owners ──► whole                                            |
+| `SecondaryGather` | here             | interval ── inter-group ──► shard (kept) ── intra-group ──► whole        |
+| `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
+
+`interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
+positions] in comm/topology.py). What a gather keeps until the next step (a secondary shard, or the
+own part encoded) is `fresh` while it is of the masters as they are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.memory import PARAMETERS, nbytes_of
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Flat
+
+#: Makes a context whose work may go to another stream than the computing one.
+Beside = Callable[[], AbstractContextManager[Any]]
+
+
+class Gather(ABC):
+    """The gathers of one flat buffer.
+
+    Attributes:
+        exact: the whole holds the masters' values, rounded to the compute dtype and no further.
+        secondary: what is kept on this rank between steps to gather from; None if masters are.
+        fresh: `secondary` is of the masters as they are.
+    """
+
+    exact: bool = True
+
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        self.secondary: torch.Tensor | None = None
+        self.fresh = False
+
+    def build(self, device: torch.device) -> None:
+        """Take the memory of `secondary`."""
+
+    @abstractmethod
+    def start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> Pending | None:
+        """Start gathering the whole into `full`; `put` writes this rank's part of the masters
+        there. Both go where `beside` says. None if nothing is under way.
+        """
+
+    @property
+    def reads_masters(self) -> bool:
+        """The next gather begins with this rank's masters, not with `secondary`."""
+        return not (self.fresh and self.secondary is not None)
+
+    def masters_changed(self) -> None:
+        """The masters have new values."""
+        self.fresh = False
+
+    @property
+    def resting_bytes(self) -> dict[str, int]:
+        """Bytes kept between steps, by category."""
+        return {} if self.secondary is None else {PARAMETERS: nbytes_of(self.secondary)}
+
+
+class LocalGather(Gather):
+    """This rank has all masters."""
+
+    def start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> None:
+        with beside():
+            put()
+
+
+class FlatGather(Gather):
+    """One all-gather among the ranks whose masters together are the whole."""
+
+    def start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> Pending:
+        with beside():
+            put()
+            return self.flat.owners_group.all_gather(full, place, self.flat.index)
+
+
+class SecondaryGather(Gather):
+    """Between groups once after a step, and inside the group from a second copy (hpZ, ZeRO++)."""
+
+    def build(self, device: torch.device) -> None:
+        dtype = self.flat.dtypes.compute
+        numel = self.flat.spec.kept_bytes // dtype.itemsize
+        self.secondary = torch.empty(numel, dtype=dtype, device=device)
+
+    def start(
+        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+    ) -> Pending:
+        flat, group, second = self.flat, self.flat.group, self.secondary
+        mine = full[slice(*flat.shard)]
+        assert second is not None
+        with beside():
+            if self.fresh:
+                mine.copy_(second)
+                return group.intra_group.all_gather(full, place, flat.index)
+            put()
+            self.fresh = True
+
+            def keep() -> Pending:
+                second.copy_(mine)
+                return group.intra_group.all_gather(full, place, flat.index)
+
+            return Chain(group, group.inter_group.all_gather(mine, place, flat.index), keep)

@@ -1,0 +1,411 @@
+"""How partial gradients become this rank's sums: one gradient buffer on its way, hop by hop, and on
+to who holds the sums too.
+
+    stage 1 to 3      whole ── all ──► interval
+    stage 0           whole ── all ──► interval ── all ──► whole            (reduce-scatter and all-gather: an all-reduce)
+    over groups       whole ── intra-group ──► shard ── inter-group ──► interval
+    stage 0           ... ──► interval ── inter-group ──► shard ── intra-group ──► whole
+    HSDP, MiCS        whole ── intra-group ──► shard ── inter-group ──► interval ── inter-group ──► shard
+
+One `Reduce` for each hop of each flat buffer, chosen once in `shard()`:
+
+| class              | file                 | parts travel                          | and are added                           |
+|--------------------|----------------------|---------------------------------------|-----------------------------------------|
+| `PairwiseReduce`   | here                 | in messages between two ranks (gloo)   | here, in rank order                     |
+| `SimulatedReduce`  | here                 | nowhere: one rank stands for all       | as above                                |
+| `RowsReduce`       | native_reductions.py | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
+| `BackendReduce`    | native_reductions.py | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
+| `BackendAllReduce` | native_reductions.py | in an all_reduce of the backend        | by the backend, for every rank          |
+| `EncodedReduce`    | quant/reductions.py  | encoded (qgZ)                          | here, decoded, in rank order            |
+
+[Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
+to the dtype of the wire, whether it then travels on or stays. The second half of stage 0's
+all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
+
+[Note: the mean over ranks] Gradients are divided by the number of ranks once. Where they travel in
+the accumulation dtype, each rank scales its own as it copies them into the buffer
+(`Flat.early_scale`), at no cost. Where 16 bits travel, whose range that would waste, the sums are
+scaled (`_late_scale`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.comm.group import Cut
+from onefold.layout import overlap
+from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
+from onefold.runtime.flat import Flat
+from onefold.runtime.hops import Hop
+from onefold.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+
+
+@dataclass
+class Reduction:
+    """One run of one flat buffer on its way.
+
+    Attributes:
+        run: the addresses that are reduced. filled: which entries got a gradient here.
+        buffer: what the next hop sends, over the addresses `span`. at: the hop.
+        sending: the hop that is under way.
+        total: the sums, over `result_range`, behind the last hop. down: they have left the device.
+        gathering: the sums are on their way to who holds them too.
+    """
+
+    unit: Unit
+    flat: Flat
+    run: tuple[int, int]
+    filled: list[bool]
+    buffer: torch.Tensor
+    span: tuple[int, int]
+    at: int = 0
+    sending: Sending | None = None
+    total: torch.Tensor | None = None
+    result_range: tuple[int, int] = (0, 0)
+    gathering: Pending | None = None
+    down: bool = False
+
+    @property
+    def hop(self) -> Hop:
+        return self.flat.hops[self.at]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The addresses of `span` that this rank sums on this hop."""
+        return overlap(self.span, self.hop.own)
+
+    @property
+    def mine(self) -> torch.Tensor:
+        """This rank's part of `buffer`."""
+        a, b = self.own
+        return self.buffer[a - self.span[0] : b - self.span[0]]
+
+    @property
+    def is_last(self) -> bool:
+        """No further hop follows."""
+        return self.at + 1 == len(self.flat.hops)
+
+    def next_hop(self) -> None:
+        """The sums of this hop are what the next one sends."""
+        assert self.total is not None
+        own = self.own
+        self.buffer, self.total, self.span, self.at = self.total, None, own, self.at + 1
+
+
+class Sending(ABC):
+    """One hop of one reduction under way. It has the buffers that `Reduce.start` took.
+
+    Attributes:
+        pending: the messages. sent: what travels, where that is not the reduction's own buffer.
+        receive_buffer: what the other ranks' parts come into.
+    """
+
+    def __init__(self, by: Reduce, r: Reduction) -> None:
+        self.by, self.r = by, r
+        self.pending: Pending | None = None
+        self.sent: torch.Tensor | None = None
+        self.receive_buffer: torch.Tensor | None = None
+
+    def on_the_wire(self) -> torch.Tensor:
+        """The reduction's buffer in the dtype of the wire."""
+        r, wire = self.r, self.r.flat.dtypes.wire
+        if r.buffer.dtype == wire:
+            return r.buffer
+        self.sent = self.by.pool.take(r.buffer.numel(), wire, REDUCTION, r.unit.name)
+        return self.sent.copy_(r.buffer)
+
+    def land(self) -> None:
+        """Wait for the parts and add them up: `total` and `result_range` of the reduction."""
+        pending, self.pending, pool = self.pending, None, self.by.pool
+        assert pending is not None
+        pending.wait()
+        self.give_sent()
+        total = self.sum()
+        receive_buffer, self.receive_buffer = self.receive_buffer, None
+        if receive_buffer is not None:
+            pool.give(receive_buffer)
+        self.give_sent()
+        buffer, self.r.buffer = self.r.buffer, total
+        pool.give(buffer)
+        self.r.total = total
+
+    def give_sent(self) -> None:
+        """What travelled is no longer needed."""
+        sent, self.sent = self.sent, None
+        if sent is not None:
+            self.by.pool.give(sent)
+
+    @abstractmethod
+    def sum(self) -> torch.Tensor:
+        """The sums of the parts that have come. Sets `result_range` of the reduction."""
+
+    def drop(self, wait: bool) -> None:
+        """Give back what `Reduce.start` took; `wait` for the parts, unless they will never come."""
+        pending, self.pending = self.pending, None
+        if pending is not None and wait:
+            pending.wait()
+        del pending
+        self.forget_parts()
+        nothing = self.r.buffer.new_empty(0)
+        for buffer in (self.r.buffer, self.sent, self.receive_buffer):
+            if buffer is not None:
+                self.by.pool.give(buffer)
+        self.r.buffer, self.sent, self.receive_buffer = nothing, None, None
+
+    def forget_parts(self) -> None:
+        """Parts that lie in no buffer of the pool are dropped."""
+
+
+class Reduce(ABC):
+    """One hop of the reductions of one flat buffer."""
+
+    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
+        self.flat, self.at, self.hop, self.group = flat, at, flat.hops[at], flat.hops[at].group
+        self.pool, self.memory = engine.pool, engine.memory
+        self.is_last = at + 1 == len(flat.hops)
+        # As many are kept as there are ways in which parameters have been frozen
+        self._cuts: dict[tuple[int, int], Cut] = {}
+
+    @abstractmethod
+    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+        """Start the hop that `r` stands before."""
+
+    def cut(self, span: tuple[int, int]) -> Cut:
+        """How this hop divides a buffer over `span`."""
+        if span not in self._cuts:
+            self._cuts[span] = self.group.cut(
+                [b - a for a, b in (overlap(span, there) for there in self.hop.ranges)]
+            )
+        return self._cuts[span]
+
+    # -- sums --------------------------------------------------------------------------------------
+
+    @property
+    def late_scale(self) -> float:
+        """The mean's factor, if it is applied to the sums of this hop. See [Note: the mean over
+        ranks].
+        """
+        return 1.0 / self.group.size if self.group.size > 1 and self.flat.early_scale == 1 else 1.0
+
+    def target(self, r: Reduction) -> tuple[torch.Tensor, torch.Tensor]:
+        """(memory for the sums over `result_range`, the part of it that this rank sums)."""
+        flat, own = self.flat, r.own
+        if not self.is_last:  # a buffer on its way
+            total = self.pool.take(own[1] - own[0], flat.dtypes.sums, REDUCTION, r.unit.name)
+            r.result_range = own
+            return total, total
+        # Who holds more than it sums puts its sums into their place there; the others' come later.
+        sent_on = flat.broadcast_back is not None
+        a, b = r.result_range = overlap(r.run, flat.owned) if sent_on else own
+        total = self.pool.fresh(b - a, flat.spec.landed)
+        self.memory.add(GRADIENTS, nbytes_of(total))
+        return total, total[own[0] - a : own[1] - a]
+
+    def finish(self, r: Reduction, target: torch.Tensor, sending: PartsSending) -> None:
+        """Add the parts up into `target`: in the accumulation dtype, scaled, rounded once."""
+        sums_dtype = self.flat.dtypes.sums
+        sums = target
+        if target.dtype != sums_dtype:
+            sums = self.pool.take(target.numel(), sums_dtype, REDUCTION, r.unit.name)
+        sending.add_up(sums)
+        if self.late_scale != 1:
+            sums.mul_(self.late_scale)
+        if sums is not target:
+            target.copy_(sums)
+            self.pool.give(sums)
+        elif self.is_last:
+            self._round(sums, sending.receive_buffer)
+
+    def _round(self, sums: torch.Tensor, room: torch.Tensor | None) -> None:
+        """See [Note: rounded once]; in place, by way of `room`, the memory that the parts came in,
+        which have been added.
+        """
+        wire = self.flat.dtypes.wire
+        if room is None or wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire:
+            return
+        room = room.view(torch.uint8)
+        room = room[: room.numel() // wire.itemsize * wire.itemsize].view(wire)
+        for part in sums.split(max(room.numel(), 1)):
+            part.copy_(room[: part.numel()].copy_(part))
+
+
+class PartsSending(Sending):
+    """The ranks' parts, by position in the hop's group."""
+
+    def __init__(self, by: Reduce, r: Reduction) -> None:
+        super().__init__(by, r)
+        self.parts: dict[int, torch.Tensor] = {}
+
+    def sum(self) -> torch.Tensor:
+        total, target = self.by.target(self.r)
+        self.by.finish(self.r, target, self)
+        self.parts.clear()
+        return total
+
+    def forget_parts(self) -> None:
+        self.parts.clear()
+
+    def add_up(self, sums: torch.Tensor) -> None:
+        """All parts into `sums`, in rank order."""
+        first, *others = self.parts.values()
+        if others and first.dtype == others[0].dtype == sums.dtype:
+            torch.add(first, others[0], out=sums)
+            others = others[1:]
+        else:
+            sums.copy_(first)
+        for part in others:
+            sums.add_(part)
+
+
+class PairwiseReduce(Reduce):
+    """Each rank sends each other rank its part, and adds up what comes.
+
+    Where sums need neither another dtype nor another place, one peer's part comes into memory of
+    its own and the others are added to it there: it becomes the gradient.
+    """
+
+    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
+        super().__init__(flat, at, engine)
+        in_place = (
+            self.is_last
+            and flat.broadcast_back is None
+            and self.group.size > 1
+            and flat.dtypes.wire == flat.dtypes.sums
+        )
+        # The peer whose part becomes the sum
+        self.into: int | None = (1 if self.group.rank == 0 else 0) if in_place else None
+
+    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+        sending = (
+            InPlaceSending(self, r, self.into)
+            if self.into is not None and r.buffer.dtype == self.flat.dtypes.wire
+            else PartsSending(self, r)
+        )
+        sent = sending.on_the_wire()
+        self.place_parts(sending)
+        sends, recvs = self.messages(sending, sent)
+        sending.pending = self.group.exchange(sends, recvs, place, self.flat.index, move=place.move)
+        return sending
+
+    def place_parts(self, sending: PartsSending) -> None:
+        """Parts from other ranks share one receive buffer; this rank's part stays in place."""
+        r, group, dtype = sending.r, self.group, self.flat.dtypes.wire
+        mine = r.mine
+        places = {group.rank: mine}
+        if isinstance(sending, InPlaceSending):
+            places[sending.into] = self.pool.fresh(mine.numel(), dtype)
+            self.memory.add(REDUCTION, nbytes_of(places[sending.into]), r.unit.name)
+        room = self.flat.spec.exchange(self.at, r.buffer.dtype, r.span, "pairwise")
+        if room.rows:
+            sending.receive_buffer = self.pool.take(room.received, dtype, REDUCTION, r.unit.name)
+            self.place_others(places, sending.receive_buffer.view(room.rows, room.part))
+        sending.parts = dict(sorted(places.items()))
+
+    def place_others(self, places: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
+        """The parts that have no place yet come into `rows`."""
+        others = (p for p in range(self.group.size) if p not in places)
+        places |= dict(zip(others, rows.unbind(), strict=True))
+
+    def messages(
+        self, sending: PartsSending, sent: torch.Tensor
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+        """What is sent to whom and received from whom."""
+        here = self.group.rank
+        parts = enumerate(pieces(sent, sending.r.span, self.hop))
+        return (
+            [(p, piece) for p, piece in parts if p != here],
+            [(p, part) for p, part in sending.parts.items() if p != here],
+        )
+
+
+class SimulatedReduce(PairwiseReduce):
+    """One rank stands for all (torch's "fake" backend): two messages stand for those to all others,
+    and nothing arrives.
+    """
+
+    def place_others(self, places: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
+        pass
+
+    def messages(
+        self, sending: PartsSending, sent: torch.Tensor
+    ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
+        here, r = self.group.rank, sending.r
+        a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
+        return (
+            [(here, sent[:a]), (here, sent[b:])],
+            [(p, part) for p, part in sending.parts.items() if p != here],
+        )
+
+
+class InPlaceSending(PartsSending):
+    """The part of the peer `into` becomes the sum."""
+
+    def __init__(self, by: Reduce, r: Reduction, into: int) -> None:
+        super().__init__(by, r)
+        self.into = into
+
+    def sum(self) -> torch.Tensor:
+        total = self.parts[self.into]
+        self.r.result_range = self.r.own
+        self.by.memory.add(REDUCTION, -nbytes_of(total), self.r.unit.name)
+        self.by.memory.add(GRADIENTS, nbytes_of(total))
+        # Rank 0 adds part 1 to part 0, the others part 0 to part 1: the same sum
+        for rank, part in self.parts.items():
+            if rank != self.into:
+                total.add_(part)
+        self.parts.clear()
+        return total
+
+    def forget_parts(self) -> None:
+        if self.into in self.parts:
+            nbytes = nbytes_of(self.parts[self.into])
+            self.by.memory.add(REDUCTION, -nbytes, self.r.unit.name)
+        self.parts.clear()
+
+
+# -- on to who holds the sums too ------------------------------------------------------------------
+
+
+def broadcast_back(r: Reduction, place: CollectiveContext) -> Pending:
+    """Start sending this rank's sums to all that hold them too, and receiving theirs: between groups
+    first, then inside.
+    """
+    last, group = len(r.flat.hops) - 1, r.flat.group
+    pending = _broadcast_on(r, last, place)
+    if r.flat.whole_master and last:
+        return Chain(group, pending, lambda: _broadcast_on(r, 0, place))
+    return pending
+
+
+def _broadcast_on(r: Reduction, at: int, place: CollectiveContext) -> Pending:
+    """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and
+    theirs from them.
+    """
+    assert r.total is not None
+    hop, by = r.flat.hops[at], r.flat.reduces[at]
+    group, span = hop.group, overlap(r.result_range, (hop.ranges[0][0], hop.ranges[-1][1]))
+    total = r.total[span[0] - r.result_range[0] : span[1] - r.result_range[0]]
+    if group.native or group.fake:
+        division = by.cut(span)
+        if group.can_reduce(division):
+            return group.gather_sums(total, division, place, r.flat.index)
+    part = pieces(total, span, hop)
+    peers = [p for p in range(group.size) if p != group.rank]
+    recvs = [(p, part[p]) for p in peers] if not group.fake else []
+    return group.exchange(
+        [(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce"
+    )
+
+
+def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:
+    """The ranks' pieces of a buffer over `span`, by position in the hop's group."""
+    cuts = [overlap(span, there) for there in hop.ranges]
+    return buffer.split([b - a for a, b in cuts])
