@@ -13,20 +13,17 @@ only: on a machine without a GPU but with Triton,
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
 import torch
 
-from benchmarks.offload.cli import shown_command
-from benchmarks.peers import launch, summary, worker
+from benchmarks import harness
+from benchmarks.peers import launch, worker
 from onefold.comm.launching import INTERPRETED, served
 from onefold.comm.sums import sum_parts
 from onefold.quant import Encoded, Stochastic, codec
@@ -219,21 +216,16 @@ def chapter(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 unless kernels and torch differ."""
-    p = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    p = harness.parser("codecs", __doc__, rounds=7, output=None)
+    p.set_defaults(name="codecs")
     p.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"]
     )
     p.add_argument("--elements", type=int, default=1 << 24)
-    p.add_argument("--rounds", type=int, default=7)
     p.add_argument(
         "--check", action="store_true", help="compare kernels and torch, and measure nothing"
     )
-    p.add_argument("--output", type=Path, help="a folder for codecs.json")
-    options = p.parse_args(arguments)
+    options = harness.parsed(p, arguments)
     torch.set_num_threads(1)
     if options.check:
         if options.device == "cpu" and not INTERPRETED:
@@ -246,22 +238,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
         return int(bool(found))
+    cuda = options.device == "cuda"
     result: dict[str, Any] = {
-        "schema": SCHEMA,
-        "command": shown_command(
-            sys.argv[1:] if arguments is None else arguments, "python -m benchmarks.codecs"
-        ),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": summary.machine(),
-        "versions": {k: v for k, v in summary.versions(sys.executable).items() if k != "deepspeed"},
+        **harness.about(options, SCHEMA),
         "elements": options.elements,
-    }
-    result |= {
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu, one thread",
+        "device": torch.cuda.get_device_name() if cuda else "cpu, one thread",
         "errors": errors(),
+        "rates": measured(options.device, options.elements, options.rounds),
+        "goal": GOAL,
+        "differences": differing(options.device) if cuda else [],
     }
-    result |= {"rates": measured(options.device, options.elements, options.rounds), "goal": GOAL}
-    result |= {"differences": differing(options.device) if options.device == "cuda" else []}
     for row in result["errors"]:
         print(
             f"{row['codec']:5} {row['block']:4} a block  {row['bits']:.3f} bits  {row['error']:.4f}"
@@ -274,8 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     print("\n".join(result["differences"]))
     if options.output:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "codecs.json").write_text(json.dumps(result, indent=1) + "\n")
+        harness.keep(options, result)
     return int(bool(result["differences"]))
 
 

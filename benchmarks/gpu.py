@@ -27,10 +27,8 @@ Without a GPU it says so and exits 0.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -49,13 +47,12 @@ if __package__ in (None, ""):
 import torch
 import torch.distributed as dist
 
-from benchmarks import gpu_turns
+from benchmarks import gpu_turns, harness
 from benchmarks.offload import sides
-from benchmarks.offload.cli import shown_command
 from benchmarks.offload.traced import overlap as overlap
 from benchmarks.offload.traced import profile
 from benchmarks.offload.worker import Ledgers
-from benchmarks.peers import adapters, launch, model, probes, summary, worker
+from benchmarks.peers import adapters, launch, model, probes, worker
 from benchmarks.peers.settings import Setting
 from benchmarks.wires import sides as in_groups
 
@@ -413,19 +410,14 @@ def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
 class Report:
     """What is known by now: written as gpu.json and gpu.md whenever something is added."""
 
-    def __init__(self, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.deadline = time.monotonic() + options.seconds
         self.tables: dict[str, Table] = {}
         self.outcomes: dict[str, list[dict[str, Any]]] = {}
         device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        self.head = {
-            "schema": SCHEMA,
-            "command": shown_command(arguments, "python benchmarks/gpu.py"),
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "machine": {**summary.machine(), "gpu": device, "gpus": torch.cuda.device_count()},
-            "versions": summary.versions(options.deepspeed_python),
-        }
+        self.head = harness.about(options, SCHEMA)
+        self.head["machine"] |= {"gpu": device, "gpus": torch.cuda.device_count()}
 
     def left(self) -> float:
         """Seconds before everything should have ended."""
@@ -443,21 +435,9 @@ class Report:
             for t in self.tables.values()
         ]
         result = {**self.head, "finished": finished, "tables": tables, "runs": self.outcomes}
-        machine = self.head["machine"]
-        text = [
-            f"# Onefold on {machine['gpu']}",
-            "",
-            f"`{self.head['command']}`, {self.head['date']}",
-            "",
-        ]
+        text = [f"# Onefold on {self.head['machine']['gpu']}", "", harness.where(self.head), ""]
         text += [table.markdown() for table in self.tables.values()]
-        for name, content in (
-            ("gpu.json", json.dumps(result, indent=1)),
-            ("gpu.md", "\n".join(text)),
-        ):
-            part = self.options.output / f".{name}.part"
-            part.write_text(content, encoding="utf-8")
-            part.replace(self.options.output / name)
+        harness.keep(self.options, result, "\n".join(text))
 
 
 def take_turns(
@@ -684,11 +664,18 @@ def hidden(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
 
 def parser() -> argparse.ArgumentParser:
     """The options; the defaults take under ten minutes on one large GPU."""
-    p = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    p = harness.parser(
+        "gpu",
+        __doc__,
+        rounds=2,
+        steps=8,
+        threads=8,
+        timeout=240.0,
+        output=harness.RESULTS,
+        deepspeed_python=sys.executable,
     )
+    p.prog = "python benchmarks/gpu.py"
+    p.set_defaults(name="gpu")
     p.add_argument("--only", nargs="+", default=list(USUAL), choices=CHAPTERS)
     p.add_argument("--seconds", type=float, default=570.0, help="no turn goes on beyond that")
     p.add_argument("--model", default="gpt-1b", choices=list(model.SHAPES))
@@ -701,8 +688,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", type=int, default=8192, help="tokens a rank and micro-batch")
     p.add_argument("--precisions", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
     p.add_argument("--ranks", nargs="+", type=int, default=[2, 3], help="ranks of `numbers`")
-    p.add_argument("--rounds", type=int, default=2)
-    p.add_argument("--steps", type=int, default=8)
     p.add_argument(
         "--accumulations",
         nargs="+",
@@ -721,26 +706,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--largest-tokens", type=int, default=1024, help="tokens a step of `largest`")
     p.add_argument(
-        "--threads",
-        type=int,
-        default=8,
-        help="threads of a process: they step the optimizer on the host",
-    )
-    p.add_argument(
         "--disk", type=Path, default=Path.cwd(), help="a folder on the disk for state on NVMe"
-    )
-    p.add_argument(
-        "--deepspeed-python",
-        default=sys.executable,
-        help="an interpreter that has DeepSpeed, if not this one",
     )
     p.add_argument(
         "--deepspeed-adam",
         action="store_true",
         help="DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler",
     )
-    p.add_argument("--timeout", type=float, default=240.0, help="seconds a turn may take")
-    p.add_argument("--output", type=Path, default=launch.ROOT / "benchmarks" / "results")
     p.add_argument(
         "--device",
         default="cuda",
@@ -757,8 +729,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 when every turn ended well or there is no GPU, else 1."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    options = parser().parse_args(given)
+    options = harness.parsed(parser(), arguments)
     if options.tiny:
         tiny = {
             "device": "cpu",
@@ -773,7 +744,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
-    options.output.mkdir(parents=True, exist_ok=True)
     from benchmarks import codecs  # these three are made of what is above
     from benchmarks.offload import on_gpu
     from benchmarks.wires import on_gpu as groups
@@ -787,10 +757,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     chapters |= {"codecs": codecs.chapter, "groups": groups.chapter}
     comparisons = compared(options)
-    report = Report(options, given)
-    # `timeout` and schedulers end us like Ctrl-C
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    report = Report(options)
+    with harness.stoppable():
         for name in options.only:
             if name in chapters and report.left() > 0:
                 options.timeout = min(options.timeout, max(10.0, report.left()))
@@ -798,10 +766,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for number, comparison in enumerate(comparisons.get(name, ())):
                 take_turns(comparison, options, report, f"{name} {number}")
         report.write(finished=True)
-    except KeyboardInterrupt:
-        print("# stopped; what was measured so far is kept", file=sys.stderr)
-    finally:
-        signal.signal(signal.SIGTERM, before)
     failed = [
         o
         for name, part in report.outcomes.items()

@@ -5,20 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from onefold.plan.calibrate import (
+from onefold.plan.calibrate import COPIED, PARTS, Calibration, work_of
+from onefold.plan.fit import Costs, Kernels
+from onefold.plan.hardware import calibrated
+from onefold.plan.measured import (
     AtRanks,
     BlockPoint,
-    Calibration,
     Disk,
     MatrixPoint,
     Overlap,
     PassPoint,
     StepPoint,
+    this_machine,
 )
-from onefold.plan.costs import Costs, Kernels
-from onefold.plan.efficiency import COPIED, PARTS, work_of
-from onefold.plan.hardware import calibrated
-from onefold.plan.identity import this_machine
 from onefold.plan.times import step_times
 
 LATENCY, BANDWIDTH = 1e-4, 2e9

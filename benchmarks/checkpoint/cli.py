@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import datetime
-import importlib.metadata
 import json
 import os
-import shlex
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.checkpoint import disk, report, summary
 from benchmarks.checkpoint.settings import (
     LIGHT,
@@ -29,15 +26,10 @@ from benchmarks.checkpoint.settings import (
     pretrained_turns,
 )
 from benchmarks.checkpoint.summary import Run
-from benchmarks.kept import keep
-from benchmarks.peers import adapters, launch
+from benchmarks.harness import RESULTS, essence, machine, version
+from benchmarks.peers import launch
 from benchmarks.peers.model import SHAPES, count_parameters
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.summary import machine, versions
-
-RESULTS = launch.ROOT / "benchmarks" / "results"
-PATHS = ("--folder", "--output", "--deepspeed-python")
-"""Options whose values are places on one machine: the results name the option and not the place."""
 
 #: Starts the ranks of a turn: `launch.run_ranks`, or what a test puts in its place.
 RunRanks = Callable[..., dict[str, Any]]
@@ -45,8 +37,16 @@ RunRanks = Callable[..., dict[str, Any]]
 
 def parser() -> argparse.ArgumentParser:
     """The options; with the defaults a round takes about 20 minutes on two cores."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint", description=__doc__, allow_abbrev=False
+    p = harness.parser(
+        "checkpoint",
+        __doc__,
+        rounds=3,
+        threads=1,
+        timeout=900.0,
+        name="checkpoint",
+        output=RESULTS,
+        deepspeed_python=sys.executable,
+        json=False,
     )
     p.add_argument(
         "--peers",
@@ -71,7 +71,6 @@ def parser() -> argparse.ArgumentParser:
         default=2,
         help="who saves; loads are on as many, on twice and on half as many",
     )
-    p.add_argument("--rounds", type=int, default=3, help="how often every peer takes its turns")
     p.add_argument(
         "--saves", type=int, default=2, help="saves of a turn that the training waits for"
     )
@@ -84,38 +83,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", type=int, default=3, help="steps timed alone before each of these")
     p.add_argument("--tokens", type=int, default=256, help="tokens a rank and step")
     p.add_argument("--same-ranks", action="store_true", help="no loads on other numbers of ranks")
-    p.add_argument("--threads", type=int, default=1, help="threads a rank")
-    p.add_argument(
-        "--timeout", type=float, default=900.0, help="seconds after which one turn is given up"
-    )
     p.add_argument(
         "--folder",
         type=Path,
         help="where checkpoints go while they are needed: on the disk to be measured",
     )
-    p.add_argument(
-        "--name", default="checkpoint", help="results are written to OUTPUT/NAME.json and .md"
-    )
-    p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument(
-        "--deepspeed-python",
-        default=sys.executable,
-        help="an interpreter that has DeepSpeed, if this one has not",
-    )
-    p.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
     return p
-
-
-def shown_command(arguments: Sequence[str]) -> str:
-    """The command as the results tell it, PATH in place of this machine's paths."""
-    out: list[str] = []
-    for argument in arguments:
-        option, sign, _ = argument.partition("=")
-        if option in PATHS and sign:
-            out.append(f"{option}=PATH")
-        else:
-            out.append("PATH" if out and out[-1] in PATHS else argument)
-    return shlex.join(["python", "-m", "benchmarks.checkpoint", *out])
 
 
 class Session:
@@ -126,10 +99,6 @@ class Session:
         self.runs: list[Run] = []
         self.missing: list[str] = []
         self.weights = 0
-        self.versions = {
-            **versions(options.deepspeed_python),
-            "transformers": _version("transformers"),
-        }
 
     def _start(self, module: str, turn: Turn | None, ranks: int, **more: Any) -> dict[str, Any]:
         o = self.options
@@ -166,10 +135,9 @@ class Session:
             )
         self.runs.append(Run(turn, number, **outcome))
         said = (
-            f"{self.runs[-1].status} in {self.runs[-1].wall_s:.0f} s"
-            f" {report.essence(self.runs[-1].error)}"
+            f"{self.runs[-1].status} in {self.runs[-1].wall_s:.0f} s {essence(self.runs[-1].error)}"
         )
-        print(f"# round {number}  {turn.title}: {said}", file=sys.stderr, flush=True)
+        harness.say(f"round {number}  {turn.title}: {said}")
 
     def round(self, number: int) -> Iterator[None]:
         """Every turn of one round; yields when a peer is through."""
@@ -200,8 +168,8 @@ class Session:
             self.take(turn, number)
         yield
 
-    def document(self, finished: bool) -> dict[str, Any]:
-        """What is written to disk; `summary` describes it."""
+    def write(self, finished: bool) -> dict[str, Any]:
+        """Results so far as JSON (`summary` describes it) and Markdown."""
         o, runs = self.options, self.runs
         saves, behind, loads = (
             summary.save_rows(runs),
@@ -213,15 +181,13 @@ class Session:
             machine(),
             count_parameters(o.model),
         )
-        return {
-            "schema": summary.SCHEMA,
-            "command": shown_command(o.arguments),
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        head = harness.about(o, summary.SCHEMA)
+        head["versions"]["transformers"] = version("transformers")
+        result = {
+            **head,
             "finished": finished,
-            "machine": place,
             "file_system": disk.file_system(self.folder),
             "cached": self._cached(loads),
-            "versions": self.versions,
             "model": {"name": o.model, "parameters": parameters, "state_bytes": 12 * parameters},
             "ranks": o.ranks,
             "tokens": o.tokens,
@@ -237,6 +203,8 @@ class Session:
             "missing": self.missing,
             "runs": [r.to_json() for r in runs],
         }
+        harness.keep(o, result, report.to_markdown(result))
+        return result
 
     @staticmethod
     def _cached(loads: Sequence[summary.LoadRow]) -> str:
@@ -254,48 +222,24 @@ class Session:
             " here."
         )
 
-    def write(self, finished: bool) -> dict[str, Any]:
-        """Results so far as JSON and Markdown; each file is replaced whole."""
-        o, result = self.options, self.document(finished)
-        keep(result, report.to_markdown(result), o.output, o.name)
-        return result
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
 
 def _absent(options: argparse.Namespace) -> list[str]:
     """Peers and ways whose packages are not installed."""
-    pythons = {"deepspeed": options.deepspeed_python, "onefold": sys.executable}
-    packages = {peer: adapters.requirement(peer) for peer in options.peers}
-    there = {
-        package: launch.interpreter_has(pythons[package], package)
-        for package in set(packages.values())
-        if package
-    }
-    gone = [peer for peer, package in packages.items() if package and not there[package]]
-    return gone + (list(options.ways) if options.ways and _version("transformers") is None else [])
+    absent = launch.absent(options.peers, options.deepspeed_python)
+    gone = [peer for peer in options.peers if peer in absent]
+    return gone + (list(options.ways) if options.ways and version("transformers") is None else [])
 
 
 def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.run_ranks) -> int:
     """0 when every turn ended well, 1 when one failed, 2 for a wrong command line, 130 after
     Ctrl-C.
     """
-    options = parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if (
-        min(options.ranks, options.rounds, options.saves, options.steps, options.tokens) < 1
-        or options.behind < 0
-    ):
-        print(
-            "error: --ranks, --rounds, --saves, --steps and --tokens must be at least 1, --behind"
-            " at least 0.",
-            file=sys.stderr,
-        )
+    options = harness.parsed(parser(), arguments)
+    try:
+        harness.check_at_least(options, 1, "ranks", "rounds", "saves", "steps", "tokens")
+        harness.check_at_least(options, 0, "behind")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
     if shutil.which(options.deepspeed_python) is None:
         print(
@@ -303,28 +247,20 @@ def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.ru
             file=sys.stderr,
         )
         return 2
-    status = 0
-    # `timeout` and schedulers end us like Ctrl-C
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder))
     session = Session(options, folder, run_ranks)
     try:
-        session.missing = _absent(options)
-        for number in range(1, options.rounds + 1):
-            for _ in session.round(number):
-                session.write(finished=False)
-    except KeyboardInterrupt:
-        print("# stopped; what was measured so far is kept", file=sys.stderr)
-        status = 130
+        with harness.stoppable() as stop:
+            session.missing = _absent(options)
+            for number in range(1, options.rounds + 1):
+                for _ in session.round(number):
+                    session.write(finished=False)
+        result = session.write(finished=stop.status == 0)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        try:
-            result = session.write(finished=status == 0)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
     if options.json:
         print(json.dumps(result))
     else:
         print(report.to_markdown(result))
         print(f"written: {os.path.join(options.output, options.name)}.json, .md")
-    return status or int(any(run.status != "ok" for run in session.runs))
+    return stop.status or int(any(run.status != "ok" for run in session.runs))

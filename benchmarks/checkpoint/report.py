@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.checkpoint.settings import NOTES
+from benchmarks.harness import Cell, essence, shown
 
-DASH = "–"
 Row = dict[str, Any]
-Cell = Callable[[Row], str]
-
-
-def _shown(name: str, form: str) -> Cell:
-    return lambda row: DASH if row[name] is None else form.format(row[name])
 
 
 def _s(name: str) -> Cell:
-    return _shown(name, "{:.2f}")
+    return shown(name, "{:.2f}")
 
 
 def _mib(name: str) -> Cell:
-    return _shown(name, "{:,.0f}")
+    return shown(name, "{:,.0f}")
 
 
 SAVES: dict[str, Cell] = {
-    "peer": _shown("peer", "{}"),
-    "ranks": _shown("ranks", "{}"),
+    "peer": shown("peer", "{}"),
+    "ranks": shown("ranks", "{}"),
     "GB": _s("folder_gb"),
     "returns s": _s("seconds"),
     "on disk s": _s("on_disk_s"),
@@ -37,24 +33,24 @@ SAVES: dict[str, Cell] = {
     "/ one writer's": _s("alone_rate"),
     "O_DIRECT GB/s": _s("direct_gb_s"),
     "host peak MiB": _mib("peak_mib"),
-    "n": _shown("count", "{}"),
+    "n": shown("count", "{}"),
 }
 BEHIND: dict[str, Cell] = {
-    "peer": _shown("peer", "{}"),
-    "way": _shown("way", "{}"),
-    "first stall s": _shown("first_stall_s", "{:.3f}"),
-    "later stall s": _shown("stall_s", "{:.3f}"),
+    "peer": shown("peer", "{}"),
+    "way": shown("way", "{}"),
+    "first stall s": shown("first_stall_s", "{:.3f}"),
+    "later stall s": shown("stall_s", "{:.3f}"),
     "whole s": _s("whole_s"),
-    "first stall / whole": _shown("first_share", "{:.1%}"),
-    "later": _shown("stall_share", "{:.1%}"),
+    "first stall / whole": shown("first_share", "{:.1%}"),
+    "later": shown("stall_share", "{:.1%}"),
     "step alone s": _s("alone_s"),
     "step beside s": _s("beside_s"),
     "lost s": _s("lost_s"),
     "copy MiB": _mib("copy_mib"),
-    "n": _shown("count", "{}"),
+    "n": shown("count", "{}"),
 }
 LOADS: dict[str, Cell] = {
-    "peer": _shown("peer", "{}"),
+    "peer": shown("peer", "{}"),
     "saved on -> loaded on": lambda row: f"{row['saved']} -> {row['ranks']}",
     "cold s": _s("cold_s"),
     "warm s": _s("warm_s"),
@@ -64,12 +60,12 @@ LOADS: dict[str, Cell] = {
     "disk GB, all ranks": _s("disk_gb"),
     "host peak MiB": _mib("peak_mib"),
     "stays MiB": _mib("stays_mib"),
-    "loss diff": _shown("loss_difference", "{:.1e}"),
-    "n": _shown("count", "{}"),
+    "loss diff": shown("loss_difference", "{:.1e}"),
+    "n": shown("count", "{}"),
 }
 OPENED: dict[str, Cell] = {
-    "way": _shown("way", "{}"),
-    "ranks": _shown("ranks", "{}"),
+    "way": shown("way", "{}"),
+    "ranks": shown("ranks", "{}"),
     "s": _s("seconds"),
     "host peak MiB": _mib("peak_mib"),
     "of it own": _mib("own_peak_mib"),
@@ -77,8 +73,8 @@ OPENED: dict[str, Cell] = {
     "stays MiB": _mib("stays_mib"),
     "shard MiB": _mib("shard_mib"),
     "read GB": _s("read_gb"),
-    "loss": _shown("loss", "{:.5f}"),
-    "n": _shown("count", "{}"),
+    "loss": shown("loss", "{:.5f}"),
+    "n": shown("count", "{}"),
 }
 LEGENDS = {
     "saves": (
@@ -119,49 +115,26 @@ TITLES = {
 TABLES = {"saves": SAVES, "behind": BEHIND, "loads": LOADS, "pretrained": OPENED}
 
 
-def table(columns: dict[str, Cell], rows: Sequence[Row]) -> str:
-    """A Markdown table."""
-    lines = [list(columns), ["---" if n == 0 else "---:" for n in range(len(columns))]]
-    lines += [[cell(row) for cell in columns.values()] for row in rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def goals_table(goals: Sequence[Row]) -> str:
     """A Markdown table of the goals, those that are missed named."""
     columns: dict[str, Cell] = {
-        "what": _shown("what", "{}"),
-        "goal": _shown("goal", "{}"),
+        "what": shown("what"),
+        "goal": shown("goal"),
         "measured": lambda row: row["form"].format(row["value"]),
         "": lambda row: "" if row["met"] else "missed",
     }
-    return table(columns, goals)
-
-
-def essence(error: str) -> str:
-    """The line of a failed worker's output that says most: the last that names an error, else the
-    last.
-    """
-    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    return next(
-        (line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1]
-    )[:300]
+    return harness.markdown_table(columns, goals)
 
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, tables, footnotes."""
-    place, model = document["machine"], document["model"]
-    named = ", ".join(
-        f"{name} {version}" for name, version in document["versions"].items() if version
-    )
+    model = document["model"]
     text = [
-        (
-            f"Measured {document['date']} on {place['cpu']}, {place['cores']} cores,"
-            f" {place['memory_gib']} GiB, {place['system']}, {document['file_system']}; {named}."
-        ),
+        harness.where(document, document["file_system"]),
         (
             f"{model['name']}, {model['parameters']:,} parameters in fp32 with AdamW"
             f" ({model['state_bytes'] / 1e9:.2f} GB of state), {document['ranks']} ranks,"
-            f" {document['tokens']} tokens a rank and step. `{document['command']}`"
+            f" {document['tokens']} tokens a rank and step."
         ),
         document["cached"],
     ]
@@ -169,7 +142,11 @@ def to_markdown(document: dict[str, Any]) -> str:
         text += ["## Goals", goals_table(document["goals"])]
     for kind, columns in TABLES.items():
         if document[kind]:
-            text += [f"## {TITLES[kind]}", table(columns, document[kind]), LEGENDS[kind]]
+            text += [
+                f"## {TITLES[kind]}",
+                harness.markdown_table(columns, document[kind]),
+                LEGENDS[kind],
+            ]
     failed = [r for r in document["runs"] if r["status"] != "ok"]
     lines = [
         f"- {r['turn']['kind']} {r['turn']['peer']}, round {r['round']}: {r['status']}:"

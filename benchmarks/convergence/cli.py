@@ -5,25 +5,19 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.convergence import report, summary
 from benchmarks.convergence.settings import CASES, SIDES, Case, chosen
 from benchmarks.convergence.summary import Run
-from benchmarks.kept import keep
-from benchmarks.peers.launch import ROOT, run_ranks
-from benchmarks.peers.report import essence
-from benchmarks.peers.summary import machine, versions
+from benchmarks.harness import RESULTS, essence
+from benchmarks.peers.launch import run_ranks
 
-RESULTS = ROOT / "benchmarks" / "results"
 CHANGED = (
     "model",
     "tokenizer",
@@ -44,8 +38,15 @@ CHANGED = (
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence", description=__doc__, allow_abbrev=False
+    p = harness.parser(
+        "convergence",
+        __doc__,
+        threads=1,
+        timeout=21600.0,
+        resume=False,
+        name="convergence",
+        output=RESULTS,
+        json=False,
     )
     p.add_argument(
         "--cases",
@@ -68,22 +69,6 @@ def parser() -> argparse.ArgumentParser:
             metavar=kind.__name__.upper(),
             help=f"{name} of every case chosen",
         )
-    p.add_argument("--threads", type=int, default=1, help="threads a rank")
-    p.add_argument(
-        "--timeout", type=float, default=21600.0, help="seconds after which a side is given up"
-    )
-    p.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the results of the same --name, and run what is not among them",
-    )
-    p.add_argument(
-        "--name",
-        default="convergence",
-        help="results are written to OUTPUT/NAME.json, .md and .png",
-    )
-    p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
     return p
 
 
@@ -132,31 +117,17 @@ class Session:
         self.cases = cases_of(options)
         self.wanted = {name: chosen(case, options.sides) for name, case in self.cases.items()}
         self.runs: dict[str, list[Run]] = {name: [] for name in self.cases}
-        self.versions = {
-            name: version
-            for name, version in versions(sys.executable).items()
-            if name != "deepspeed"
-        }
         self.commands: list[str] = []
-        if options.resume:
-            self._continue()
-        self.commands.append(
-            f"python -m benchmarks.convergence {shlex.join(shown(options.arguments))}".strip()
-        )
+        old = harness.earlier(options, summary.SCHEMA)
+        if old is not None:
+            self._continue(old)
 
-    def _continue(self) -> None:
+    def _continue(self, old: dict[str, Any]) -> None:
         """Take over what an earlier command of this name has found.
 
         Raises:
-            ValueError: that file is something else, or a case of it was another.
+            ValueError: a case of it was another.
         """
-        path = self.options.output / f"{self.options.name}.json"
-        if not path.exists():
-            return
-        old = json.loads(path.read_text())
-        other = f"choose another --name, or leave --resume out, and {path} is written anew."
-        if old.get("schema") != summary.SCHEMA:
-            raise ValueError(f"{path} is not of schema {summary.SCHEMA}: {other}")
         self.commands = old["command"].split(" && ")
         for name, found in old["cases"].items():
             case = Case.of(found["case"])
@@ -167,7 +138,10 @@ class Session:
                     for key in mine
                     if mine[key] != theirs[key]
                 )
-                raise ValueError(f"{path} has case {name} with {differ}: {other}")
+                raise ValueError(
+                    f"{self.options.name}.json has case {name} with {differ}: choose another"
+                    " --name, or leave --resume out, and it is written anew."
+                )
             self.cases.setdefault(name, case)
             self.runs[name] = [
                 Run(**run)
@@ -188,18 +162,15 @@ class Session:
                     if run.status == "ok"
                     else essence(run.error)
                 )
-                print(f"# {name}  {side}: {run.status}  {text}", file=sys.stderr, flush=True)
+                harness.say(f"{name}  {side}: {run.status}  {text}")
                 yield
 
-    def document(self, *, finished: bool) -> dict[str, Any]:
-        """What is written to disk; `summary` describes it."""
-        return {
-            "schema": summary.SCHEMA,
-            "command": " && ".join(dict.fromkeys(self.commands)),
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    def write(self, *, finished: bool) -> dict[str, Any]:
+        """Results so far as JSON (`summary` describes it), Markdown and PNG."""
+        options = self.options
+        result = {
+            **harness.about(options, summary.SCHEMA, *self.commands),
             "finished": finished,
-            "machine": machine(),
-            "versions": self.versions,
             "notes": {name: side.note for name, side in SIDES.items()},
             "cases": {
                 name: {
@@ -211,52 +182,25 @@ class Session:
                 if (runs := self.runs.get(name))
             },
         }
-
-    def write(self, *, finished: bool) -> dict[str, Any]:
-        """Results so far as JSON, Markdown and PNG; each file is replaced whole."""
-        options, result = self.options, self.document(finished=finished)
-        keep(result, report.to_markdown(result), options.output, options.name)
+        harness.keep(options, result, report.to_markdown(result))
         report.plot(result, options.output / f"{options.name}.png")
         return result
-
-
-def shown(arguments: Sequence[str]) -> list[str]:
-    """The command as the results tell it: without the place on this machine that --output names."""
-    out: list[str] = []
-    for argument in arguments:
-        out.append(
-            "PATH"
-            if out and out[-1] == "--output"
-            else "--output=PATH"
-            if argument.startswith("--output=")
-            else argument
-        )
-    return out
 
 
 def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_side) -> int:
     """0 when every side ended within its limit, 1 when one did not, 2 for a wrong command line, 130
     after Ctrl-C.
     """
-    options = parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = harness.parsed(parser(), arguments)
     try:
         session = Session(options, run)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    status = 0
-    # `timeout` and schedulers end us like Ctrl-C
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
+    with harness.stoppable() as stop:
         for _ in session.turns():
             session.write(finished=False)
-    except KeyboardInterrupt:
-        print("# stopped; what has ended is kept, and --resume goes on", file=sys.stderr)
-        status = 130
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    result = session.write(finished=status == 0)
+    result = session.write(finished=stop.status == 0)
     print(json.dumps(result) if options.json else report.to_text(result))
     far = [
         (name, side)
@@ -264,5 +208,5 @@ def main(arguments: Sequence[str] | None = None, run: Callable[..., Run] = run_s
         for side in summary.missed(summary.summarize(case, session.runs[name]))
     ]
     for name, side in far:
-        print(f"# {name}  {side}: failed, or not within its limit", file=sys.stderr)
-    return status or int(bool(far))
+        harness.say(f"{name}  {side}: failed, or not within its limit")
+    return stop.status or int(bool(far))

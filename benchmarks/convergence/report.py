@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.convergence.settings import REFERENCE, YARDSTICKS, Case
 from benchmarks.convergence.summary import LAST, Row, Run
-from benchmarks.peers.report import DASH, essence
-
-Cell = Callable[[Row], str]
-
-
-def _shown(name: str, form: str) -> Cell:
-    def cell(row: Row) -> str:
-        value = getattr(row, name)
-        return DASH if value is None else form.format(value)
-
-    return cell
-
+from benchmarks.harness import DASH, Cell, shown
 
 COLUMNS: dict[str, Cell] = {
-    "side": lambda row: row.side,
-    "first": _shown("first", "{:.4f}"),
-    "final": _shown("final", "{:.4f}"),
+    "side": shown("side"),
+    "first": shown("first", "{:.4f}"),
+    "final": shown("final", "{:.4f}"),
     "difference": lambda row: (
-        DASH if row.side == REFERENCE else _shown("difference", "{:+.2%}")(row)
+        DASH if row.side == REFERENCE else shown("difference", "{:+.2%}")(row)
     ),
-    "masters": _shown("masters_difference", "{:+.2%}"),
-    "on the way": lambda row: DASH if row.side == REFERENCE else _shown("largest", "{:.2%}")(row),
-    "training": _shown("trained", "{:.4f}"),
-    "bytes": _shown("bytes_ratio", "{:.3f}"),
-    "step s": _shown("step_s", "{:.2f}"),
-    "verdict": lambda row: row.verdict,
+    "masters": shown("masters_difference", "{:+.2%}"),
+    "on the way": lambda row: DASH if row.side == REFERENCE else shown("largest", "{:.2%}")(row),
+    "training": shown("trained", "{:.4f}"),
+    "bytes": shown("bytes_ratio", "{:.3f}"),
+    "step s": shown("step_s", "{:.2f}"),
+    "verdict": shown("verdict"),
 }
 LEGEND = (
     "first, final: mean loss a token of the held-out text before and after training, as the side"
@@ -58,20 +48,7 @@ def setting(case: Case) -> str:
 
 def plain_table(rows: Sequence[Row]) -> str:
     """Aligned text; failures are explained under it."""
-    lines = [list(COLUMNS), *[[cell(row) for cell in COLUMNS.values()] for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    text = [
-        "  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines
-    ]
-    return (
-        "\n".join(
-            [
-                *text,
-                *[f"{row.side}: {row.status}: {essence(row.error)}" for row in rows if row.error],
-            ]
-        )
-        + "\n"
-    )
+    return harness.text_table(COLUMNS, rows)
 
 
 def to_text(document: dict[str, Any]) -> str:
@@ -87,20 +64,12 @@ def to_text(document: dict[str, Any]) -> str:
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, a table a case, what the columns and sides are."""
-    place, named = (
-        document["machine"],
-        ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version),
-    )
-    where = f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']}"
-    text = [f"`{document['command']}`\n\nMeasured {document['date']} on {where}; {named}.\n"]
+    text = [f"{harness.where(document)}\n"]
     used: dict[str, None] = {}
     for found in document["cases"].values():
         case, rows = Case.of(found["case"]), [Row(**row) for row in found["rows"]]
-        head = f"| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 2)}---|\n"
-        body = "".join(
-            f"| {' | '.join(cell(row) for cell in COLUMNS.values())} |\n" for row in rows
-        )
-        text.append(f"**{case.title}**: {setting(case)}\n\n{head}{body}")
+        table = harness.markdown_table(COLUMNS, rows)
+        text.append(f"**{case.title}**: {setting(case)}\n\n{table}")
         used |= dict.fromkeys(row.side for row in rows)
     text.append(LEGEND + "\n")
     text.append(
@@ -118,20 +87,14 @@ def plot(document: dict[str, Any], path: Path) -> bool:
 
     False, and no file, where matplotlib is missing or nothing was measured.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
     cases = []
     for found in document["cases"].values():
         runs = {run["side"]: Run(**run) for run in found["runs"] if run["status"] == "ok"}
         if REFERENCE in runs:
             cases.append((Case.of(found["case"]), runs))
-    if not cases:
+    figure = harness.figure(11, 3.4 * len(cases)) if cases else None
+    if figure is None:
         return False
-    figure = Figure(figsize=(11, 3.4 * len(cases)), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(cases), 2, squeeze=False)
     for (case, runs), (left, right) in zip(cases, panels, strict=True):
         theirs = [loss for _, loss in runs[REFERENCE].curve["held_out"]]
@@ -157,7 +120,6 @@ def plot(document: dict[str, Any], path: Path) -> bool:
         left.legend(fontsize=7, frameon=False)
         for axes in (left, right):
             axes.set_xlabel("step", fontsize=8)
-            axes.tick_params(labelsize=7)
-            axes.spines[["top", "right"]].set_visible(False)
+            harness.plain_axes(axes)
     figure.savefig(path, dpi=110)
     return True

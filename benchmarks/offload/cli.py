@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import shlex
 import shutil
-import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.checkpoint.disk import file_system
-from benchmarks.kept import keep
+from benchmarks.harness import RESULTS
 from benchmarks.offload import alone, large, report, summary
 from benchmarks.offload.settings import NOTES, SIDES, applies, chosen
 from benchmarks.offload.summary import Run
-from benchmarks.peers import adapters, launch
+from benchmarks.peers import launch
 from benchmarks.peers.model import SHAPES, count_parameters
-from benchmarks.peers.report import essence
 from benchmarks.peers.settings import SIZES, Setting
-from benchmarks.peers.summary import machine, step_seconds, versions
-
-RESULTS = launch.ROOT / "benchmarks" / "results"
-PATHS = ("--disk", "--output", "--deepspeed-python")
-"""Options whose values are places on one machine: the results name the option and not the place."""
 
 #: Starts the ranks of a turn: `launch.run_ranks`, or what a test puts in its place.
 RunRanks = Callable[..., dict[str, Any]]
@@ -49,8 +40,22 @@ class Comparison:
 
 def parser() -> argparse.ArgumentParser:
     """The options; with the defaults a round takes about 25 minutes on two cores."""
-    p = argparse.ArgumentParser(
-        prog="python -m benchmarks.offload", description=__doc__, allow_abbrev=False
+    p = harness.parser(
+        "offload",
+        __doc__,
+        rounds=3,
+        steps=3,
+        warmup=2,
+        accumulation=1,
+        clip=0.0,
+        threads=1,
+        budget=None,
+        timeout=900.0,
+        resume=False,
+        name="offload",
+        output=RESULTS,
+        deepspeed_python=sys.executable,
+        json=False,
     )
     which = f"which of {', '.join(SIDES)}; the beginning of names takes all of them"
     p.add_argument("--sides", nargs="+", default=list(SIDES), metavar="SIDE", help=which)
@@ -60,22 +65,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--precisions", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
     p.add_argument("--ranks", type=int, default=2)
-    p.add_argument("--accumulation", type=int, default=1, help="micro-batches an optimizer step")
-    p.add_argument("--rounds", type=int, default=3, help="how often every side takes its turn")
-    p.add_argument("--steps", type=int, default=3, help="timed optimizer steps of a turn")
-    p.add_argument(
-        "--warmup",
-        type=int,
-        default=2,
-        help="optimizer steps before them; the first makes the states",
-    )
-    p.add_argument(
-        "--clip",
-        type=float,
-        default=0.0,
-        help="clip gradients to this norm (sides that step behind are left out); 0: never",
-    )
-    p.add_argument("--threads", type=int, default=1, help="threads a rank")
     p.add_argument(
         "--disk",
         type=Path,
@@ -90,15 +79,6 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--chunk-mib", type=int, default=8, help="what the plain copy reads and writes at a time"
-    )
-    p.add_argument(
-        "--budget", type=float, help="minutes: no further round is begun that would not end in time"
-    )
-    p.add_argument(
-        "--timeout",
-        type=float,
-        default=900.0,
-        help="seconds after which one side's turn is given up",
     )
     p.add_argument("--quick", action="store_true", help="256 tokens, fp32, one round of two steps")
     p.add_argument(
@@ -117,25 +97,10 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--large-steps", type=int, default=5)
     p.add_argument(
-        "--resume",
-        action="store_true",
-        help="keep the results of the same --name, and continue where they stopped",
-    )
-    p.add_argument(
-        "--name", default="offload", help="results are written to OUTPUT/NAME.json and .md"
-    )
-    p.add_argument("--output", type=Path, default=RESULTS)
-    p.add_argument(
-        "--deepspeed-python",
-        default=sys.executable,
-        help="an interpreter that has DeepSpeed, if this one has not",
-    )
-    p.add_argument(
         "--deepspeed-adam",
         action="store_true",
         help="DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler",
     )
-    p.add_argument("--json", action="store_true", help="print the JSON in place of the tables")
     return p
 
 
@@ -152,20 +117,9 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
             1,
             2,
         )
-    if (
-        min(
-            *options.tokens,
-            options.ranks,
-            options.accumulation,
-            options.steps,
-            options.rounds,
-            options.warmup,
-        )
-        < 1
-    ):
-        raise ValueError(
-            "--tokens, --ranks, --accumulation, --steps, --rounds and --warmup must be at least 1."
-        )
+    harness.check_at_least(
+        options, 1, "tokens", "ranks", "accumulation", "steps", "rounds", "warmup"
+    )
     names = {tokens: size for size, tokens in SIZES.items()}
     shared = {
         name: getattr(options, name)
@@ -180,18 +134,6 @@ def settings_of(options: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def shown_command(arguments: Sequence[str], program: str = "python -m benchmarks.offload") -> str:
-    """The command as the results tell it, PATH in place of this machine's paths."""
-    out: list[str] = []
-    for argument in arguments:
-        option, sign, _ = argument.partition("=")
-        if option in PATHS and sign:
-            out.append(f"{option}=PATH")
-        else:
-            out.append("PATH" if out and out[-1] in PATHS else argument)
-    return f"{program} {shlex.join(out)}".strip()
-
-
 class Session:
     """One command: its turns, and what they found so far."""
 
@@ -202,27 +144,13 @@ class Session:
         self.large: dict[str, Any] | None = None
         self.smollm2: dict[str, Any] | None = None
         self.kept: list[Comparison] = []
-        self.versions = versions(options.deepspeed_python)
         self.commands: list[str] = []
-        if options.resume:
-            self._continue()
-        self.commands.append(shown_command(options.arguments))
+        old = harness.earlier(options, summary.SCHEMA)
+        if old is not None:
+            self._continue(old)
 
-    def _continue(self) -> None:
-        """Take over what an earlier command of this name measured.
-
-        Raises:
-            ValueError: that file is something else.
-        """
-        path = self.options.output / f"{self.options.name}.json"
-        if not path.exists():
-            return
-        old = json.loads(path.read_text())
-        if old.get("schema") != summary.SCHEMA:
-            raise ValueError(
-                f"{path} is not of schema {summary.SCHEMA}; choose another --name, or leave"
-                " --resume out."
-            )
+    def _continue(self, old: dict[str, Any]) -> None:
+        """Take over what an earlier command of this name measured."""
         self.large, self.smollm2, self.commands = (
             old["large"],
             old.get("smollm2"),
@@ -237,35 +165,25 @@ class Session:
                 self.kept.append(Comparison(setting, runs))
 
     def turns(self, sides: Sequence[str], disk: Path) -> Iterator[None]:
-        """Measure; a side that is complete in a round is not measured in it again. Every setting
-        gets a round before any gets a second.
-        """
-        options, begun = self.options, time.monotonic()
-        for number in range(1, options.rounds + 1):
-            for comparison in self.comparisons:
-                there = {run.side for run in comparison.runs if run.round == number}
-                wanted = [
-                    s
-                    for s in sides
-                    if applies(s, comparison.setting)
-                    and s not in comparison.missing
-                    and s not in there
-                ]
-                spent = [
-                    run.wall_s
-                    for run in comparison.runs
-                    if run.round == number - 1 and run.side in wanted
-                ]
-                if options.budget and time.monotonic() - begun + sum(spent) > 60 * options.budget:
-                    print(
-                        f"# the budget of {options.budget:g} minutes is spent: round {number} is"
-                        " left out",
-                        file=sys.stderr,
-                    )
-                    return
-                for side in wanted:
-                    self._turn(side, comparison, number, disk)
-                    yield
+        """Measure; a side that is complete in a round is not measured in it again."""
+
+        def wanted(comparison: Comparison, number: int) -> list[str]:
+            there = {run.side for run in comparison.runs if run.round == number}
+            return [
+                s
+                for s in sides
+                if applies(s, comparison.setting) and s not in there | {*comparison.missing}
+            ]
+
+        def before(comparison: Comparison, number: int, again: list[str]) -> list[Run]:
+            return [run for run in comparison.runs if run.round == number and run.side in again]
+
+        for number, comparison, again in harness.rounds(
+            self.options, self.comparisons, wanted, before
+        ):
+            for side in again:
+                self._turn(side, comparison, number, disk)
+                yield
 
     def _turn(self, side: str, comparison: Comparison, number: int, disk: Path) -> None:
         options, setting = self.options, comparison.setting
@@ -286,29 +204,16 @@ class Session:
             )
         run = Run(side, number, **found)
         comparison.runs.append(run)
-        text = (
-            " ".join(f"{s:.2f}" for s in step_seconds(run))
-            if run.status == "ok"
-            else essence(run.error)
-        )
-        print(
-            f"# round {number}  {setting.key}  {side}: {run.status}  {text}",
-            file=sys.stderr,
-            flush=True,
-        )
+        harness.say_turn(run, setting.key, side)
 
-    def document(self, *, finished: bool) -> dict[str, Any]:
-        """What is written to disk; `summary` describes it."""
+    def write(self, *, finished: bool) -> dict[str, Any]:
+        """Results so far as JSON (`summary` describes it) and Markdown."""
         options = self.options
         measured = [c for c in [*self.kept, *self.comparisons] if c.runs]
         rows = [(c.setting, c.rows()) for c in measured]
-        return {
-            "schema": summary.SCHEMA,
-            "command": " && ".join(dict.fromkeys(self.commands)),
-            "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        result = {
+            **harness.about(options, summary.SCHEMA, *self.commands),
             "finished": finished,
-            "machine": machine(),
-            "versions": self.versions,
             "disk": {
                 "file_system": file_system(options.disk),
                 "copy_mib": options.copy_mib,
@@ -329,11 +234,7 @@ class Session:
             "smollm2": self.smollm2,
             "goals": summary.goals(rows, self.large, self.smollm2),
         }
-
-    def write(self, *, finished: bool) -> dict[str, Any]:
-        """Results so far as JSON and Markdown; each file is replaced whole."""
-        options, result = self.options, self.document(finished=finished)
-        keep(result, report.to_markdown(result), options.output, options.name)
+        harness.keep(options, result, report.to_markdown(result))
         return result
 
     def measure_large(self, disk: Path) -> None:
@@ -367,42 +268,28 @@ def main(arguments: Sequence[str] | None = None, run_ranks: RunRanks = launch.ru
     """0 when every turn ended well, 1 when one failed, 2 for a wrong command line, 130 after
     Ctrl-C.
     """
-    options = parser().parse_args(arguments)
-    options.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    options = harness.parsed(parser(), arguments)
     try:
         sides, comparisons = chosen(options.sides), [Comparison(s) for s in settings_of(options)]
         session = Session(options, comparisons, run_ranks)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    pythons = {"deepspeed": options.deepspeed_python, "onefold": sys.executable}
-    needed = {package for side in sides if (package := adapters.requirement(side))}
-    absent = {
-        package for package in needed if not launch.interpreter_has(pythons[package], package)
-    }
+    absent = launch.absent(sides, options.deepspeed_python)
     for comparison in comparisons:
         comparison.missing = [
-            side
-            for side in sides
-            if adapters.requirement(side) in absent and applies(side, comparison.setting)
+            side for side in sides if side in absent and applies(side, comparison.setting)
         ]
-    status = 0
-    # `timeout` and schedulers end us like Ctrl-C
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     disk = Path(tempfile.mkdtemp(prefix="offload-", dir=options.disk)).resolve()
     try:
-        for _ in () if options.only_large or options.only_smollm2 else session.turns(sides, disk):
-            session.write(finished=False)
-        if options.large or options.only_large or options.only_smollm2:
-            session.measure_large(disk)
-    except KeyboardInterrupt:
-        print("# stopped; what was measured so far is kept", file=sys.stderr)
-        status = 130
+        with harness.stoppable() as stop:
+            only_large = options.only_large or options.only_smollm2
+            for _ in () if only_large else session.turns(sides, disk):
+                session.write(finished=False)
+            if options.large or only_large:
+                session.measure_large(disk)
+        result = session.write(finished=stop.status == 0)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        try:
-            result = session.write(finished=status == 0)
-        finally:
-            shutil.rmtree(disk, ignore_errors=True)
+        shutil.rmtree(disk, ignore_errors=True)
     print(json.dumps(result) if options.json else report.to_markdown(result))
-    return status or int(session.failed)
+    return stop.status or int(session.failed)

@@ -21,11 +21,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks import gpu
+from benchmarks.harness import essence
 from benchmarks.offload.largest import parameters_of
 from benchmarks.offload.settings import PLAIN, SIDES, Side
 from benchmarks.peers import adapters, launch
 from benchmarks.peers.model import SHAPES, count_parameters
-from benchmarks.peers.report import essence
 from benchmarks.peers.settings import Setting
 
 ALONE: tuple[str, ...] = (

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import DASH, Cell, essence, markdown_table, range_of, shown
 from benchmarks.offload.settings import NOTES
 from benchmarks.offload.summary import Pair, Row
-from benchmarks.peers.report import essence
 from benchmarks.peers.settings import Setting
 
-DASH = "–"
-Cell = Callable[[Row], str]
-
-
-def _shown(name: str, form: str) -> Cell:
-    return lambda row: DASH if getattr(row, name) is None else form.format(getattr(row, name))
-
-
-def _range(row: Row) -> str:
-    return DASH if row.ratio_low is None else f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
-
-
 TIMES: dict[str, Cell] = {
-    "side": _shown("side", "{}"),
-    "step s": _shown("step_s", "{:.3f}"),
-    "× device": _shown("ratio", "{:.2f}"),
-    "range": _range,
-    "optimizer s": _shown("optimizer_s", "{:.3f}"),
-    "tokens/s": _shown("tokens_a_second", "{:,.0f}"),
-    "cpu s": _shown("cpu_s", "{:.2f}"),
-    "peak MiB": _shown("peak_mib", "{:,.0f}"),
-    "rest MiB": _shown("rest_mib", "{:,.0f}"),
-    "device MiB": _shown("device_mib", "{:,.0f}"),
-    "host MiB": _shown("host_mib", "{:,.0f}"),
-    "/ planned": _shown("host_planned", "{:.3f}"),
-    "disk MiB": _shown("disk_mib", "{:,.0f}"),
-    "loss diff": _shown("loss_difference", "{:.1e}"),
+    "side": shown("side", "{}"),
+    "step s": shown("step_s", "{:.3f}"),
+    "× device": shown("ratio", "{:.2f}"),
+    "range": range_of("ratio_low", "ratio_high"),
+    "optimizer s": shown("optimizer_s", "{:.3f}"),
+    "tokens/s": shown("tokens_a_second", "{:,.0f}"),
+    "cpu s": shown("cpu_s", "{:.2f}"),
+    "peak MiB": shown("peak_mib", "{:,.0f}"),
+    "rest MiB": shown("rest_mib", "{:,.0f}"),
+    "device MiB": shown("device_mib", "{:,.0f}"),
+    "host MiB": shown("host_mib", "{:,.0f}"),
+    "/ planned": shown("host_planned", "{:.3f}"),
+    "disk MiB": shown("disk_mib", "{:,.0f}"),
+    "loss diff": shown("loss_difference", "{:.1e}"),
 }
 DISKS: dict[str, Cell] = {
-    "side": _shown("side", "{}"),
-    "read MiB": _shown("read_mib", "{:,.0f}"),
-    "written MiB": _shown("written_mib", "{:,.0f}"),
-    "waited s": _shown("waited_s", "{:.3f}"),
-    "optimizer GB/s": _shown("optimizer_gb_s", "{:.2f}"),
-    "plain copy GB/s": _shown("copy_gb_s", "{:.2f}"),
-    "/ copy": _shown("disk_share", "{:.2f}"),
-    "/ copy by two": _shown("disk_share_two", "{:.2f}"),
-    "page cache MiB": _shown("cache_mib", "{:+,.0f}"),
-    "own files in it MiB": _shown("file_cache_mib", "{:,.1f}"),
+    "side": shown("side", "{}"),
+    "read MiB": shown("read_mib", "{:,.0f}"),
+    "written MiB": shown("written_mib", "{:,.0f}"),
+    "waited s": shown("waited_s", "{:.3f}"),
+    "optimizer GB/s": shown("optimizer_gb_s", "{:.2f}"),
+    "plain copy GB/s": shown("copy_gb_s", "{:.2f}"),
+    "/ copy": shown("disk_share", "{:.2f}"),
+    "/ copy by two": shown("disk_share_two", "{:.2f}"),
+    "page cache MiB": shown("cache_mib", "{:+,.0f}"),
+    "own files in it MiB": shown("file_cache_mib", "{:,.1f}"),
 }
 LEGEND = (
     "step s: median of the timed steps; optimizer s: what `optimizer.step()` takes of it. × device:"
@@ -70,36 +59,29 @@ DISK_LEGEND = (
 )
 
 
-def table(columns: dict[str, Cell], rows: Sequence[Row]) -> str:
-    """A Markdown table; rows that failed say so."""
-    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
-    for row in rows:
-        cells = (
-            [cell(row) for cell in columns.values()]
-            if row.status == "ok"
-            else [row.side, row.status, *[DASH] * (len(columns) - 2)]
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+PAIRS: dict[str, Cell] = {
+    "ours": shown("ours"),
+    "theirs": shown("theirs"),
+    "their step / ours": shown("faster", "{:.2f}"),
+    "range": range_of("low", "high"),
+    "rounds": shown("rounds"),
+}
+GOALS: dict[str, Cell] = {
+    "goal": shown("goal"),
+    "measured": shown("figure"),
+    "met": lambda goal: {True: "yes", False: "no", None: DASH}[goal["met"]],
+}
 
 
 def comparison(setting: Setting, rows: Sequence[Row], pairs: Sequence[Pair]) -> str:
     """One setting: times and memory, the disk, ours beside theirs, what failed."""
-    parts = [f"**{setting.title}**\n", table(TIMES, rows)]
+    parts = [f"**{setting.title}**\n", markdown_table(TIMES, rows)]
     on_disk = [row for row in rows if row.read_mib is not None]
     if on_disk:
-        parts.append(table(DISKS, on_disk))
+        parts.append(markdown_table(DISKS, on_disk))
     if pairs:
-        lines = [
-            "| ours | theirs | their step / ours | range | rounds |",
-            "|---|---|---:|---:|---:|",
-        ]
-        lines += [
-            f"| {p.ours} | {p.theirs} | {p.faster:.2f} | {p.low:.2f}-{p.high:.2f} | {p.rounds} |"
-            for p in pairs
-        ]
-        parts.append("\n".join(lines) + "\n")
-    parts += [f"{row.side}: {row.status}: {essence(row.error)}\n" for row in rows if row.error]
+        parts.append(markdown_table(PAIRS, pairs, left=2))
+    parts += [f"{line}\n" for line in harness.failures(rows)]
     return "\n".join(parts)
 
 
@@ -179,28 +161,11 @@ def smollm2_table(found: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Losses: {said}.{same} {above}"]) + "\n"
 
 
-def goals_table(goals: Sequence[dict[str, Any]]) -> str:
-    """Each goal, the figure that is worst for it, and whether it is met."""
-    said = {True: "yes", False: "no", None: DASH}
-    lines = [
-        "| goal | measured | met |",
-        "|---|---|---|",
-        *(f"| {g['goal']} | {g['figure']} | {said[g['met']]} |" for g in goals),
-    ]
-    return "\n".join(lines) + "\n"
-
-
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, goals, the tables, footnotes."""
-    place, found = document["machine"], document["versions"]
-    named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    where = (
-        f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']},"
-        f" disk {document['disk']['file_system']}"
-    )
     parts = [
-        f"Measured {document['date']} on {where}; {named}. `{document['command']}`\n",
-        goals_table(document["goals"]),
+        f"{harness.where(document, 'disk ' + document['disk']['file_system'])}\n",
+        markdown_table(GOALS, document["goals"], left=3),
     ]
     for c in document["comparisons"]:
         parts.append(

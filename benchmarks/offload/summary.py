@@ -30,9 +30,11 @@ from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import step_seconds
 from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.summary import losses, step_seconds
+from benchmarks.peers.summary import LOSSES_COMPARED
 
 SCHEMA = "onefold-offload/1"
 MIB = 1 << 20
@@ -125,57 +127,34 @@ def summarize(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()
     """The rows of one setting in the order in which the sides ran; `missing` sides are not
     installed.
     """
-    rows = []
-    for side in dict.fromkeys(run.side for run in runs):
-        mine = [run for run in runs if run.side == side]
-        good = [run for run in mine if run.status == "ok"]
-        if good:
-            rows.append(_row(side, setting, good, runs))
-        else:
-            rows.append(Row(side, mine[-1].status, error=mine[-1].error))
-    return rows + [Row(side, "not installed") for side in missing]
+    return harness.sides_of(runs, lambda side, good: _row(side, setting, good, runs), Row, missing)
 
 
 def pairs(runs: Sequence[Run]) -> list[Pair]:
     """Ours beside theirs, where both were measured."""
     found = []
     for ours, theirs in PAIRS:
-        ratios = _ratios(
-            [r for r in runs if r.side == theirs and r.status == "ok"], _by_round(runs, ours)
+        ratios = harness.ratios(
+            harness.by_round(runs, theirs).values(), harness.by_round(runs, ours)
         )
         if ratios:
             found.append(Pair(ours, theirs, len(ratios), median(ratios), min(ratios), max(ratios)))
     return found
 
 
-def _by_round(runs: Sequence[Run], side: str) -> dict[int, Run]:
-    return {run.round: run for run in runs if run.side == side and run.status == "ok"}
-
-
-def _ratios(runs: Sequence[Run], references: dict[int, Run]) -> list[float]:
-    """Median steps over those of the reference of the same round."""
-    both = [(run, references[run.round]) for run in runs if run.round in references]
-    return [median(step_seconds(run)) / median(step_seconds(reference)) for run, reference in both]
-
-
 def _row(side: str, setting: Setting, good: Sequence[Run], runs: Sequence[Run]) -> Row:
     step = median(second for run in good for second in step_seconds(run))
-    ratios = _ratios(good, _by_round(runs, f"onefold-{SIDES[side].stage}"))
-    references = _by_round(runs, REFERENCE)
-    both = [
-        p
-        for run in good
-        if run.round in references
-        for p in zip(losses(run), losses(references[run.round]), strict=False)
-    ]
+    ratio, low, high = harness.spread(
+        harness.ratios(good, harness.by_round(runs, f"onefold-{SIDES[side].stage}"))
+    )
+    references = harness.by_round(runs, REFERENCE)
     row = Row(
-        side, "ok", rounds=len(good), step_s=step, ratio=median(ratios) if ratios else None,
-        ratio_low=min(ratios, default=None), ratio_high=max(ratios, default=None),
+        side, "ok", rounds=len(good), step_s=step, ratio=ratio, ratio_low=low, ratio_high=high,
         optimizer_s=median(max(s) for run in good for s in zip(*(rank["optimizer_s"] for rank in run.ranks), strict=True)),
         tokens_a_second=setting.tokens_a_step / step,
         cpu_s=median(fmean(rank["cpu_s"] for rank in run.ranks) for run in good) / setting.steps,
         peak_mib=_largest(good, lambda rank: rank["peak_mib"]), rest_mib=_largest(good, lambda rank: rank["rest_mib"]),
-        loss_difference=max((abs(a - b) / abs(b) for a, b in both), default=None),
+        loss_difference=harness.loss_difference(good, references, LOSSES_COMPARED),
     )  # fmt: skip
     if good[0].ranks[0]["held"] is not None:
         _add_ledgers(row, good)

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import ROOT
+from benchmarks.peers import adapters
 from benchmarks.peers.settings import Setting
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass
@@ -46,6 +47,18 @@ def interpreter_has(python: str, package: str) -> bool:
         subprocess.run([python, "-c", code], env=environment(1), cwd=ROOT, check=False).returncode
         == 0
     )
+
+
+def absent(sides: Iterable[str], deepspeed_python: str) -> set[str]:
+    """Those of the sides whose library is not installed."""
+    pythons = {"deepspeed": deepspeed_python, "onefold": sys.executable}
+    needed = {side: adapters.requirement(side) for side in sides}
+    there = {
+        package: interpreter_has(pythons[package], package)
+        for package in set(needed.values())
+        if package
+    }
+    return {side for side, package in needed.items() if package and not there[package]}
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -6,26 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import Cell, range_of, shown
 from benchmarks.peers.model import count_parameters
 from benchmarks.peers.settings import NOTES, Setting
 from benchmarks.peers.summary import Row
 
-DASH = "–"
-COLUMNS = (
-    "peer",
-    "step s",
-    "× DDP",
-    "range",
-    "tokens/s",
-    "cpu s",
-    "peak MiB",
-    "set-up MiB",
-    "rest MiB",
-    "sent MiB",
-    "sent / X",
-    "ledger MiB",
-    "loss diff",
-)
 LEGEND = (
     "step s: median of the timed steps. × DDP: median of the rounds' ratios, with their range. cpu"
     " s: processor time of a rank in a step, all threads. Memory: a rank's resident set beyond what"
@@ -36,65 +22,29 @@ LEGEND = (
 )
 
 
-def cells(row: Row, setting: Setting) -> list[str]:
-    """The row as text, one string a column."""
-    if row.status != "ok":
-        return [row.peer, row.status, *[DASH] * (len(COLUMNS) - 2)]
+def columns(setting: Setting) -> dict[str, Cell]:
+    """What the table shows of a row of this setting."""
     unit = 4 * count_parameters(setting.model) * (setting.ranks - 1) / setting.ranks
-
-    def shown(value: float | None, form: str = "{:,.0f}", scale: float = 1.0) -> str:
-        return DASH if value is None else form.format(value / scale)
-
-    spread = DASH if row.ratio_low is None else f"{row.ratio_low:.2f}-{row.ratio_high:.2f}"
-    return [
-        row.peer,
-        shown(row.step_s, "{:.3f}"),
-        shown(row.ratio, "{:.2f}"),
-        spread,
-        shown(row.tokens_a_second),
-        shown(row.cpu_s, "{:.3f}"),
-        shown(row.peak_mib),
-        shown(row.set_up_peak_mib),
-        shown(row.rest_mib),
-        shown(row.sent_bytes, "{:,.1f}", 2**20),
-        shown(row.sent_bytes, "{:.3f}", unit) if unit else DASH,
-        shown(row.ledger_bytes, "{:,.1f}", 2**20),
-        shown(row.loss_difference, "{:.1e}"),
-    ]
-
-
-def essence(error: str) -> str:
-    """The line of a failed worker's output that says most: the last that names an error, else the
-    last.
-    """
-    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
-    return next(
-        (line for line in reversed(lines) if "Error" in line or "error:" in line), lines[-1]
-    )[:300]
+    return {
+        "peer": shown("peer"),
+        "step s": shown("step_s", "{:.3f}"),
+        "× DDP": shown("ratio", "{:.2f}"),
+        "range": range_of("ratio_low", "ratio_high"),
+        "tokens/s": shown("tokens_a_second", "{:,.0f}"),
+        "cpu s": shown("cpu_s", "{:.3f}"),
+        "peak MiB": shown("peak_mib", "{:,.0f}"),
+        "set-up MiB": shown("set_up_peak_mib", "{:,.0f}"),
+        "rest MiB": shown("rest_mib", "{:,.0f}"),
+        "sent MiB": shown("sent_bytes", "{:,.1f}", 2**20),
+        "sent / X": shown("sent_bytes", "{:.3f}", unit) if unit else lambda row: harness.DASH,
+        "ledger MiB": shown("ledger_bytes", "{:,.1f}", 2**20),
+        "loss diff": shown("loss_difference", "{:.1e}"),
+    }
 
 
 def plain_table(setting: Setting, rows: Sequence[Row]) -> str:
     """A table of aligned text, with a heading; failures are explained under it."""
-    lines = [list(COLUMNS), *[cells(row, setting) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    text = [setting.title, ""]
-    for number, line in enumerate(lines):
-        padded = [
-            c.rjust(w) if i else c.ljust(w)
-            for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ]
-        text.append("  ".join(padded).rstrip())
-        if number == 0:
-            text.append("  ".join("-" * w for w in widths))
-    text += ["", *[f"{row.peer}: {row.status}: {essence(row.error)}" for row in rows if row.error]]
-    return "\n".join(text).rstrip() + "\n"
-
-
-def markdown_table(setting: Setting, rows: Sequence[Row]) -> str:
-    """The same as a Markdown table, for a README."""
-    head = f"| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 1)}\n"
-    body = "".join(f"| {' | '.join(cells(row, setting))} |\n" for row in rows)
-    return f"**{setting.title}**\n\n{head}{body}"
+    return f"{setting.title}\n\n{harness.text_table(columns(setting), rows)}"
 
 
 def footnotes() -> str:
@@ -104,15 +54,12 @@ def footnotes() -> str:
 
 def to_markdown(document: dict[str, Any]) -> str:
     """The whole report: machine, date, a table a setting, footnotes."""
-    place, found = document["machine"], document["versions"]
-    named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    where = f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB, {place['system']}"
-    head = f"Measured {document['date']} on {where}; {named}.\n\n"
-    tables = [
-        markdown_table(Setting(**c["setting"]), [Row(**r) for r in c["rows"]])
-        for c in document["comparisons"]
-    ]
-    return head + "\n".join(tables) + "\n" + footnotes().replace("\n", "\n\n") + "\n"
+    tables = []
+    for c in document["comparisons"]:
+        setting, rows = Setting(**c["setting"]), [Row(**r) for r in c["rows"]]
+        tables.append(f"**{setting.title}**\n\n{harness.markdown_table(columns(setting), rows)}")
+    parts = [harness.where(document), "\n".join(tables), footnotes().replace("\n", "\n\n")]
+    return "\n\n".join(parts) + "\n"
 
 
 _COLORS = {
@@ -134,15 +81,9 @@ def plot(document: dict[str, Any], path: Path) -> bool:
         for c in document["comparisons"]
     ]
     compared = [(setting, rows) for setting, rows in compared if rows]
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
+    figure = harness.figure(13, 3.3 * len(compared)) if compared else None
+    if figure is None:
         return False
-    if not compared:
-        return False
-    figure = Figure(figsize=(13, 3.3 * len(compared)), layout="constrained")
-    FigureCanvasAgg(figure)
     for number, (setting, rows) in enumerate(compared):
         for side, (label, value, line) in enumerate(_CHARTS):
             axes = figure.add_subplot(len(compared), 2, 2 * number + side + 1)
@@ -151,9 +92,8 @@ def plot(document: dict[str, Any], path: Path) -> bool:
             bars = axes.bar([row.peer for row in rows], heights, color=colors)
             axes.bar_label(bars, fmt="%.2f" if side == 0 else "%.0f", fontsize=7)
             axes.set_ylabel(label, fontsize=8)
-            axes.tick_params(axis="x", labelrotation=30, labelsize=7)
-            axes.tick_params(axis="y", labelsize=7)
-            axes.spines[["top", "right"]].set_visible(False)
+            harness.plain_axes(axes)
+            axes.tick_params(axis="x", labelrotation=30)
             if line is not None:
                 axes.axhline(line, color="black", linewidth=0.8, linestyle=":")
             if side == 0:

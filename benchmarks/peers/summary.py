@@ -23,17 +23,14 @@ that is written.
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from benchmarks.peers.launch import ROOT, Run
+from benchmarks import harness
+from benchmarks.harness import step_seconds
+from benchmarks.peers.launch import Run
 from benchmarks.peers.settings import REFERENCE, Setting
 
 SCHEMA = "onefold-peers/1"
@@ -78,18 +75,6 @@ class Row:
         return asdict(self)
 
 
-def step_seconds(run: Run) -> list[float]:
-    """Seconds of each timed step of a run: the slowest rank's."""
-    return [max(step) for step in zip(*(rank["step_s"] for rank in run.ranks), strict=True)]
-
-
-def losses(run: Run) -> list[float]:
-    """Loss of each step, the mean over ranks."""
-    return [fmean(step) for step in zip(*(rank["losses"] for rank in run.ranks), strict=True)][
-        :LOSSES_COMPARED
-    ]
-
-
 def _over_rounds(runs: Sequence[Run], field: str, *, largest: bool) -> float | None:
     """The median over rounds of the largest (or mean) value over ranks."""
     found = []
@@ -108,86 +93,27 @@ def summarize(setting: Setting, runs: Sequence[Run], missing: Sequence[str] = ()
     """The rows of one setting in the order in which the peers ran; `missing` peers are not
     installed.
     """
-    references = {run.round: run for run in runs if run.peer == REFERENCE and run.status == "ok"}
-    rows = []
-    for peer in dict.fromkeys([run.peer for run in runs]):
-        mine = [run for run in runs if run.peer == peer]
-        good = [run for run in mine if run.status == "ok"]
-        if good:
-            rows.append(_row(peer, setting, good, references))
-        else:
-            rows.append(Row(peer, mine[-1].status, error=mine[-1].error))
-    rows += [Row(peer, "not installed") for peer in missing]
-    return rows
+    references = harness.by_round(runs, REFERENCE, "peer")
 
-
-def _row(peer: str, setting: Setting, good: Sequence[Run], references: dict[int, Run]) -> Row:
-    step = median(second for run in good for second in step_seconds(run))
-    pairs = [(run, references[run.round]) for run in good if run.round in references]
-    ratios = [
-        median(step_seconds(run)) / median(step_seconds(reference)) for run, reference in pairs
-    ]
-    both = [
-        pair
-        for run, reference in pairs
-        for pair in zip(losses(run), losses(reference), strict=False)
-    ]
-    differences = [abs(mine - theirs) / abs(theirs) for mine, theirs in both]
-    return Row(
-        peer,
-        "ok",
-        rounds=len(good),
-        step_s=step,
-        ratio=median(ratios) if ratios else None,
-        ratio_low=min(ratios, default=None),
-        ratio_high=max(ratios, default=None),
-        tokens_a_second=setting.tokens_a_step / step,
-        cpu_s=_per_step(_over_rounds(good, "cpu_s", largest=False), setting),
-        peak_mib=_over_rounds(good, "peak_mib", largest=True),
-        set_up_peak_mib=_over_rounds(good, "set_up_peak_mib", largest=True),
-        rest_mib=_over_rounds(good, "rest_mib", largest=True),
-        sent_bytes=_per_step(_over_rounds(good, "sent_bytes", largest=False), setting),
-        ledger_bytes=_per_step(_over_rounds(good, "ledger_bytes", largest=False), setting),
-        loss_difference=max(differences, default=None),
-    )
-
-
-def machine() -> dict[str, Any]:
-    """Where it was measured: processor, cores that this process may use, memory, system."""
-    cpu, memory = platform.processor() or platform.machine(), None
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(
-            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+    def row(peer: str, good: list[Run]) -> Row:
+        step = median(second for run in good for second in step_seconds(run))
+        ratio, low, high = harness.spread(harness.ratios(good, references))
+        return Row(
+            peer,
+            "ok",
+            rounds=len(good),
+            step_s=step,
+            ratio=ratio,
+            ratio_low=low,
+            ratio_high=high,
+            tokens_a_second=setting.tokens_a_step / step,
+            cpu_s=_per_step(_over_rounds(good, "cpu_s", largest=False), setting),
+            peak_mib=_over_rounds(good, "peak_mib", largest=True),
+            set_up_peak_mib=_over_rounds(good, "set_up_peak_mib", largest=True),
+            rest_mib=_over_rounds(good, "rest_mib", largest=True),
+            sent_bytes=_per_step(_over_rounds(good, "sent_bytes", largest=False), setting),
+            ledger_bytes=_per_step(_over_rounds(good, "ledger_bytes", largest=False), setting),
+            loss_difference=harness.loss_difference(good, references, LOSSES_COMPARED),
         )
-        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (OSError, ValueError):
-        pass
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "cpu": cpu,
-        "cores": cores,
-        "memory_gib": memory,
-        "system": platform.system(),
-        "kernel": platform.release(),
-    }
 
-
-def versions(deepspeed_python: str) -> dict[str, str | None]:
-    """Versions of all that took part; DeepSpeed's is asked of the interpreter that runs it."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "onefold"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    ask = [deepspeed_python, "-c", "import importlib.metadata as m; print(m.version('deepspeed'))"]
-    answer = subprocess.run(ask, capture_output=True, text=True, check=False)
-    found["deepspeed"] = answer.stdout.strip() if answer.returncode == 0 else None
-    try:
-        ask = ["git", "rev-parse", "--short", "HEAD"]
-        answer = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False)
-        found["commit"] = answer.stdout.strip() if answer.returncode == 0 else None
-    except OSError:
-        found["commit"] = None
-    return found
+    return harness.sides_of(runs, row, Row, missing, "peer")

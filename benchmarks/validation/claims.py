@@ -1,7 +1,7 @@
 """Claims often repeated about ZeRO, each with what the code says, the line that says it and where
 the line shows it.
 
-The figures are the formulas' (`onefold.plan.formulas`) wherever there is one, so that the line,
+The figures are the formulas' (`benchmarks.validation.formulas`) wherever there is one, so that the line,
 which answers for the real engine, is checked against something else than itself
 (tests/cli/test_plan_command.py runs every line and reads its keys).
 """
@@ -11,13 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from benchmarks.validation.formulas import compute, states, traffic
+from benchmarks.validation.systems import SYSTEMS
 from onefold.plan.architectures import architecture
 from onefold.plan.evaluate import Candidate
-from onefold.plan.formulas import compute, states, traffic
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
-from onefold.plan.systems import SYSTEMS
 
 ADAM, ACCUMULATING, INFINITY = (states.CONVENTIONS[name] for name in ("16", "18", "20"))
 GB, TERA = 1e9, 1e12

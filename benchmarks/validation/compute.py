@@ -4,9 +4,9 @@ they should agree closely.
 
 from __future__ import annotations
 
+from benchmarks.validation.formulas import compute as formulas
+from benchmarks.validation.formulas import streaming, traffic
 from benchmarks.validation.tables import Line, Table, read
-from onefold.plan.formulas import compute as formulas
-from onefold.plan.formulas import streaming, traffic
 
 A100, BILLION = 312e12, 1e9
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from benchmarks.validation.runs import RUNS, Run
-from onefold.plan.systems import DEEPSPEED_OVERLAP, SYSTEMS, System
+from benchmarks.validation.systems import DEEPSPEED_OVERLAP, SYSTEMS, System
 from onefold.plan.times import Software
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from benchmarks.validation import compute, fits, memory, printed, runs
 from benchmarks.validation.claims import claims
+from benchmarks.validation.systems import SYSTEMS
 from benchmarks.validation.tables import Table, markdown, within
-from onefold.plan.systems import SYSTEMS
 from onefold.plan.times import Software
 
 _HEAD = """\
 # The plan beside published figures
 
 Written by `python -m benchmarks.validation` from the tables in `benchmarks/data`; do not edit. Ratios are predicted ÷ published, misses
-included. The questions of `tests/plan/data/planner_cases.csv` are a test of their own (`tests/plan/test_planner_cases.py`); most of
-them ask for one figure of a paper, which `onefold.plan.formulas` or, for a published system, `onefold.plan.systems` answers: no whole plan.
+included. The questions of `tests/benchmarks/data/planner_cases.csv` are a test of their own
+(`tests/benchmarks/test_planner_cases.py`); most of them ask for one figure of a paper, which `benchmarks.validation.formulas` or,
+for a published system, `benchmarks.validation.systems` answers: no whole plan.
 
 Three kinds of table: **formula** (both sides compute; they must agree but for rounding and what the sources misprint), **memory** and
 **time** (the published side was measured).

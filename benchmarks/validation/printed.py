@@ -2,7 +2,7 @@
 for the same symbols.
 
 Traffic of the stages is answered by the plan itself (`onefold.plan.states.wire`, which the engine's
-ledger equals to the byte), the rest by `onefold.plan.formulas`.
+ledger equals to the byte), the rest by `benchmarks.validation.formulas`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from benchmarks.validation.formulas import activations, compute, states, streaming, traffic
 from benchmarks.validation.tables import Line, Table, read
-from onefold.plan.formulas import activations, compute, states, streaming, traffic
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.states import MOMENTS_OF, units_of, wire
 from onefold.recipe import Recipe

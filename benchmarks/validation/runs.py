@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from benchmarks.validation.formulas import compute, traffic
+from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import Line, Table, read
 from onefold.plan.architectures import ARCHITECTURES, architecture
-from onefold.plan.formulas import compute, traffic
 from onefold.plan.hardware import machine
-from onefold.plan.systems import SYSTEMS, System, blocks_of
 from onefold.plan.times import Work, step_times
 
 #: Layers and width of the sizes that the reports name only by size.

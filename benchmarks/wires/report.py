@@ -6,24 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.report import DASH, essence
+from benchmarks import harness
+from benchmarks.harness import DASH, Cell, range_of, shown
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.settings import REFERENCE, Link
 from benchmarks.wires.summary import Row
-
-Cell = Callable[[Row], str]
-
-
-def _shown(name: str, form: str, scale: float = 1.0) -> Cell:
-    def cell(row: Row) -> str:
-        value = getattr(row, name)
-        return DASH if value is None else form.format(value / scale)
-
-    return cell
-
-
-def _range(row: Row) -> str:
-    return DASH if row.faster_low is None else f"{row.faster_low:.2f}-{row.faster_high:.2f}"
 
 
 def _agree(row: Row) -> str:
@@ -31,22 +18,22 @@ def _agree(row: Row) -> str:
 
 
 COLUMNS: dict[str, Cell] = {
-    "side": lambda row: row.side,
-    "step s": _shown("step_s", "{:.2f}"),
-    "faster": _shown("faster", "{:.2f}"),
-    "range": _range,
-    "between MiB": _shown("between_bytes", "{:,.1f}", 2**20),
-    "in 2Ψ": _shown("equivalents", "{:.3f}"),
-    "formula": _shown("expected", "{:.3f}"),
-    "inside MiB": _shown("inside_bytes", "{:,.1f}", 2**20),
-    "interface MiB": _shown("interface_bytes", "{:,.1f}", 2**20),
-    "frames MiB": _shown("queue_bytes", "{:,.1f}", 2**20),
-    "headers": _shown("headers", "{:+.1%}"),
-    "ledger between MiB": _shown("ledger_between", "{:,.1f}", 2**20),
-    "ledger inside MiB": _shown("ledger_inside", "{:,.1f}", 2**20),
-    "link busy": _shown("busy", "{:.0%}"),
+    "side": shown("side"),
+    "step s": shown("step_s", "{:.2f}"),
+    "faster": shown("faster", "{:.2f}"),
+    "range": range_of("faster_low", "faster_high"),
+    "between MiB": shown("between_bytes", "{:,.1f}", 2**20),
+    "in 2Ψ": shown("equivalents", "{:.3f}"),
+    "formula": shown("expected", "{:.3f}"),
+    "inside MiB": shown("inside_bytes", "{:,.1f}", 2**20),
+    "interface MiB": shown("interface_bytes", "{:,.1f}", 2**20),
+    "frames MiB": shown("queue_bytes", "{:,.1f}", 2**20),
+    "headers": shown("headers", "{:+.1%}"),
+    "ledger between MiB": shown("ledger_between", "{:,.1f}", 2**20),
+    "ledger inside MiB": shown("ledger_inside", "{:,.1f}", 2**20),
+    "link busy": shown("busy", "{:.0%}"),
     "ranks agree": _agree,
-    "loss diff": _shown("loss_difference", "{:.1e}"),
+    "loss diff": shown("loss_difference", "{:.1e}"),
 }
 LEGEND = (
     "Bytes are those that one host sends in an optimizer step, the mean of both. between, inside:"
@@ -74,54 +61,15 @@ def title(link: dict[str, Any]) -> str:
     )
 
 
-def cells(row: Row) -> list[str]:
-    """The row as text, one string a column."""
-    return (
-        [cell(row) for cell in COLUMNS.values()]
-        if row.status == "ok"
-        else [row.side, row.status, *[DASH] * (len(COLUMNS) - 2)]
-    )
-
-
 def plain_table(rows: Sequence[Row]) -> str:
     """A table of aligned text; failures are explained under it."""
-    lines = [list(COLUMNS), *[cells(row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
-    text = []
-    for number, line in enumerate(lines):
-        text.append(
-            "  ".join(
-                c.rjust(w) if i else c.ljust(w)
-                for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-        )
-        if number == 0:
-            text.append("  ".join("-" * w for w in widths))
-    return "\n".join([*text, *_failures(rows)]) + "\n"
+    return harness.text_table(COLUMNS, rows)
 
 
 def markdown_table(rows: Sequence[Row]) -> str:
     """The same as a Markdown table."""
-    head = f"| {' | '.join(COLUMNS)} |\n|---|{'---:|' * (len(COLUMNS) - 1)}\n"
-    return (
-        head
-        + "".join(f"| {' | '.join(cells(row))} |\n" for row in rows)
-        + "".join(f"\n{line}\n" for line in _failures(rows))
-    )
-
-
-def _failures(rows: Sequence[Row]) -> list[str]:
-    return [f"{row.side}: {row.status}: {essence(row.error)}" for row in rows if row.error]
-
-
-def _where(document: dict[str, Any]) -> str:
-    place, found = document["machine"], document["versions"]
-    named = ", ".join(f"{name} {version}" for name, version in found.items() if version)
-    return (
-        f"Measured {document['date']} on {place['cpu']}, {place['cores']} cores,"
-        f" {place['memory_gib']} GiB, {place['system']} {place['kernel']}; {named}."
-        f" `{document['command']}`"
-    )
+    failed = "".join(f"\n{line}\n" for line in harness.failures(rows))
+    return harness.markdown_table(COLUMNS, rows) + failed
 
 
 def _whole(document: dict[str, Any], table: Callable[[Sequence[Row]], str], heading: str) -> str:
@@ -129,7 +77,7 @@ def _whole(document: dict[str, Any], table: Callable[[Sequence[Row]], str], head
         return f"skipped: {document['skipped']}\n"
     setting = Setting(**document["setting"])
     parts = [
-        _where(document),
+        harness.where(document),
         f"{document['hosts']} hosts of {document['ranks_a_host']} ranks. {setting.title}.",
     ]
     for link in document["links"]:
@@ -163,20 +111,14 @@ def plot(document: dict[str, Any], path: Path) -> bool:
 
     False, and no file, where matplotlib is missing or nothing was measured.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
     compared = [
         (Link(**link["link"]), [Row(**row) for row in link["rows"] if row["status"] == "ok"])
         for link in document["links"]
     ]
     compared = [(link, rows) for link, rows in compared if rows]
-    if not compared:
+    figure = harness.figure(13, 3.3 * len(compared)) if compared else None
+    if figure is None:
         return False
-    figure = Figure(figsize=(13, 3.3 * len(compared)), layout="constrained")
-    FigureCanvasAgg(figure)
     for number, (link, rows) in enumerate(compared):
         names, colors = (
             [row.side for row in rows],
@@ -200,8 +142,7 @@ def plot(document: dict[str, Any], path: Path) -> bool:
                 rotation_mode="anchor",
                 fontsize=7,
             )
-            axes.tick_params(axis="y", labelsize=7)
-            axes.spines[["top", "right"]].set_visible(False)
+            harness.plain_axes(axes)
             if place == 1:
                 axes.set_title(link.title, fontsize=8, loc="left")
             else:

@@ -30,12 +30,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import step_seconds
 from benchmarks.peers.model import count_at_the_turn, count_parameters
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.summary import step_seconds
 from benchmarks.wires.settings import HOSTS, REFERENCE, SIDES, Link
 
 SCHEMA = "onefold-wires/1"
@@ -109,11 +110,6 @@ def of_a_host(run: Run, name: str, steps: int) -> float | None:
     return sum(found) / HOSTS / steps if found and None not in found else None
 
 
-def losses(run: Run) -> list[float]:
-    """Loss of each step, the mean over ranks."""
-    return [fmean(step) for step in zip(*(rank["losses"] for rank in run.ranks), strict=True)]
-
-
 def expected(side: str, setting: Setting) -> float | None:
     """Bytes between hosts as the closed form has them in 16-bit equivalents, one micro-batch a
     step.
@@ -135,16 +131,10 @@ def summarize(
     """The rows of one link in the order in which the sides ran; `missing` sides are not
     installed.
     """
-    references = {run.round: run for run in runs if run.side == REFERENCE and run.status == "ok"}
-    rows = []
-    for side in dict.fromkeys(run.side for run in runs):
-        mine = [run for run in runs if run.side == side]
-        good = [run for run in mine if run.status == "ok"]
-        if good:
-            rows.append(_row(side, setting, link, good, references))
-        else:
-            rows.append(Row(side, mine[-1].status, error=mine[-1].error))
-    return rows + [Row(side, "not installed") for side in missing]
+    references = harness.by_round(runs, REFERENCE)
+    return harness.sides_of(
+        runs, lambda side, good: _row(side, setting, link, good, references), Row, missing
+    )
 
 
 def _row(
@@ -157,24 +147,16 @@ def _row(
         return median(found) if found else None
 
     step = median(second for run in good for second in step_seconds(run))
-    pairs = [(run, references[run.round]) for run in good if run.round in references]
-    ratios = [
-        median(step_seconds(reference)) / median(step_seconds(run)) for run, reference in pairs
-    ]
-    both = [
-        pair
-        for run, reference in pairs
-        for pair in zip(losses(run), losses(reference), strict=False)
-    ]
+    faster, low, high = harness.spread([1 / r for r in harness.ratios(good, references)])
     between, queue = bytes_of("between_bytes"), bytes_of("queue_bytes")
     return Row(
         side,
         "ok",
         rounds=len(good),
         step_s=step,
-        faster=median(ratios) if ratios else None,
-        faster_low=min(ratios, default=None),
-        faster_high=max(ratios, default=None),
+        faster=faster,
+        faster_low=low,
+        faster_high=high,
         between_bytes=between,
         inside_bytes=bytes_of("inside_bytes"),
         equivalents=None if between is None else between / (2 * count_parameters(setting.model)),
@@ -187,7 +169,5 @@ def _row(
         dropped=sum(rank.get("dropped", 0) for run in good for rank in run.ranks),
         busy=None if queue is None else 8 * queue / link.rate / step,
         agree=all(len({rank["losses"][-1] for rank in run.ranks}) == 1 for run in good),
-        loss_difference=max(
-            (abs(mine - theirs) / abs(theirs) for mine, theirs in both), default=None
-        ),
+        loss_difference=harness.loss_difference(good, references),
     )

@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ranks import run_ranks
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.checkpoint import cli, disk, report, summary
 from benchmarks.checkpoint.settings import PEERS, WAYS, Turn, peers_turns
 from benchmarks.checkpoint.summary import Run
+
+from ranks import run_ranks
 
 
 def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:

@@ -6,17 +6,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.convergence import cli, report, summary
 from benchmarks.convergence.settings import CASES, SIDES, Case, chosen
 from benchmarks.convergence.summary import Run

@@ -14,9 +14,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.offload.settings import PLAIN, SIDES
 from benchmarks.peers import launch
 from benchmarks.peers.settings import PEERS, Setting

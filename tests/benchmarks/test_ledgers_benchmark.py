@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,9 @@ import pytest
 import torch
 
 import onefold
+from benchmarks import ledgers, simulate
 from models import TinyGPT, tokens_of
 from ranks import run_ranks
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks import ledgers, simulate
 
 
 def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:

@@ -13,19 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from ranks import run_ranks
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.offload import alone, cli, disk, large, on_gpu, report, settings, summary
 from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
 from benchmarks.offload.summary import Run
 from benchmarks.peers.settings import Setting
 
 from benchmarks import gpu
+from ranks import run_ranks
 
 TINY = Setting(model="gpt-tiny", tokens=64, ranks=2, warmup=1, steps=2)
 MIB = 1 << 20

@@ -19,9 +19,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.peers import cli, launch, model, probes, report, summary
 from benchmarks.peers.launch import Run
 from benchmarks.peers.settings import PEERS, Setting, matrix

@@ -19,16 +19,13 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.peers import model
 from benchmarks.peers.settings import Setting
 from benchmarks.wires import cli, counters, hosts, launch, on_gpu, report, summary
 from benchmarks.wires.settings import SIDES, Link, available, chosen, read_rate
 from benchmarks.wires.summary import Run
 
-from benchmarks import gpu
+from benchmarks import gpu, harness
 
 SLOW = Link(100e6)
 TINY = Setting(model="gpt-tiny", tokens=32, precision="bf16", ranks=4, warmup=1, steps=2)
@@ -210,7 +207,7 @@ def test_bytes_are_a_hosts_and_a_step_lasts_until_its_slowest_rank() -> None:
     assert "fsdp2: failed: ValueError: boom" in report.plain_table([ours, theirs, failed, absent])
     runs[0].ranks[2]["losses"][-1] = 2.5
     apart = summary.summarize(TINY, SLOW, runs)[0]
-    assert apart.agree is False and "NO" in report.cells(apart)
+    assert apart.agree is False and "NO" in harness.cells(report.COLUMNS, apart)
 
 
 def test_a_move_is_divided_by_where_the_other_ranks_of_its_group_are() -> None:

@@ -5,13 +5,8 @@ does 200 of each.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
 
 import pytest
 from benchmarks.faults.injuries import KINDS, drill

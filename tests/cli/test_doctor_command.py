@@ -33,7 +33,7 @@ COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.ru
 SMALLEST = (
     """
 from dataclasses import replace
-from onefold.plan.sizes import Sizes
+from onefold.plan.benchmark_blocks import Sizes
 def smallest(device, quick, half, real=Sizes.for_device):
     s = real(device, quick, half)
     fewer = {name: getattr(s, name)[:2] for name in ("matrices", "blocks", "gated", "chains", "optimizer_numels", "move_bytes")}

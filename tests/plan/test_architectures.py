@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.validation.formulas import compute
 
 from onefold.plan import architectures
 from onefold.plan.architectures import ARCHITECTURES, architecture, model_of
-from onefold.plan.formulas import compute
 from onefold.plan.shapes import Transformer
 
 with_transformers = pytest.mark.skipif(

@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 
 from calibrations import BANDWIDTH, LATENCY, calibration, elsewhere
-from onefold.plan.calibrate import (
-    FRESH_DAYS,
-    AtRanks,
-    Calibration,
-    CalibrationError,
-    Overlap,
-    default_path,
-)
+from onefold.plan.calibrate import FRESH_DAYS, Calibration, CalibrationError, default_path
+from onefold.plan.measured import AtRanks, Overlap
 from onefold.plan.schema import MOVES
 
 
@@ -179,15 +173,14 @@ def test_what_is_no_calibration_is_refused(tmp_path: Path, content: bytes, said:
 
 def test_rates_are_those_measured_at_measured_places() -> None:
     found = calibration()
-    assert found.matrix_rate(256, 256, 256, ranks=1) == 4e10
-    assert found.matrix_rate(256, 256, 256, ranks=2) == 2e10
+    assert found.block_rate(256, 256, ranks=2) == 1e10
     assert found.block_rate(64, 64, ranks=4) == 5e9 / 4
     assert found.peak_rate(ranks=1) == 9e10
     assert found.copy_rate(2) == pytest.approx(1e8 / 2e-2)
 
 
 def test_a_shape_between_has_a_rate_between() -> None:
-    assert 1e10 < calibration().matrix_rate(128, 128, 128) < 9e10
+    assert 5e9 < calibration().block_rate(128, 128) < 2e10
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -205,12 +198,12 @@ def test_one_rank_moves_nothing() -> None:
     found = calibration()
     assert found.seconds_for("all-gather", 1e9, 1) == 0
     assert found.fit("all-gather", 1).seconds(1e9) == 0
-    assert (found.hidden(1), found.compute_slowdown(1)) == (1.0, 1.0)
+    assert found.hidden(1) == 1.0
 
 
 def test_numbers_of_ranks_between_are_interpolated() -> None:
     found = calibration()
-    rates = [found.matrix_rate(64, 64, 64, ranks=r) for r in (1, 2, 3, 4)]
+    rates = [found.block_rate(64, 64, ranks=r) for r in (1, 2, 3, 4)]
     assert rates == sorted(rates, reverse=True)
     assert len(set(rates)) == 4
     times = [found.seconds_for("all-gather", 1e6, r) for r in (2, 3, 4)]
@@ -223,7 +216,7 @@ def test_numbers_of_ranks_beyond_say_what_to_measure() -> None:
         CalibrationError,
         match=r"8 ranks: this machine was measured with 1,2,4\. .* --ranks 1,2,4,8",
     ):
-        calibration().matrix_rate(64, 64, 64, ranks=8)
+        calibration().block_rate(64, 64, ranks=8)
     with pytest.raises(CalibrationError, match="measured with none"):
         calibration(1).seconds_for("all-gather", 1, 2)
 
@@ -237,7 +230,7 @@ def test_an_optimizer_step_takes_longer_for_a_larger_shard() -> None:
 
 def test_an_unknown_dtype_or_move_says_what_is_known() -> None:
     with pytest.raises(CalibrationError, match="'float16' was not measured: known are float32"):
-        calibration().matrix_rate(64, 64, 64, dtype="float16")
+        calibration().block_rate(64, 64, dtype="float16")
     with pytest.raises(CalibrationError, match="unknown move 'gather': expected one of all-gather"):
         calibration().seconds_for("gather", 1, 2)
 

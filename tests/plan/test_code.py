@@ -5,13 +5,12 @@ against the tracer.
 from __future__ import annotations
 
 import importlib.util
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.peers.model import GPT, Shape
 from torch import nn
 
 from onefold.plan.activity import Activity
@@ -23,12 +22,6 @@ from onefold.plan.planner import plan
 from onefold.plan.shapes import Transformer
 from onefold.plan.stand_in import _build, _class_for, _config
 from onefold.plan.trace import trace
-
-ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
-from benchmarks.peers.model import GPT, Shape
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.plan.costs import Costs, Kernels, fit
 from onefold.plan.counting import count
+from onefold.plan.fit import Costs, Kernels
 
 RAN = (
     Kernels(10**9, 10, 10**6, 50, 10**5),
@@ -27,7 +27,7 @@ def test_passes_that_follow_a_price_list_give_it_back(
     a: float, b: float, c: float, d: float, e: float
 ) -> None:
     true = Costs(a * 1e-11, b * 1e-5, c * 1e-10, d * 1e-6, e * 1e-10)
-    found = fit([(k, true.seconds(k)) for k in RAN])
+    found = Costs.of([(k, true.seconds(k)) for k in RAN])
     other = Kernels(5 * 10**8, 30, 2 * 10**6, 70, 10**6)
     assert found.seconds(other) == pytest.approx(true.seconds(other), rel=1e-6)
 
@@ -35,7 +35,7 @@ def test_passes_that_follow_a_price_list_give_it_back(
 @given(st.lists(st.floats(0.5, 2), min_size=6, max_size=6))
 def test_no_price_is_negative_whatever_was_measured(noise: list[float]) -> None:
     true = Costs(1e-11, 1e-5, 1e-10, 1e-6, 1e-10)
-    found = fit([(k, n * true.seconds(k)) for k, n in zip(RAN, noise, strict=True)])
+    found = Costs.of([(k, n * true.seconds(k)) for k, n in zip(RAN, noise, strict=True)])
     assert min(found.flop, found.product, found.product_byte, found.other, found.other_byte) >= 0
     assert all(0.25 < found.seconds(k) / true.seconds(k) < 4 for k in RAN)
 
@@ -43,7 +43,7 @@ def test_no_price_is_negative_whatever_was_measured(noise: list[float]) -> None:
 @pytest.mark.parametrize("passes", [[], [(RAN[0], 0.0)]])
 def test_passes_that_say_nothing_are_refused(passes: list[tuple[Kernels, float]]) -> None:
     with pytest.raises(ValueError, match="expected at least one, each of which took time"):
-        fit(passes)
+        Costs.of(passes)
 
 
 def test_a_product_is_counted_with_its_bytes() -> None:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from calibrations import COSTS, calibration, with_steps, without_steps
-from onefold.plan.calibrate import CalibrationError
-from onefold.plan.costs import Kernels
-from onefold.plan.efficiency import COPIED, PARTS, Shares, shares, work_of
+from onefold.plan.calibrate import COPIED, PARTS, CalibrationError, Shares, shares, work_of
+from onefold.plan.fit import Kernels
 from onefold.plan.hardware import calibrated
 from onefold.plan.measured import AtRanks, middle
 from onefold.plan.times import Software, step_times

@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from benchmarks.validation.systems import work
 
 from calibrations import calibration as made_up
 from onefold.plan.hardware import builtin, calibrated, catalogue, gpu, machine
-from onefold.plan.systems import work
 from onefold.plan.times import step_times
 
 

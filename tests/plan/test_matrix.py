@@ -12,9 +12,6 @@ import pytest
 from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 pytest.importorskip("transformers")
 
 from benchmarks.plan_matrix.__main__ import group_seconds

@@ -13,14 +13,10 @@ import pytest
 import torch
 
 from onefold.comm import Group
-from onefold.plan.benchmark_blocks import Block, Gated, block_flops, gated_flops
-from onefold.plan.measure import Bench
-from onefold.plan.measure_disk import measure_disk
-from onefold.plan.measure_moves import WriteCounters
-from onefold.plan.measure_ranks import measure, says
+from onefold.plan.benchmark_blocks import MIB, Block, Gated, Sizes, block_flops, gated_flops
+from onefold.plan.measure import Bench, FlatMoves, measure, measure_disk, says
 from onefold.plan.measured import ADAMW_BYTES, AtRanks
 from onefold.plan.schema import MOVES
-from onefold.plan.sizes import MIB, Sizes
 from ranks import run_ranks
 
 TINY = Sizes(
@@ -80,7 +76,7 @@ def check(at: AtRanks, ranks: int) -> None:
 
 def moved_on_a_rank() -> dict[str, Any]:
     group = Group(None, torch.device("cpu"), 60.0)
-    moves = WriteCounters(Bench(group, torch.device("cpu"), TINY), 1200)
+    moves = FlatMoves(Bench(group, torch.device("cpu"), TINY), 1200)
     out: dict[str, Any] = {}
     for move in MOVES:
         moves.full.copy_(torch.arange(moves.full.numel()) * (group.rank + 1))

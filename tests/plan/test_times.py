@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from benchmarks.validation.systems import work
 from hypothesis import given
 from hypothesis import strategies as st
 
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.schema import SECONDS
-from onefold.plan.systems import work
 from onefold.plan.times import Software, Traffic, Work, links_of, slowest_of, step_times, traffic_of
 
 gpus = st.sampled_from(sorted(builtin().gpus))

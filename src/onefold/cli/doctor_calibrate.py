@@ -16,11 +16,10 @@ from types import TracebackType
 from typing import Any
 
 from onefold.cli.doctor_ranks import measure_with_ranks
+from onefold.plan.benchmark_blocks import MIB, Sizes
 from onefold.plan.calibrate import KIND, VERSION, Calibration, CalibrationError
-from onefold.plan.identity import this_machine
-from onefold.plan.measure_disk import measure_disk
-from onefold.plan.measure_ranks import says
-from onefold.plan.sizes import MIB, Sizes
+from onefold.plan.measure import measure_disk, says
+from onefold.plan.measured import this_machine
 from onefold.train.machine import readable
 
 #: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.

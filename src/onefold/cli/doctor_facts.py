@@ -11,7 +11,7 @@ from typing import Any
 
 from onefold.memory.host import free_host_memory
 from onefold.plan.calibrate import default_path
-from onefold.plan.identity import cpu_name, total_host_memory, usable_cpus
+from onefold.plan.measured import cpu_name, total_host_memory, usable_cpus
 from onefold.train.config import resolve
 from onefold.train.launch import ranks_to_start
 from onefold.train.machine import physical_cores

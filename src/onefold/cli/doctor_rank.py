@@ -45,9 +45,9 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from onefold.cli.doctor_steps import take_steps
-    from onefold.plan.measure_ranks import measure
-    from onefold.plan.records import decode
-    from onefold.plan.sizes import Sizes
+    from onefold.plan.benchmark_blocks import Sizes
+    from onefold.plan.measure import measure
+    from onefold.plan.measured import decode
 
     world = int(job["world"])
     device = torch.device("cuda", rank) if job["device"] == "cuda" else torch.device("cpu")

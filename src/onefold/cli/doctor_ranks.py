@@ -21,7 +21,7 @@ from onefold.cli.doctor_rank import JOB, RESULT
 from onefold.train.launch import child_environment, noted_signals
 
 if TYPE_CHECKING:
-    from onefold.plan.sizes import Sizes
+    from onefold.plan.benchmark_blocks import Sizes
 
 #: Seconds between two looks at the ranks.
 INTERVAL = 0.05

@@ -4,7 +4,7 @@ whose passes were measured alone.
     sum of parts   passes ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
     a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
-What lies between the two is the software's efficiency (`onefold.plan.efficiency`), here measured
+What lies between the two is the software's efficiency (`onefold.plan.calibrate`), here measured
 rather than assumed. It is measured in this room because a plan knows no running engine.
 """
 
@@ -20,14 +20,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.plan.benchmark_blocks import Gated, RootMeanSquare, gated_flops
-from onefold.plan.costs import Kernels
+from onefold.plan.benchmark_blocks import (
+    REFERENCE_BLOCKS,
+    REFERENCE_VOCABULARY,
+    Gated,
+    RootMeanSquare,
+    gated_flops,
+)
 from onefold.plan.counting import count
 from onefold.plan.evaluate import calls_of
+from onefold.plan.fit import Kernels
 from onefold.plan.from_module import model_shape
 from onefold.plan.measure import Bench
 from onefold.plan.measured import StepPoint
-from onefold.plan.sizes import REFERENCE_BLOCKS, REFERENCE_VOCABULARY
 from onefold.plan.states import units_of, wire
 from onefold.recipe import Recipe
 

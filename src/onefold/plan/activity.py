@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onefold.offload.activations import SMALLEST
-from onefold.plan.costs import Kernels
+from onefold.plan.fit import Kernels
 from onefold.plan.formulas.activations import block_bytes
 from onefold.plan.formulas.code import (
     beside_gradient,

@@ -1,53 +1,85 @@
-"""What a machine was measured to do, and questions to it: how fast is this matrix product, how long
-does this gather take?
+"""What a machine was measured to do, and questions to it: what do these operations cost, how long
+does this gather take, what of that does a training step reach?
 
-    onefold doctor --calibrate ──► plan/measure*.py on N ranks ──► Calibration ──► ~/.cache/onefold/doctor.json
-                                                                        │
-                                                    plan --here: matrix_rate, block_rate, seconds_for, ...
+    onefold doctor --calibrate ──► plan/measure.py on N ranks ──► Calibration ──► ~/.cache/onefold/doctor.json
+                                                                       │
+                                                    plan --here: pass_seconds, seconds_for, shares, ...
 
 Every rate is that of one rank while `ranks` ranks of this machine are at work: ranks on a CPU share
 its memory and its cores, so a figure is worth nothing without their number. Between two measured
 numbers of ranks, values are interpolated.
+
+[Note: shares of a step] Passes, moves and the optimizer are each measured alone. Then the engine
+trains a small transformer (`StepPoint`), and three figures make the sum of the parts equal to what
+those steps took, for each dtype and number of ranks:
+
+    seconds of a step = passes ÷ step + gradients · handed_s + moves exposed ÷ move + optimizer
+
+    step        hooks, cold caches, the wait for the slowest of ranks that share cores       as much as there is compute
+    handed_s    gradients cast, copied and added up, parameters cast                         told by few tokens for each weight
+    move        waiting in each unit instead of once, sending beside computing               told by stage 3, which sends in every unit
+
+A share above 1 says that parts overlap, or that alone they were slower.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
-from math import inf, log
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from onefold.plan.costs import Costs, Kernels, fit
-from onefold.plan.curve import Fit, nearest_mean
-from onefold.plan.identity import Identity, this_machine
+import numpy as np
+import torch
+
+from onefold.plan.fit import Costs, Fit, Kernels, nearest_mean
+from onefold.plan.hardware import Machine, calibrated
 from onefold.plan.measured import (
     ADAMW_BYTES,
     AtRanks,
-    BlockPoint,
     Disk,
     HostLink,
-    MatrixPoint,
-    Overlap,
-    PassPoint,
+    Identity,
     StepPoint,
+    decode,
+    this_machine,
 )
-from onefold.plan.records import decode
 from onefold.plan.schema import MOVES
-
-if TYPE_CHECKING:
-    from onefold.plan.efficiency import Shares
+from onefold.plan.times import Software, Work, step_times, traffic_of
+from onefold.recipe import Placement, Recipe
 
 KIND, VERSION = "onefold-calibration", 1
 #: Days after which a file says that it is old: drivers, kernels and neighbours change.
 FRESH_DAYS = 90
 #: Share of the processors above which other programs make figures doubtful.
 BUSY = 0.15
+#: A calibrated machine before any reference step: everything that was measured to overlap does (its
+#: `contention` says how much that is).
+PARTS = Software(overlap=1.0)
+#: Factors by which, one deviation each, a measured step may be off; and shares off 1, handing over
+#: off one copy of each element.
+NOISE, SPREAD = 1.05, (2.0, 2.0, 5.0)
+#: Bytes of one element that is copied: read and written.
+COPIED = 8
+_PRECISION = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the rates of passes and of moves, what a step reaches; and the seconds that taking over an
+    element of a gradient takes.
+    """
+
+    step: float = 1.0
+    move: float = 1.0
+    handed_s: float = 0.0
 
 
 class CalibrationError(ValueError):
@@ -117,23 +149,6 @@ class Calibration:
         """The compute dtypes that were measured."""
         return tuple(dict.fromkeys(p.dtype for a in self.at for p in a.matrices))
 
-    def matrix_rate(self, m: int, n: int, k: int, dtype: str = "float32", ranks: int = 1) -> float:
-        """FLOP/s of `F.linear` of [m, k] with [n, k]: as measured there, else between the measured
-        shapes near it.
-
-        Raises:
-            CalibrationError: the dtype or the number of ranks was not measured.
-            ValueError: a size that is not positive.
-        """
-        self._check_dtype(dtype)
-        shape = (float(m), float(n), float(k))
-        return self._at(
-            ranks,
-            lambda a: nearest_mean(
-                [((p.m, p.n, p.k), p.flops_per_s) for p in a.matrices if p.dtype == dtype], shape
-            ),
-        )
-
     def peak_rate(self, dtype: str = "float32", ranks: int = 1) -> float:
         """FLOP/s of the best matrix product measured: the denominator of MFU on a machine without a
         data sheet.
@@ -144,8 +159,6 @@ class Calibration:
     def block_rate(self, hidden: int, tokens: int, dtype: str = "float32", ranks: int = 1) -> float:
         """Model FLOP/s of a transformer block's forward and backward pass (convention:
         `BlockPoint`).
-
-        What a step computes in a second; divided by `matrix_rate`, the software efficiency.
         """
         self._check_dtype(dtype)
         place = (float(hidden), float(tokens))
@@ -162,7 +175,7 @@ class Calibration:
 
     def pass_seconds(self, kernels: Kernels, dtype: str = "float32", ranks: int = 1) -> float:
         """Seconds of passes that consist of `kernels`, by what each part of them costs here; see
-        `onefold.plan.costs`.
+        `Costs`.
 
         Raises:
             CalibrationError: no pass of that dtype, or not that number of ranks, was measured.
@@ -176,36 +189,35 @@ class Calibration:
 
     def shares(self, dtype: str = "float32", ranks: int = 1, traced: bool = True) -> Shares:
         """What a step of the engine reaches of the rates of its parts, as the reference steps
-        showed; see `onefold.plan.efficiency`.
-        """
-        from onefold.plan.efficiency import Shares
+        showed; see [Note: shares of a step].
 
+        Args:
+            traced: passes are priced operation by operation, else by their blocks' rate.
+        """
         self._check_dtype(dtype)
-        return Shares(
-            step=self._at(ranks, lambda a: self._shares(a, dtype, traced).step),
-            move=self._at(ranks, lambda a: self._shares(a, dtype, traced).move),
-            handed_s=self._at(ranks, lambda a: self._shares(a, dtype, traced).handed_s),
-        )
+
+        def between(name: str) -> float:
+            return self._at(ranks, lambda a: getattr(self._shares(a, dtype, traced), name))
+
+        return Shares(between("step"), between("move"), between("handed_s"))
 
     def _costs(self, at: AtRanks, dtype: str) -> Costs:
-        key = ("costs", at.ranks, dtype)
-        if key not in self._answers:
-            self._answers[key] = fit(
-                [(p.kernels, p.seconds) for p in at.passes if p.dtype == dtype]
-            )
-        found: Costs = self._answers[key]
-        return found
+        return self._once(
+            ("costs", at.ranks, dtype),
+            lambda: Costs.of([(p.kernels, p.seconds) for p in at.passes if p.dtype == dtype]),
+        )
 
     def _shares(self, at: AtRanks, dtype: str, traced: bool) -> Shares:
-        from onefold.plan.efficiency import shares
-        from onefold.plan.hardware import calibrated
+        steps = [s for s in at.steps if s.dtype == dtype]
+        return self._once(
+            ("shares", at.ranks, dtype, traced),
+            lambda: shares(steps, calibrated(self, at.ranks), traced),
+        )
 
-        key = ("shares", at.ranks, dtype, traced)
+    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
         if key not in self._answers:
-            self._answers[key] = shares(
-                [s for s in at.steps if s.dtype == dtype], calibrated(self, at.ranks), traced
-            )
-        found: Shares = self._answers[key]
+            self._answers[key] = make()
+        found: T = self._answers[key]
         return found
 
     @cached_property
@@ -232,13 +244,13 @@ class Calibration:
             CalibrationError: an unknown move, or a number of ranks that was not measured.
             ValueError: a negative number of bytes.
         """
-        return self._move(move, ranks, lambda a: a.curves[move].seconds(nbytes), alone=0.0)
+        return self._move(move, ranks, lambda a: a.curves[move].seconds(nbytes))
 
     def fit(self, move: str, ranks: int) -> Fit:
         """latency + bytes/bandwidth for one move, over all measured sizes."""
-        latency = self._move(move, ranks, lambda a: a.curves[move].fit.latency_s, alone=0.0)
-        per_byte = self._move(move, ranks, lambda a: 1 / a.curves[move].fit.bytes_per_s, alone=0.0)
-        return Fit(latency, 1 / per_byte if per_byte else inf)
+        latency = self._move(move, ranks, lambda a: a.curves[move].fit.latency_s)
+        per_byte = self._move(move, ranks, lambda a: 1 / a.curves[move].fit.bytes_per_s)
+        return Fit(latency, 1 / per_byte if per_byte else math.inf)
 
     def hidden(self, ranks: int) -> float:
         """Share of a move, 0 to 1, that vanishes behind compute; see `Overlap`. 1 for one rank,
@@ -246,17 +258,12 @@ class Calibration:
         """
         return self._at(ranks, lambda a: a.overlap.hidden if a.overlap else 1.0)
 
-    def compute_slowdown(self, ranks: int) -> float:
-        """How many times longer a matrix product takes while a gather runs beside it."""
-        return self._at(ranks, lambda a: a.overlap.slowdown if a.overlap else 1.0)
-
-    def _move(
-        self, move: str, ranks: int, value: Callable[[AtRanks], float], alone: float
-    ) -> float:
+    def _move(self, move: str, ranks: int, value: Callable[[AtRanks], float]) -> float:
+        """A lone rank moves nothing."""
         if move not in MOVES:
             raise CalibrationError(f"unknown move {move!r}: expected one of {', '.join(MOVES)}.")
         if ranks == 1:
-            return alone
+            return 0.0
         return self._at(ranks, value, [a for a in self.at if a.ranks > 1])
 
     def _at(
@@ -277,7 +284,9 @@ class Calibration:
             )
         below, above = value(low), value(high)
         share = (
-            log(ranks / low.ranks) / log(high.ranks / low.ranks) if high.ranks > low.ranks else 0.0
+            math.log(ranks / low.ranks) / math.log(high.ranks / low.ranks)
+            if high.ranks > low.ranks
+            else 0.0
         )
         return below + (above - below) * share
 
@@ -382,8 +391,6 @@ class Calibration:
         """Why these figures may no longer hold, a sentence; "" where nothing speaks against
         them.
         """
-        import torch
-
         age = (now or datetime.now(UTC)) - datetime.fromisoformat(self.measured_at)
         reasons = []
         if self.identity.torch != torch.__version__:
@@ -411,7 +418,71 @@ def default_path() -> Path:
     return folder / "onefold" / "doctor.json"
 
 
-__all__ = [
-    "AtRanks", "BlockPoint", "Calibration", "CalibrationError", "Disk", "Fit", "HostLink", "MatrixPoint", "Overlap", "PassPoint",
-    "StepPoint", "default_path",
-]  # fmt: skip
+# -- shares of a step --------------------------------------------------------------------------
+
+
+def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) -> Shares:
+    """The likeliest figures for which the time model says of these steps, all of one dtype, what
+    was measured.
+
+    Each step's error and each figure's distance from 1 (for gradients, from one copy) are taken to
+    be log-normal, `NOISE` and `SPREAD` wide. So a figure that the steps say nothing about (moves
+    that are hidden, or a lone rank's) stays there rather than explain what noise there is. Found by
+    Gauss and Newton's steps, halved where they do not lead downhill.
+
+    Args:
+        traced: passes are priced operation by operation, else by their blocks' rate.
+    """
+    if not steps:
+        return Shares()
+    works = [(work_of(step, machine, traced), step.seconds) for step in steps]
+    copy = COPIED / machine.gpu.memory_bandwidth
+
+    def figures(x: np.ndarray) -> Shares:
+        return Shares(math.exp(x[0]), math.exp(x[1]), copy * math.exp(x[2]))
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        found = figures(x)
+        software = replace(
+            PARTS, step_share=found.step, move_share=found.move, handed_s=found.handed_s
+        )
+        errors = [
+            math.log(step_times(work, machine, software).step / seconds) / math.log(NOISE)
+            for work, seconds in works
+        ]
+        return np.array([*errors, *(x / np.log(SPREAD))])
+
+    at = np.zeros(3)
+    now = residuals(at)
+    for _ in range(30):
+        slopes = np.stack(
+            [(residuals(at + 1e-4 * np.eye(3)[i]) - now) / 1e-4 for i in range(3)], axis=1
+        )
+        change = np.clip(np.linalg.lstsq(slopes, -now, rcond=None)[0], -1, 1)
+        while (after := residuals(at + change)) @ after > now @ now and abs(change).max() > 1e-4:
+            change = change / 2
+        if abs(change).max() <= 1e-4:
+            break
+        at, now = at + change, after
+    return figures(at)
+
+
+def work_of(step: StepPoint, machine: Machine, traced: bool = True) -> Work:
+    """A reference step as the time model takes it."""
+    recipe = Recipe.zero(step.stage, precision=_PRECISION[step.dtype])
+    kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
+    nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
+    return Work(
+        flops=step.flops,
+        traffic=tuple(
+            traffic_of(step.wire, step.calls, machine, kept=kept, at_boundary=late, nccl=nccl)
+        ),
+        precision=_PRECISION[step.dtype],
+        tokens=float(step.tokens * step.micro_batches * machine.ranks),
+        micro_batches=step.micro_batches,
+        optimizer_numel=step.stepped,
+        hidden=step.hidden,
+        micro_tokens=step.tokens,
+        kernels=step.kernels if traced else None,
+        handed=float(step.numel * step.micro_batches),
+    )

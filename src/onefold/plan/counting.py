@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from onefold.memory import nbytes_of
-from onefold.plan.costs import Kernels
+from onefold.plan.fit import Kernels
 
 _aten = torch.ops.aten
 #: Operations that do no work although nothing in their schema says that they only make a view, or

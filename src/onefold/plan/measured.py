@@ -1,18 +1,27 @@
-"""The figures of one machine as they were measured; `Calibration` holds them and answers
-questions.
+"""The figures of one machine as they were measured, and which machine it was; `Calibration` holds
+them and answers questions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+import math
+import os
+import platform
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from math import inf
+from pathlib import Path
 from statistics import median
 from typing import Any
 
-from onefold.plan.costs import Kernels
-from onefold.plan.curve import Curve
+import torch
+
+from onefold.device import device_names
+from onefold.plan.fit import Curve, Kernels
 from onefold.plan.schema import MOVES
 
 #: Bytes that a fused AdamW moves for each fp32 element: it reads parameter, gradient and two
@@ -83,7 +92,7 @@ class Overlap:
 @dataclass(frozen=True)
 class PassPoint:
     """Forward and backward pass of something, on its own: what ran and the seconds it took. See
-    `onefold.plan.costs`.
+    `onefold.plan.fit`.
     """
 
     dtype: str
@@ -250,3 +259,155 @@ def _positive(record: Any, *names: str) -> None:
         value = getattr(record, name)
         if not 0 < value < inf:
             raise ValueError(f"{name} is {value}: expected a positive, finite number.")
+
+
+# -- which machine it was -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What speeds depend on. Host names are left out: a container gets a new one at each start.
+
+    Attributes:
+        cpu: the processor's name.
+        cores: CPUs this process may run on, affinity and cgroup quota counted in.
+        gpus: names of the GPUs that torch sees.
+        torch: its version; another one makes a measurement stale, not foreign.
+    """
+
+    cpu: str
+    cores: int
+    gpus: tuple[str, ...]
+    torch: str
+
+    def differences(self, other: Identity) -> list[str]:
+        """What makes `other` another machine, a phrase each; [] for the same one."""
+        out = []
+        if self.cpu != other.cpu:
+            out.append(f"a processor {self.cpu!r} where {other.cpu!r} is")
+        if self.cores != other.cores:
+            out.append(f"{self.cores} cores where {other.cores} may be used")
+        if self.gpus != other.gpus:
+            out.append(f"{_gpus(self.gpus)} where {_gpus(other.gpus)} there")
+        return out
+
+
+def this_machine() -> Identity:
+    """The machine this process runs on, as this process may use it."""
+    return Identity(cpu_name(), usable_cpus(), device_names(), torch.__version__)
+
+
+def cpu_name() -> str:
+    """The processor's name as the kernel has it, else its architecture."""
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+        if found:
+            return found.group(1).strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"
+
+
+def usable_cpus() -> int:
+    """CPUs that the scheduler gives this process: the affinity mask, limited by the cgroup's
+    quota.
+    """
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return count
+    return count if quota == "max" else max(1, min(count, math.ceil(float(quota) / float(period))))
+
+
+def total_host_memory() -> int:
+    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0
+    where neither is known.
+    """
+    found = (
+        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    )
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        found += [] if limit == "max" else [int(limit)]
+    except (OSError, ValueError):
+        pass
+    return min(found, default=0)
+
+
+def _gpus(names: tuple[str, ...]) -> str:
+    return (
+        " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were"
+        if names
+        else "no GPU was"
+    )
+
+
+# -- from JSON ----------------------------------------------------------------------------------
+
+_PLAIN: Mapping[type, tuple[Any, str]] = {
+    float: (int | float, "a number"),
+    int: (int, "a whole number"),
+    str: (str, "a text"),
+    bool: (bool, "true or false"),
+}
+
+
+def decode(kind: Any, value: Any, where: str = "") -> Any:
+    """`value`, as `json.load` gave it, as an instance of `kind`: a dataclass, a tuple, a dict, an
+    optional or a plain type. The reverse of `dataclasses.asdict`.
+
+    Raises:
+        ValueError: a key is missing, is not known, or holds something else; the message begins with
+            the key's path.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if is_dataclass(kind):
+        return _decode_record(kind, value, where)
+    if origin is types.UnionType:
+        return None if value is None else decode(arguments[0], value, where)
+    if origin is dict:
+        _expect(isinstance(value, Mapping), where, "keys and values", value)
+        return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+    if origin is tuple:
+        _expect(isinstance(value, list | tuple), where, "a list", value)
+        of = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
+        _expect(len(value) == len(of), where, f"a list of {len(of)}", value)
+        return tuple(
+            decode(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(of, value, strict=True))
+        )
+    accepted, name = _PLAIN[kind]
+    _expect(
+        isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)),
+        where,
+        name,
+        value,
+    )
+    return kind(value)
+
+
+def _decode_record(kind: Any, value: Any, where: str) -> Any:
+    _expect(isinstance(value, Mapping), where, "keys and values", value)
+    known, hints = {f.name: f for f in fields(kind)}, typing.get_type_hints(kind)
+    path = {name: f"{where}.{name}" if where else name for name in (*known, *value)}
+    for name in sorted(set(value) - set(known)):
+        raise ValueError(f"{path[name]}: unknown key; known here are {', '.join(known)}.")
+    for name, f in known.items():
+        if name not in value and f.default is MISSING and f.default_factory is MISSING:
+            raise ValueError(f"{path[name]}: this key is missing.")
+    given = {name: decode(hints[name], item, path[name]) for name, item in value.items()}
+    try:
+        return kind(**given)
+    except ValueError as error:
+        raise ValueError(f"{where or 'the file'}: {error}") from None
+
+
+def _expect(fits: bool, where: str, expected: str, value: Any) -> None:
+    if not fits:
+        shown = repr(value)
+        shown = shown if len(shown) < 60 else shown[:57] + "..."
+        raise ValueError(f"{where or 'the file'}: expected {expected}, found {shown}.")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from onefold.plan.costs import Kernels
+from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.times import (
     SUMMING_ON_A_GPU,

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import onefold.runtime
-from onefold.plan.costs import Kernels
 from onefold.plan.counting import flop_formulas, kernels_of
+from onefold.plan.fit import Kernels
 from onefold.plan.prices import Link, Prices
 
 #: What spans on the compute stream are, beside waits.

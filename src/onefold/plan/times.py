@@ -2,7 +2,7 @@
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
-                   (`onefold.plan.costs`) ÷ step_share; and what encoding, decoding and adding up
+                   (`onefold.plan.fit`) ÷ step_share; and what encoding, decoding and adding up
                    (`onefold.plan.coding`) and the engine's own copies and casts
                    (`onefold.plan.handling`) read and write
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
@@ -20,7 +20,7 @@
 
 A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's
 bandwidth divides (`Traffic.ring`). Every constant is stated here (`Software`) or in
-`onefold.plan.systems`, which says on what it was fitted.
+`benchmarks.validation.systems`, which says on what it was fitted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from onefold.layout import Topology
 from onefold.plan.beyond import Carried
-from onefold.plan.costs import Kernels
+from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.tier_times import tier_times
 from onefold.plan.traffic import Leg, Phase, elsewhere
@@ -57,7 +57,7 @@ class Software:
     Attributes:
         kernel_share: of the rate that large products reach, what a whole transformer reaches:
             norms, softmax and small products take the rest. Fitted to the Azure report (see
-            `onefold.plan.systems`), as hop_seconds.
+            `benchmarks.validation.systems`), as hop_seconds.
         link_share: of the nominal link, what a collective of large messages reaches. An assumption;
             published runs: 0.17 to 1.
         overlap: of the compute beside it, the share that communication can hide behind. An
@@ -72,7 +72,7 @@ class Software:
         step_share, move_share: on a calibrated machine, what a step of the engine reaches of the
             rates of its passes and of its moves, which were each measured alone; handed_s: seconds
             that taking over one element of a gradient takes, in each micro-batch. From reference
-            steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
+            steps (`onefold.plan.calibrate`); 1, 1 and 0 without them.
     """
 
     kernel_share: float = 0.77

@@ -28,8 +28,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 
-from onefold.plan.costs import Kernels
 from onefold.plan.fake import Faked, fake_batch, faked, passing_as_real
+from onefold.plan.fit import Kernels
 from onefold.plan.kernels import CudaKernels
 from onefold.plan.lifetimes import Log, Read, Span, Watch, read
 from onefold.plan.recompute import Checkpointing, checkpointed

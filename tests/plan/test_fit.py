@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.plan.curve import Curve, fit, nearest_mean
+from onefold.plan.fit import Curve, Fit, nearest_mean
 
 SIZE = st.floats(1, 1e10)
 SECONDS = st.floats(1e-7, 1e3)
@@ -26,14 +26,14 @@ def test_a_fit_finds_the_latency_and_the_bandwidth_that_made_the_points(
     if max(sizes) < 2 * min(sizes):
         sizes = [*sizes, 4 * min(sizes)]
     points = [(x, latency + x / bandwidth) for x in sizes]
-    found = fit(points)
+    found = Fit.of(points)
     for x, y in points:
         assert found.seconds(x) == pytest.approx(y, rel=1e-3)
 
 
 @given(POINTS)
 def test_a_fit_is_never_negative(points: list[tuple[float, float]]) -> None:
-    found = fit(points)
+    found = Fit.of(points)
     assert found.latency_s >= 0
     assert found.bytes_per_s > 0
 
@@ -42,15 +42,15 @@ def test_a_fit_weighs_the_relative_error() -> None:
     # Off by a factor at 1 GB and exact at small sizes: the absolute error would let the large one
     # decide alone.
     points = [(1e3, 1e-4 + 1e3 / 1e9), (1e4, 1e-4 + 1e4 / 1e9), (1e9, 1.5)]
-    assert fit(points).latency_s == pytest.approx(1e-4, rel=0.1)
+    assert Fit.of(points).latency_s == pytest.approx(1e-4, rel=0.1)
 
 
 def test_a_falling_series_has_no_bandwidth_limit() -> None:
-    assert fit([(1e3, 2e-3), (1e6, 1e-3)]).bytes_per_s == math.inf
+    assert Fit.of([(1e3, 2e-3), (1e6, 1e-3)]).bytes_per_s == math.inf
 
 
 def test_one_point_is_all_bandwidth() -> None:
-    found = fit([(1e6, 1e-3)])
+    found = Fit.of([(1e6, 1e-3)])
     assert (found.latency_s, found.bytes_per_s) == (0.0, pytest.approx(1e9))
 
 
@@ -94,7 +94,7 @@ def test_what_is_no_measurement_is_refused(points: tuple[tuple[float, float], ..
     with pytest.raises(ValueError, match="expected"):
         Curve(points)
     with pytest.raises(ValueError, match="expected"):
-        fit(points)
+        Fit.of(points)
 
 
 def test_a_negative_size_is_refused() -> None:

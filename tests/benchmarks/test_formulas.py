@@ -7,10 +7,18 @@ from __future__ import annotations
 import math
 
 import pytest
+from benchmarks.validation.formulas import (
+    activations,
+    compute,
+    estimators,
+    states,
+    streaming,
+    traffic,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.plan.formulas import activations, compute, estimators, states, streaming, traffic
+from onefold.plan.formulas.activations import RECOMPUTE
 from onefold.plan.shapes import Transformer
 
 numels = st.integers(1, 10**14)
@@ -169,9 +177,7 @@ def test_a_gpt_block_with_dropout_is_korthikantis(shape: Transformer, batch: int
 
 @given(dims, st.integers(1, 16))
 def test_more_recompute_never_keeps_more(shape: Transformer, batch: int) -> None:
-    none, selective, full = (
-        activations.block_bytes(shape, batch, recompute=r) for r in activations.RECOMPUTE
-    )
+    none, selective, full = (activations.block_bytes(shape, batch, recompute=r) for r in RECOMPUTE)
     assert none >= selective >= full > 0
 
 

@@ -15,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from onefold.plan.formulas import activations, compute, estimators, states, streaming, traffic
-from onefold.plan.systems import SYSTEMS, blocks_of
+from benchmarks.validation.formulas import (
+    activations,
+    compute,
+    estimators,
+    states,
+    streaming,
+    traffic,
+)
+from benchmarks.validation.systems import SYSTEMS, blocks_of
 
 ROWS = list(
     csv.DictReader(

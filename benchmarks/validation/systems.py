@@ -5,7 +5,7 @@ Two constants describe DeepSpeed's ZeRO-3 schedule of 2021 to 2023 in all of its
 by leaf module, six times a block and pass, and hides little behind compute (`DEEPSPEED_OVERLAP`).
 The latter, `Software.hop_seconds` and `Software.kernel_share` were fitted together to one report,
 Azure's 175B runs at 1,024 tokens, without the rows at micro-batch 1 and 16 on 128 and 1,024 GPUs,
-which are cases of `planner_cases.csv`. `benchmarks/validation.py` fits every constant again from
+which are cases of `planner_cases.csv`. `benchmarks/validation/fits.py` fits every constant again from
 the published rows and compares.
 """
 
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from benchmarks.validation.formulas import traffic as formulas
 from onefold.plan import hardware
-from onefold.plan.formulas import traffic as formulas
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software, Times, Traffic, Work, step_times

@@ -4,19 +4,15 @@ the code says.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))
-
 from benchmarks.validation import fits, page, printed, runs, tables
 from benchmarks.validation.claims import claims
+from benchmarks.validation.systems import SYSTEMS, work
 
-from onefold.plan.systems import SYSTEMS, work
 from onefold.plan.times import step_times
 
 
