@@ -19,9 +19,9 @@ from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
 from onefold.observe.tiers import moments_by_tier
 from onefold.offload import preflight
-from onefold.plan.beyond import beyond_of
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
+from onefold.plan.offloaded import beyond_of
 from onefold.plan.replay import Replay
 from onefold.plan.states import at_rest, legs_of, units_of, wire
 from onefold.plan.traffic import by_level, by_link, elsewhere, topology_of

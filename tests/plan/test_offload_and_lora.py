@@ -17,11 +17,10 @@ from models import TinyGPT
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
 from onefold.plan import auto
 from onefold.plan.activity import frozen_active
-from onefold.plan.choose import Question, ladder
+from onefold.plan.choose import Question, ladder, shares_of
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.parts import shares_of
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape

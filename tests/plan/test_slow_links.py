@@ -15,13 +15,12 @@ import onefold
 from onefold.plan.architectures import architecture
 from onefold.plan.auto import plan_here
 from onefold.plan.hardware import machine
-from onefold.plan.job import Job
+from onefold.plan.job import WIRES, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
 from onefold.plan.slow_links import waiting
 from onefold.plan.states import legs_of, units_of
 from onefold.plan.traffic import by_level, by_link, topology_of
-from onefold.plan.wires import WIRES
 from onefold.quant import codec
 from onefold.recipe import Recipe
 

@@ -15,8 +15,7 @@ from rich.table import Table
 from onefold.checkpoint.diff import Difference, TensorDifference
 from onefold.checkpoint.inspect import Listed, Summary, Tensor
 from onefold.checkpoint.verify import Verdict
-from onefold.plan.figures import count
-from onefold.plan.tables import _print
+from onefold.plan.tables import _print, count
 
 #: Problems and differences shown; --json has them all.
 MOST = 40

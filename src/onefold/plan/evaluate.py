@@ -7,7 +7,7 @@ model's activations, laid over each other.
     ───────────────────────────────
     sum        its largest slot is the peak
 
-What rests and moves beyond the device is counted beside it, by the same layouts (plan/beyond.py).
+What rests and moves beyond the device is counted beside it, by the same layouts (plan/offloaded.py).
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from onefold.device.copies import WINDOW
 from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
-from onefold.plan.activity_on_host import OnHost, on_host
-from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
-from onefold.plan.coding import coded_bytes, summed_bytes
+from onefold.plan.engine_kernels import coded_bytes, handled_bytes, summed_bytes
 from onefold.plan.formulas.states import states_by_kind
-from onefold.plan.handling import handled_bytes
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
+from onefold.plan.offloaded import HOST, Beyond, OnHost, beyond_of, moved_by, on_host
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape

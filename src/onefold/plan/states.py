@@ -37,7 +37,7 @@ Every size is that of a `ShardSpec` (layout/spec.py), which the engine allocates
 
 Of a flat buffer whose state rests off the device (`ShardSpec.tiers`) only what is computed with
 stays here: all of it where it is kept whole, this rank's interval where it is gathered, nothing
-where parameters rest elsewhere too. The rest is counted in plan/beyond.py.
+where parameters rest elsewhere too. The rest is counted in plan/offloaded.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ several nodes the all-to-all also sends as many times the bytes over a node's bo
 as the node has ranks. Sources: Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective
 Communication Operations in MPICH), section 3.1 for α and B, and 4.3 for the ring's reduce-scatter;
 Patarasuk and Yuan 2009 (Bandwidth optimal all-reduce algorithms), section 4;
-`onefold.plan.coding.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
+`onefold.plan.engine_kernels.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
 switch) is not in it.
 """
 
@@ -27,7 +27,7 @@ from typing import Any
 
 from onefold.layout import Adds, adds_of, hops_of
 from onefold.plan.choose import Question
-from onefold.plan.coding import added_bytes
+from onefold.plan.engine_kernels import added_bytes
 from onefold.plan.evaluate import Candidate, on_nccl
 from onefold.plan.hardware import Machine
 from onefold.plan.states import units_of

@@ -3,8 +3,8 @@
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
                    (`onefold.plan.fit`) ÷ step_share; and what encoding, decoding and adding up
-                   (`onefold.plan.coding`) and the engine's own copies and casts
-                   (`onefold.plan.handling`) read and write
+                   (`onefold.plan.engine_kernels`) and the engine's own copies and casts
+                   (`onefold.plan.engine_kernels`) read and write
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
                    groups is two, each on its level. A ring takes N−1 hops, one after another;
                    messages to all at once (an all-to-all) take one
@@ -30,9 +30,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onefold.layout import Topology
-from onefold.plan.beyond import Carried
 from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
+from onefold.plan.offloaded import Carried
 from onefold.plan.tier_times import tier_times
 from onefold.plan.traffic import Leg, Phase, elsewhere
 

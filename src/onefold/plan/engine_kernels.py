@@ -1,14 +1,19 @@
-"""What encoding, decoding and adding up cost a step: bytes of memory that they read and write.
+"""Bytes of memory that the engine's own kernels read and write in a step: encoding, adding up,
+copies and casts.
 
     gathers      the own interval once after a step: read in the compute dtype, written encoded; the whole each time: read encoded, written
     reductions   on each hop what goes to others: read, written encoded; what comes from them: read encoded, added to fp32 sums
     feedback     what is sent once more, read and written in fp32
     sums         on each hop, of the n elements that a rank sums: the parts of all N ranks read in the wire's dtype, the sum written;
                  where NCCL adds (reduce="native") its sum is read and written once
+    gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
+    casts        of sums of an earlier hop, or of several micro-batches, to the dtype of the wire, and of the masters where that is another
 
-They are done where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section
-3.4, fuses them into the kernels of the moves). What share of a copy's speed they reach stands in
-`onefold.plan.times`.
+They run where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section 3.4,
+fuses encoding into the kernels of the moves). What share of a copy's speed encoding reaches stands
+in `onefold.plan.times`. Casts of masters for a gather run beside it, on the stream of the copies
+up. On a calibrated machine its reference steps have measured copies and casts
+(`Software.handed_s`).
 """
 
 from __future__ import annotations
@@ -84,4 +89,44 @@ def _reduced(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
         total += (
             times * (hop.size - 1) * (each + (4 * _FP32 * hop.own if flat.error_feedback else 0))
         )
+    return total
+
+
+def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Bytes of memory read and written in a step, by one rank."""
+    total = 0.0
+    for unit in units:
+        for flat in (f for f in unit.flats if f.trainable and not f.unsharded):
+            total += _stored(flat, recipe, micro_batches) + _passed_on(flat, recipe, micro_batches)
+    return total
+
+
+def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    """Gradients on their way into the buffer that is reduced."""
+    d = flat.dtypes
+    if recipe.reduce_at == "micro-batch" or micro_batches == 1:
+        return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
+    first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
+    return flat.numel * (first + (micro_batches - 1) * more)
+
+
+def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    """What is sent on, and sums on their way to where the optimizer finds them."""
+    d, total = flat.dtypes, 0.0
+    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    for at, hop in enumerate(flat.hops):
+        if hop.level == "inter-group" and recipe.gradients.over == GROUP:
+            times = 1
+        wide = d.sums != d.wire and (
+            at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1)
+        )
+        # Parts for others are cast from the dtype of sums to that of the wire; the own one stays,
+        # and weighs more
+        if wide:
+            others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
+            total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
+    # Added to what earlier micro-batches left
+    total += (times - 1) * flat.own * 3 * d.master.itemsize
+    if flat.landed != d.master:
+        total += times * flat.own * (flat.landed.itemsize + d.master.itemsize)
     return total
