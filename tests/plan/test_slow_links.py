@@ -12,8 +12,8 @@ from benchmarks.validation.formulas import traffic
 from random_plans import GIB, gpus
 
 import onefold
+from onefold.plan.api import plan_here
 from onefold.plan.architectures import architecture
-from onefold.plan.auto import plan_here
 from onefold.plan.hardware import machine
 from onefold.plan.job import WIRES, Job
 from onefold.plan.planner import Plan, plan

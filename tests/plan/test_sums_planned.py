@@ -22,7 +22,7 @@ from models import TinyGPT, tokens_of
 from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
-from onefold.plan.auto import plan_here
+from onefold.plan.api import plan_here
 from onefold.plan.engine_kernels import summed_bytes
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape

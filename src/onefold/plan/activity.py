@@ -15,15 +15,15 @@ from dataclasses import dataclass, field, replace
 
 from onefold.offload.activations import SMALLEST
 from onefold.plan.fit import Kernels
-from onefold.plan.formulas.activations import block_bytes
-from onefold.plan.formulas.code import (
+from onefold.plan.formulas import (
     beside_gradient,
+    block_bytes,
     held_before,
     in_hand,
     kept_behind,
     kept_beyond,
+    transformer_flops_per_token,
 )
-from onefold.plan.formulas.compute import transformer_flops_per_token
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
 from onefold.plan.trace import ActivationTrace
 
@@ -88,7 +88,7 @@ class Activity:
         checkpointing: str,
         code: str = "",
     ) -> Activity:
-        """From dimensions alone (`plan.formulas.activations`, `plan.formulas.code`): for models
+        """From dimensions alone (`plan.formulas`, `plan.formulas`): for models
         without code at hand.
 
         A block keeps A bytes; while it runs it has W in hand, and in backward the gradient of its

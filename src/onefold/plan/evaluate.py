@@ -21,7 +21,7 @@ from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
 from onefold.plan.engine_kernels import coded_bytes, handled_bytes, summed_bytes
-from onefold.plan.formulas.states import states_by_kind
+from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.offloaded import HOST, Beyond, OnHost, beyond_of, moved_by, on_host

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from onefold.plan.formulas.states import Convention
+from onefold.plan.formulas import Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.checks import did_you_mean
 from onefold.recipe.groups import OPTIONS as ROWS

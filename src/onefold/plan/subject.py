@@ -32,7 +32,7 @@ from onefold.plan.activity import (
 )
 from onefold.plan.architectures import architecture, find, known
 from onefold.plan.choose import Activities
-from onefold.plan.formulas.code import CODES
+from onefold.plan.formulas import CODES
 from onefold.plan.from_module import in_tiles, model_shape, module_of, shape_in_tiles
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job

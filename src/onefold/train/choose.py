@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from onefold.memory.host import free_host_memory
-from onefold.plan.auto import USABLE, Beside, plan_here
+from onefold.plan.api import USABLE, Beside, plan_here
 from onefold.plan.evaluate import Candidate
-from onefold.plan.formulas.compute import transformer_flops_per_token
+from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
 from onefold.plan.offloaded import beyond_of
