@@ -40,6 +40,7 @@ from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
+from onefold.runtime.steps import Step
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
@@ -315,6 +316,11 @@ def capabilities() -> Capabilities:
             return RowsReduce(flat, at, engine)
         return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine)
 
+    def step(engine: Engine) -> Step:
+        from onefold.offload.steps import StepsApart
+
+        return StepsApart(engine)
+
     def activations(engine: Engine) -> Activations:
         from onefold.offload.engine_activations import HostActivations
 
@@ -334,7 +340,7 @@ def capabilities() -> Capabilities:
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 
-    return Capabilities(storage, gather, reduce, activations, named, store)
+    return Capabilities(storage, gather, reduce, step, activations, named, store)
 
 
 def _open(

@@ -1,7 +1,7 @@
 """What stands between an optimizer and sharded parameters: nothing, but for two looks around each
 step.
 
-Before: what rests off the device or in another format is stepped (offload/step.py), and its
+Before: what rests off the device or in another format is stepped (runtime/steps.py), and its
 gradients are put aside, so that the step itself does the rest.
 Before that: an optimizer whose update of one element depends on others (a factored second moment, a
 matrix, a layer's norm) would train on something else when it is given intervals. It is recognised
@@ -37,10 +37,7 @@ from torch.optim.optimizer import (
 )
 
 import onefold.optim.whole_state as whole_state
-from onefold.offload.in_backward import InBackwardStepper
-from onefold.offload.step import step_apart, stepped_apart
 from onefold.optim import whole
-from onefold.quant.moments import torchao_format
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.implementations import Chosen
@@ -96,12 +93,13 @@ def _with_passive(
     """`found` with the parameters that stay as they are on one rank, which are sharded in name
     only; another format is theirs too.
     """
-    out, low = (
-        {engine: list(entries) for engine, entries in found.items()},
-        torchao_format(optimizer) is not None,
-    )
+    out = {engine: list(entries) for engine, entries in found.items()}
     asking = [
-        e for e in _engines if low or e.recipe.moments is not None or e.recipe.stochastic_rounding
+        e
+        for e in _engines
+        if e.recipe.moments is not None
+        or e.recipe.stochastic_rounding
+        or e.steps.keeps_own_format(optimizer)
     ]
     unsharded = {
         id(entry.param): (engine, entry)
@@ -175,7 +173,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         found = _entries_of(optimizer)
         whole.seen.add(optimizer)
         apart = {
-            engine: stepped_apart(optimizer, engine, entries)
+            engine: engine.steps.apart(optimizer, entries)
             for engine, entries in _with_passive(optimizer, found).items()
         }
         away = any(engine.offloaded_flats or apart[engine] for engine in apart)
@@ -184,19 +182,13 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for engine in found:
             engine.optimizer_is_stepping()
             # Its blocks are seen to; a trial would compile it
-            known = torchao_format(optimizer) is not None
+            known = engine.steps.keeps_own_format(optimizer)
             if engine.recipe.elementwise_optimizer is not True and _is_cut(engine) and not known:
                 refuse_unless_elementwise(optimizer)
         for engine, entries in apart.items():
             if engine.offloaded_flats or entries:
-                if engine.recipe.step_in_backward:
-                    engine.in_backward_stepper = engine.in_backward_stepper or InBackwardStepper(
-                        engine
-                    )
-                    engine.in_backward_stepper.comes(optimizer)
-                    engine.in_backward_stepper.know(optimizer, entries)
                 with torch.no_grad():
-                    step_apart(optimizer, engine, entries)
+                    engine.steps.step(optimizer, entries)
                 gone = [e.param for e in entries]
                 _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
                 for param in gone:

@@ -6,6 +6,7 @@ hands its maker over.
 | where does a shard rest                               | `Storage`          | `Capabilities.storage`     |
 | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
 | how do partial gradients become sums                  | `Reduce`           | `Capabilities.reduce`      |
+| who steps a shard, and when                           | `Step`             | `Capabilities.step`        |
 | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
 | how is an interval written as fewer bytes             | `comm.codec.Codec` | `Capabilities.codec`       |
 | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.gathers import Gather
     from onefold.runtime.reductions import Reduce
+    from onefold.runtime.steps import Step
     from onefold.runtime.storage import Storage
 
 
@@ -86,6 +88,7 @@ class Capabilities:
     storage: Callable[[Flat, Tiers | None, bool, Engine], Storage]  # (..., rests encoded, ...)
     gather: Callable[[Flat, Engine], Gather]
     reduce: Callable[[Flat, int, Engine], Reduce]  # (flat buffer, hop, engine)
+    step: Callable[[Engine], Step]
     activations: Callable[[Engine], Activations]
     codec: Callable[[str], Codec]
     store: Callable[[Recipe, int, bool], Store]  # (recipe, rank, the device has streams)

@@ -168,9 +168,7 @@ class Engine:
         self.settle: Callable[[], None] | None = None  # waits for that work
         # Waits until masters and states may be written to
         self.copying: Callable[[], None] | None = None
-        # Steps offloaded units behind the backward pass (offload/in_backward.py), if the recipe
-        # says so
-        self.in_backward_stepper: Any = None
+        self.steps = capabilities.step(self)
 
     def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
@@ -237,8 +235,7 @@ class Engine:
         self.closed = True
         if self.settle is not None:
             self.settle()
-        if self.in_backward_stepper is not None:
-            self.in_backward_stepper.close()
+        self.steps.close()
         if not but_group:
             self.group.close()
         self.transfers.close()
@@ -258,7 +255,7 @@ class Engine:
         self.pool.drain()
         self.memory.probes.clear()
         self.activations.close()
-        del self.gather, self.reduce
+        del self.gather, self.reduce, self.steps
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -658,8 +655,7 @@ class Engine:
                 self._close_graphs()
             if self.deferring or self.holding:
                 show_unreduced(self)
-            if self.in_backward_stepper is not None:
-                self.in_backward_stepper.join()
+            self.steps.join()
             self.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()

@@ -420,8 +420,7 @@ class Reducer:
         assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         self._bring_down(r)
-        stepper = self.engine.in_backward_stepper
-        behind = stepper is not None and stepper.takes(flat, which)
+        behind = self.engine.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
@@ -454,7 +453,7 @@ class Reducer:
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
         if behind:
-            stepper.landed(flat)
+            self.engine.steps.landed(flat)
         return kept
 
     def _bring_down(self, r: Reduction) -> None:
@@ -463,9 +462,11 @@ class Reducer:
         storage = r.flat.storage
         if not r.down:
             r.down = True
-            self.engine.memory.add(GRADIENTS, -nbytes_of(r.total))
-            r.total = storage.bring_down(r.total)
-            self._ledger(r.flat).add(GRADIENTS, nbytes_of(r.total))
+            here, there, nbytes = self.engine.memory, self._ledger(r.flat), nbytes_of(r.total)
+            if there is not here:
+                here.add(GRADIENTS, -nbytes)
+                r.total = storage.bring_down(r.total)
+                there.add(GRADIENTS, nbytes)
         storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
@@ -526,8 +527,7 @@ class Reducer:
         module): reduce them too.
         """
         for index in late:
-            stepper = self.engine.in_backward_stepper
-            if stepper is not None and stepper.has_stepped(self.units[index]):
+            if self.engine.steps.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " behind the backward pass: this model uses it in more than one part of the"
