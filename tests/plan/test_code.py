@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.plan.activity import Activity
 from onefold.plan.architectures import model_of
-from onefold.plan.formulas import CODES, check_code
+from onefold.plan.formulas import CODES
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
