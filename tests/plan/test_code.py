@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.plan.activity import Activity
 from onefold.plan.architectures import model_of
-from onefold.plan.formulas import CODES
+from onefold.plan.formulas import CODES, check_code
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
@@ -157,4 +157,4 @@ def test_a_plan_says_how_its_activations_were_counted() -> None:
             "as fused kernels keep them" in note and "GPT-2 1.8 times" in note for note in notes
         ), notes
     with pytest.raises(ValueError, match="code='falcon'"):
-        check("falcon")
+        check_code("falcon")

@@ -21,10 +21,18 @@ from onefold.observe.tiers import moments_by_tier
 from onefold.offload import preflight
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
-from onefold.plan.offloaded import beyond_of
+from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.replay import Replay
-from onefold.plan.states import at_rest, legs_of, units_of, wire
-from onefold.plan.traffic import by_level, by_link, elsewhere, topology_of
+from onefold.plan.states import (
+    at_rest,
+    by_level,
+    by_link,
+    elsewhere,
+    legs_of,
+    topology_of,
+    units_of,
+    wire,
+)
 from onefold.recipe import Recipe
 from ranks import run_ranks
 
@@ -137,7 +145,7 @@ def planned(
         "by move": wire(units, recipe, micro_batches),
         "by link": by_link(by_level(legs), topology, per_node, rank),
         "between by move": {move: nbytes for move, nbytes in between.items() if nbytes},
-        "moved": beyond_of(units, recipe, micro_batches).moved,
+        "moved": offloaded_bytes(units, recipe, micro_batches).moved,
         "peak": sum(Replay(units, recipe).run(micro_batches).peak.values()),
         "bound": bound_of(units, recipe, micro_batches),
     }

@@ -19,8 +19,7 @@ from onefold.plan.job import WIRES, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
 from onefold.plan.slow_links import waiting
-from onefold.plan.states import legs_of, units_of
-from onefold.plan.traffic import by_level, by_link, topology_of
+from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of
 from onefold.quant import codec
 from onefold.recipe import Recipe
 

@@ -31,10 +31,9 @@ from onefold.plan.job import Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.replay import Replay
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import legs_of, units_of, wire
+from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of, wire
 from onefold.plan.sums import reduction_seconds
 from onefold.plan.times import SUMMING_ON_A_GPU, Software
-from onefold.plan.traffic import by_level, by_link, topology_of
 from onefold.recipe import Recipe
 from ranks import run_ranks
 

@@ -53,7 +53,7 @@ def smallest_share(
     model: ModelShape, scheme: Scheme, answer: Callable[[Scheme], Candidate]
 ) -> Candidate | None:
     """`scheme` with the smallest share below 1 at which the device has room for the rest; None if
-    all of it has to leave or nothing, or if that share does not fit beyond the device.
+    all of it has to leave or nothing, or if that share does not fit off the device.
     """
     if answer(scheme).spare < 0 or answer(scheme.with_(offload="none")).fits:
         return None

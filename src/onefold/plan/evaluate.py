@@ -7,7 +7,7 @@ model's activations, laid over each other.
     ───────────────────────────────
     sum        its largest slot is the peak
 
-What rests and moves beyond the device is counted beside it, by the same layouts (plan/offloaded.py).
+What rests and moves off the device is counted beside it, by the same layouts (plan/offloaded.py).
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ from onefold.plan.engine_kernels import coded_bytes, handled_bytes, summed_bytes
 from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.offloaded import HOST, Beyond, OnHost, beyond_of, moved_by, on_host
+from onefold.plan.offloaded import HOST, OffloadedBytes, OnHost, moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import (
     MOMENTS_OF,
+    Leg,
     UnitPlan,
     at_rest,
     gathers_of,
     legs_of,
+    topology_of,
     units_ahead,
     units_of,
     wire,
 )
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
-from onefold.plan.traffic import Leg, topology_of
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.groups import GROUP
@@ -125,9 +126,9 @@ def evaluate(
     )
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
     peak = _peak(moments, away.activity, states, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
-    beyond = engine.beyond
-    carried = (*beyond.carried, *away.carried(accumulation))
-    held = {tier: dict(by) for tier, by in beyond.peak.items()}
+    offloaded = engine.offloaded
+    carried = (*offloaded.carried, *away.carried(accumulation))
+    held = {tier: dict(by) for tier, by in offloaded.peak.items()}
     if away.nbytes:
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
@@ -142,14 +143,14 @@ def evaluate(
         handled_bytes=engine.handled,
         summed_bytes=engine.summed,
     )
-    times = step_times(_with_host_update(work, beyond, job), machine, software)
+    times = step_times(_with_host_update(work, offloaded, job), machine, software)
     account = Account(
         rest={k: v for k, v in rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
         ledger=dict(engine.ledger),
         bound=limit + peak.get(FRAGMENTATION, 0),
         host=host,
-        nvme=beyond.nvme,
+        nvme=offloaded.nvme,
         beyond={tier: by for tier, by in held.items() if by},
         moved=moved_by(carried),
         wire=engine.wire,
@@ -176,7 +177,7 @@ def evaluate(
         found,
         fits=found.spare >= 0
         and (machine.shared or host * local <= there.memory)
-        and beyond.nvme * local <= there.nvme,
+        and offloaded.nvme * local <= there.nvme,
     )
 
 
@@ -246,7 +247,7 @@ class _Engine:
     rest: Mapping[str, int]
     bound: int
     stepped: int
-    beyond: Beyond
+    offloaded: OffloadedBytes
     legs: tuple[Leg, ...]
     wire: Mapping[str, int]
     coded: float
@@ -275,7 +276,7 @@ def _engine(
         if f.trainable and f.tiers is None
         for slot in f.layout.slots
     )
-    beyond = beyond_of(units, recipe, micro_batches, optimizer)
+    offloaded = offloaded_bytes(units, recipe, micro_batches, optimizer)
     rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few, window)
     legs, sent, coded = (
         legs_of(units, recipe, micro_batches),
@@ -292,7 +293,7 @@ def _engine(
         rest,
         bound,
         stepped,
-        beyond,
+        offloaded,
         tuple(legs),
         sent,
         coded,
@@ -471,11 +472,11 @@ def _work(
     )
 
 
-def _with_host_update(work: Work, beyond: Beyond, job: Job) -> Work:
+def _with_host_update(work: Work, offloaded: OffloadedBytes, job: Job) -> Work:
     return replace(
         work,
-        host_optimizer_numel=beyond.stepped,
-        host_optimizer_bytes=_touched(beyond.stepped, job),
+        host_optimizer_numel=offloaded.stepped,
+        host_optimizer_bytes=_touched(offloaded.stepped, job),
     )
 
 

@@ -1,4 +1,4 @@
-"""What rests and moves beyond the device, in integers: the host, NVMe, and the bytes between them
+"""What rests and moves off the device, in integers: the host, NVMe, and the bytes between them
 in a step.
 
                  host                                           NVMe
@@ -72,8 +72,8 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """One rank's bytes beyond its device.
+class OffloadedBytes:
+    """One rank's bytes off its device.
 
     Attributes:
         rest: between steps, gradients dropped, by tier ("host", "nvme") and category.
@@ -110,14 +110,14 @@ def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
     return {move: sums[move] for move in MOVED if sums[move]}
 
 
-def beyond_of(
+def offloaded_bytes(
     units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw"
-) -> Beyond:
+) -> OffloadedBytes:
     """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a
     step.
     """
-    home = [(u, f) for u in units for f in u.flats if f.tiers is not None]
-    flats = [f for _, f in home]
+    pairs = [(u, f) for u in units for f in u.flats if f.tiers is not None]
+    flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     # Else gradients wait for the last micro-batch's
     behind = recipe.step_in_backward and reductions == 1
@@ -131,12 +131,12 @@ def beyond_of(
     }
     carried = [
         c
-        for unit, flat in home
+        for unit, flat in pairs
         if flat.own
         for c in _carried(unit, flat, recipe, micro_batches, optimizer)
     ]
     stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
-    return Beyond(
+    return OffloadedBytes(
         {tier: _filled(held) for tier, held in rest.items()},
         {tier: _filled(held) for tier, held in peak.items()},
         _merged(carried),

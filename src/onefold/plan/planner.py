@@ -38,11 +38,10 @@ from onefold.plan.hardware import Machine
 from onefold.plan.job import SOMEWHERE, WIRES, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
 from onefold.plan.slow_links import SlowLinks, slow_links
-from onefold.plan.states import units_of
+from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.sums import Sums, sums_of
 from onefold.plan.times import Software
-from onefold.plan.traffic import topology_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.groups import FLAT
 from onefold.runtime.placement import offload_notes

@@ -36,12 +36,11 @@ from onefold.recipe.groups import GROUP
 
 @dataclass
 class Buffer:
-    """`numel` elements of a dtype, entered under a category; `pooled`: it goes back to the pool."""
+    """`numel` elements of a dtype, entered under a category."""
 
     numel: int
     dtype: torch.dtype
     category: str
-    pooled: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -116,9 +115,9 @@ class _Reduction:
     buffer: Buffer
     at: int = 0
     sent: Buffer | None = None
-    lent: Buffer | None = None
+    received: Buffer | None = None
     into: Buffer | None = None
-    rows: int = 0  # of `lent` that are added up at once
+    rows: int = 0  # of `received` that are added up at once
     whole: bool = False  # the backend sums it for everybody
 
     @property
@@ -172,7 +171,7 @@ class Replay(Holding):
         self.moments: list[Moment] = []
         # Whole gradients kept until the boundary, by id of the flat
         self.grads: dict[int, Buffer] = {}
-        self.inside: dict[int, Buffer] = {}  # sums inside the group that wait for it
+        self.held_sums: dict[int, Buffer] = {}  # sums inside the group that wait for it
         self.has_grad: set[int] = set()
         self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
@@ -413,13 +412,13 @@ class Replay(Holding):
         if room.sent:
             r.sent = self._take(room.sent, room.dtype, REDUCTION)
         if room.apart:
-            r.into = Buffer(room.apart, room.dtype, REDUCTION, pooled=False)
+            r.into = Buffer(room.apart, room.dtype, REDUCTION)
             self._add(REDUCTION, r.into.nbytes)
         if room.whole:
             r.whole = True
             self._add(GRADIENTS, r.hop.span * room.dtype.itemsize)
         elif room.rows:
-            r.lent = self._take(room.received, room.dtype, REDUCTION)
+            r.received = self._take(room.received, room.dtype, REDUCTION)
 
     def _is_due(self) -> bool:
         """Whether to wait for the oldest: too many are under way, or it has a hop to go and another
@@ -451,7 +450,7 @@ class Replay(Holding):
             self._add(GRADIENTS, 0 if r.whole else nbytes)
             if dtype != sums and not (r.rows or r.whole):
                 self._give(self._take(r.hop.own, sums, REDUCTION))
-        for buffer in (r.lent, sent, r.buffer):
+        for buffer in (r.received, sent, r.buffer):
             if buffer is not None:
                 self._give(buffer)
         if total is None:
@@ -465,10 +464,10 @@ class Replay(Holding):
         """Before the boundary the group's sums stay; see [Note: held sums] in
         runtime/reduce.py.
         """
-        if (held := self.inside.pop(id(flat), None)) is not None:
+        if (held := self.held_sums.pop(id(flat), None)) is not None:
             self._give(held)
         if self.holding:
-            self.inside[id(flat)] = self._take(total.numel, total.dtype, GRADIENTS)
+            self.held_sums[id(flat)] = self._take(total.numel, total.dtype, GRADIENTS)
             self._give(total)
         return self.holding
 

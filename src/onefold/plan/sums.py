@@ -30,9 +30,8 @@ from onefold.plan.choose import Question
 from onefold.plan.engine_kernels import added_bytes
 from onefold.plan.evaluate import Candidate, on_nccl
 from onefold.plan.hardware import Machine
-from onefold.plan.states import units_of
+from onefold.plan.states import Leg, topology_of, units_of
 from onefold.plan.times import SUMMING_ON_A_GPU, Software, traffic_over
-from onefold.plan.traffic import Leg, topology_of
 from onefold.recipe import Recipe
 
 #: Elements of a rank's part for which times are taken, twice: they are straight lines.

@@ -33,8 +33,8 @@ from onefold.layout import Topology
 from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.offloaded import Carried
+from onefold.plan.states import Leg, Phase, elsewhere
 from onefold.plan.tier_times import tier_times
-from onefold.plan.traffic import Leg, Phase, elsewhere
 
 #: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which
 #: has not been measured there; what the plain operations reach on a CPU (docs/decisions.md,

@@ -22,7 +22,7 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
-from onefold.plan.offloaded import beyond_of
+from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.planner import Plan
 from onefold.plan.schema import Account
 from onefold.plan.shapes import ModelShape
@@ -286,5 +286,5 @@ def _states(shape: ModelShape, asked: Asked, stage: int) -> int:
         for f in u.flats
         if f.trainable and f.tiers is None
     )
-    host = beyond_of(units, recipe).host if asked.device == "cpu" else 0
+    host = offloaded_bytes(units, recipe).host if asked.device == "cpu" else 0
     return sum(at_rest(units).values()) + gradients + host
