@@ -48,7 +48,7 @@ traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
 
 | leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
 |-----------------------------------------------|---------------------------------|---------------------------------------------------|
-| gather, inter-group, then intra-group         | an interval, then a shard       | as the stage says (plan/states.py)                |
+| gather, inter-group, then intra-group         | an interval, then a shard       | as the stage says (above)                         |
 | gather from a second copy, intra-group        | a shard                         | the same; inter-group once, if it is trained      |
 | reduction, intra-group, then inter-group      | a shard, then an interval       | m, or once at the boundary; inter-group once where |
 |                                               |                                 | gradients are divided in the group                |
