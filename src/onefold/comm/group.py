@@ -17,7 +17,7 @@ bits of a sum therefore depend neither on the placement of the result nor on how
 into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel in 16 bits
 and still be summed in fp32.
 
-[Note: two levels] Ranks may stand in groups (comm/topology.py), by themselves those of a node where
+[Note: two levels] Ranks may stand in groups (layout/topology.py), by themselves those of a node where
 there are several. `intra_group` and `inter_group` are then the groups of this rank's on each level,
 and a gather over all goes across first, then inside: each byte enters a node once.
 

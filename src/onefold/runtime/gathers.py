@@ -9,7 +9,7 @@
 | `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
 
 `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in comm/topology.py). What a gather keeps until the next step (a secondary shard, or the
+positions] in layout/topology.py). What a gather keeps until the next step (a secondary shard, or the
 own part encoded) is `fresh` while it is of the masters as they are.
 """
 
