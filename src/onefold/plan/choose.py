@@ -57,7 +57,7 @@ def smallest_share(
     """
     if answer(scheme).spare < 0 or answer(scheme.with_(offload="none")).fits:
         return None
-    shares = shares_of([sum(p.numel for p in u.parameters if p.trainable) for u in model.units])
+    shares = shares_of([u.trainable for u in model.units])
     low, high = 0, len(shares)
     while low < high:
         middle = (low + high) // 2

@@ -21,9 +21,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from onefold.layout import ShardSpec
-from onefold.plan.states import UnitPlan, launches_of, puts_of
+from onefold.plan.states import UnitPlan, launches_of, puts_of, times_by_hop
 from onefold.recipe import Recipe
-from onefold.recipe.groups import GROUP
 
 _FP32 = 4
 
@@ -52,17 +51,15 @@ def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int =
     """
     total = 0.0
     for flat in (f for u in units for f in u.flats if f.trainable and f.ranks > 1):
-        times = micro_batches if recipe.reduce_at == "micro-batch" else 1
-        for at, hop in enumerate(flat.hops):
-            times = 1 if hop.level == "inter-group" and recipe.gradients.over == GROUP else times
+        hops = zip(flat.hops, times_by_hop(flat, recipe, micro_batches), strict=True)
+        for hop, times in hops:
             adds = flat.added_by(hop)
             if adds == "pairwise":
                 continue
             if adds == "backend" and flat.whole_master:  # a copy for it to add into
                 total += times * 2 * hop.span * flat.dtypes.wire.itemsize
                 continue
-            sent_on = at + 1 == len(flat.hops) and (flat.whole_master or flat.broadcast_back)
-            written = flat.dtypes.wire if sent_on else flat.dtypes.sums
+            written = flat.landed if hop is flat.hops[-1] else flat.dtypes.sums
             total += times * added_bytes(
                 hop.own,
                 hop.size if adds == "at once" else 1,
@@ -81,9 +78,10 @@ def added_bytes(numel: float, parts: int, wire: int, written: int) -> float:
 
 
 def _reduced(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
-    times, total = micro_batches if recipe.reduce_at == "micro-batch" else 1, 0.0
-    for hop in (h for h in flat.hops if flat.encodes(h)):
-        times = 1 if hop.level == "inter-group" and recipe.gradients.over == GROUP else times
+    total = 0.0
+    for hop, times in zip(flat.hops, times_by_hop(flat, recipe, micro_batches), strict=True):
+        if not flat.encodes(hop):
+            continue
         coded = flat.part_bytes(hop)
         each = hop.own * flat.dtypes.wire.itemsize + 2 * coded + 2 * _FP32 * hop.own
         total += (
@@ -113,10 +111,10 @@ def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
 def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
     """What is sent on, and sums on their way to where the optimizer finds them."""
     d, total = flat.dtypes, 0.0
-    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
-    for at, hop in enumerate(flat.hops):
-        if hop.level == "inter-group" and recipe.gradients.over == GROUP:
-            times = 1
+    times = 1
+    for at, (hop, times) in enumerate(
+        zip(flat.hops, times_by_hop(flat, recipe, micro_batches), strict=True)
+    ):
         wide = d.sums != d.wire and (
             at > 0 or (recipe.reduce_at == "boundary" and micro_batches > 1)
         )

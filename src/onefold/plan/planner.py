@@ -108,7 +108,7 @@ def _of_nodes(question: Question, shown: Candidate) -> Iterator[str]:
 
 
 def _of_sizes(question: Question, recipe: Recipe) -> Iterator[str]:
-    sizes = [sum(p.numel for p in u.parameters if p.trainable) for u in question.model.units]
+    sizes = [u.trainable for u in question.model.units]
     yield from offload_notes(sizes, recipe, question.machine.ranks)
     if recipe.tile is not None and not is_in_tiles(question.model):
         yield (

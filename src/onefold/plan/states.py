@@ -117,13 +117,14 @@ def gather_legs(flat: ShardSpec, gathers: int) -> list[Leg]:
 
 def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[Leg]:
     """Of the gradients of one buffer."""
-    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    times = 1
     phase: Phase = "last backward" if recipe.reduce_at == "boundary" else "backward"
     kind = "all-reduce" if flat.whole_master else "reduce-scatter"
     legs = []
-    for hop, move in zip(flat.hops, flat.reduce_moves, strict=True):
+    often = times_by_hop(flat, recipe, micro_batches)
+    for hop, move, times in zip(flat.hops, flat.reduce_moves, often, strict=True):
         if hop.level == "inter-group" and recipe.gradients.over == GROUP:
-            times, phase = 1, "last backward"
+            phase = "last backward"
         nbytes, by_backend = times * move.peers * move.nbytes, flat.added_by(hop) == "backend"
         legs.append(Leg(kind, False, hop.level, nbytes, times, phase, by_backend))
     for move in flat.broadcast_moves:
@@ -246,9 +247,7 @@ def units_of(
         raise ValueError(
             f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number."
         )
-    away = leaving_of_sizes(
-        [sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks
-    )
+    away = leaving_of_sizes([u.trainable for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
 
     def spec(parameters: list[Parameter], trainable: bool, stored: bool, away: bool) -> ShardSpec:
@@ -408,8 +407,16 @@ def reductions_of(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
     """How often a step hands sums over: at each micro-batch, or at the boundary where they wait for
     it whole or in the group.
     """
-    held = recipe.gradients.over == GROUP and len(flat.hops) > 1
-    return micro_batches if recipe.reduce_at == "micro-batch" and not held else 1
+    return times_by_hop(flat, recipe, micro_batches)[-1]
+
+
+def times_by_hop(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> tuple[int, ...]:
+    """How often a step takes each hop of a reduction: where gradients are divided in the group, the
+    group's sums wait for the boundary and cross once.
+    """
+    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    once = recipe.gradients.over == GROUP
+    return tuple(1 if once and hop.level == "inter-group" else times for hop in flat.hops)
 
 
 def puts_of(
