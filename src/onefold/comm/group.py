@@ -43,7 +43,6 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -56,7 +55,8 @@ from onefold.comm.members import backend_of, format_ranks, members
 from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import CollectiveContext, StallError, explain
 from onefold.comm.topology import inner_of, ranks_of_a_node, sides_of
-from onefold.device import current_stream, has_streams, new_event, new_stream, simulated
+from onefold.comm.wire import FAKE, GLOO, Cut, Parts, Wire, all_gather_single, wire_of
+from onefold.device import current_stream, has_streams, new_event, new_stream
 from onefold.layout import Topology
 
 _KINDS = {
@@ -68,26 +68,6 @@ _KINDS = {
     "call": 6,
     "agreement": 7,
 }
-Parts = Sequence[tuple[int, torch.Tensor]]
-_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How the ranks of a group divide one buffer among themselves, lengths in elements.
-
-    Attributes:
-        sizes: by position. numel: of the buffer. own: this rank's part. away: of the buffer, what
-            belongs to ranks on other nodes.
-        even: all parts are of one length.
-    """
-
-    sizes: tuple[int, ...]
-    numel: int
-    own: int
-    away: int
-    even: bool
 
 
 class Group:
@@ -129,7 +109,7 @@ class Group:
         self.ledger = TrafficLedger()
         self.heard: int | None = None  # the step at whose end all ranks agreed last
         self.broken: StallError | None = None
-        self.fake = False  # see [Note: one rank stands for all]
+        self.wire: Wire = GLOO
         self.chains = Chains()
         # Where the first of two moves is waited for; one, so that all ranks launch in one order
         self.relay = new_stream(device, "relay")
@@ -149,7 +129,7 @@ class Group:
         if self.size > 1:
             self.number = numbers.index(dist.get_rank())
             self.backend = backend_of(process_group, device)
-            self.fake = self.backend == "fake"
+            self.wire = wire_of(self.backend)
         self.control_group = self.gather_group = self.reduce_group = None
         if self.size > 1 and not self.fake:
             with self.communicators.rendezvous():
@@ -186,11 +166,11 @@ class Group:
         """Take a position, and prepare what every move asks for. `numbers`, `control`: of the
         positions, as the communicators of data and of control messages count.
         """
-        self.rank, self._at, self._at_control = rank, numbers, control
-        self._ordered = numbers == sorted(numbers)
+        self.rank, self.at, self._at_control = rank, numbers, control
+        self.ordered = numbers == sorted(numbers)
         self._row_of: torch.Tensor | None = None  # where rows by position lie among rows by number
         # Starting behind oneself spreads the load: no rank is everybody's first.
-        self._peers = [(rank + i) % self.size for i in range(1, self.size)]
+        self.peers = [(rank + i) % self.size for i in range(1, self.size)]
         self._away = [node != nodes[rank] for node in nodes]
         self._peers_away = sum(self._away)
 
@@ -277,7 +257,7 @@ class Group:
             raise self._lost(place, time.perf_counter() - start, error) from None
 
     @contextlib.contextmanager
-    def _launching(self, place: CollectiveContext) -> Iterator[None]:
+    def launching(self, place: CollectiveContext) -> Iterator[None]:
         """Around moves that are launched: where a peer has gone already, that fails at once rather
         than in the wait.
         """
@@ -347,27 +327,21 @@ class Group:
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         each, part = mine.numel() * mine.element_size(), plain // self.size
-        event = self._record(move, place, full.dtype, each * len(self._peers), each * self._peers_away,
-                             part * len(self._peers), part * self._peers_away)  # fmt: skip
-        if self.fake:
-            return self._imagine(place, event, full, ring=True, which=0)
-        if self.backend != "gloo":
-            self._launches(0, move, unit_index, full.numel())
-            with self._launching(place):
-                work = _gather(full, mine, group=self.gather_group, async_op=True)
-            return Pending(self, [work], place, event, keep=full)
-        sends = [(peer, mine) for peer in self._peers]
-        recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in self._peers]
-        return self._pairwise(sends, recvs, place, unit_index, move, event)
+        event = self._record(move, place, full.dtype, each * len(self.peers), each * self._peers_away,
+                             part * len(self.peers), part * self._peers_away)  # fmt: skip
+        return self.wire.all_gather(self, full, mine, place, unit_index, move, event)
 
     # -- moves of reductions on native backends ----------------------------------------------------
 
     @property
     def native(self) -> bool:
-        """Moves are operations of a backend's own, on the device; in a simulation, where it has a
-        clock, which is a device's.
-        """
-        return self.size > 1 and (simulated() is not None if self.fake else self.backend != "gloo")
+        """Moves are operations of a backend's own, on the device."""
+        return self.size > 1 and self.wire.native
+
+    @property
+    def fake(self) -> bool:
+        """One rank stands for all, and nothing arrives (torch's "fake" backend)."""
+        return self.wire is FAKE
 
     def cut(self, sizes: Sequence[int]) -> Cut:
         """A division of a buffer by position, `sizes` in elements, for the moves below. Make it
@@ -395,45 +369,16 @@ class Group:
                 among them; or without, [ranks - 1, own].
             plain: bytes that each rank's part was encoded from, for the ledger.
         """
-        width, alone = sent.element_size(), received.shape[0] < self.size
+        width = sent.element_size()
         event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width,
-                             plain * len(self._peers), plain * self._peers_away)  # fmt: skip
-        if self.fake:
-            return self._imagine(place, event, (sent, received))
-        self._launches(1, move, unit_index)
-        gives, gets = list(cut.sizes), [cut.own] * self.size
-        if alone:
-            gives[self.rank] = gets[self.rank] = 0
-        with self._launching(place):
-            if not self._ordered:
-                work = self._all_to_all_by_number(sent.split(gives), received.view(-1).split(gets))
-            elif cut.even and not alone:
-                work = dist.all_to_all_single(
-                    received.view(-1), sent, group=self.reduce_group, async_op=True
-                )
-            else:
-                work = dist.all_to_all_single(
-                    received.view(-1), sent, gets, gives, group=self.reduce_group, async_op=True
-                )
-        return Pending(self, [work], place, event, keep=(sent, received))
-
-    def _all_to_all_by_number(
-        self, sends: Sequence[torch.Tensor], recvs: Sequence[torch.Tensor]
-    ) -> Any:
-        """What is given by position in the order of the communicator's numbers."""
-        by_number = sorted(range(self.size), key=self._at.__getitem__)
-        return dist.all_to_all(
-            [recvs[p] for p in by_number],
-            [sends[p] for p in by_number],
-            group=self.reduce_group,
-            async_op=True,
-        )
+                             plain * len(self.peers), plain * self._peers_away)  # fmt: skip
+        return self.wire.scatter_parts(self, sent, cut, received, place, unit_index, move, event)
 
     def can_reduce(self, cut: Cut) -> bool:
         """Whether the backend itself can scatter sums of such parts: they are even, and in its own
         order of the ranks.
         """
-        return cut.even and self._ordered
+        return cut.even and self.ordered
 
     def reduce_scatter(
         self,
@@ -452,14 +397,7 @@ class Group:
         event = self._record(
             move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width
         )
-        if self.fake:
-            return self._imagine(place, event, (sent, own), ring=True)
-        self._launches(1, move, unit_index)
-        with self._launching(place):
-            work = _reduce_scatter(
-                own, sent, op=_operation(mean), group=self.reduce_group, async_op=True
-            )
-        return Pending(self, [work], place, event, keep=(sent, own))
+        return self.wire.reduce_scatter(self, sent, own, place, unit_index, move, mean, event)
 
     def all_reduce(
         self, whole: torch.Tensor, place: CollectiveContext, unit_index: int, mean: bool
@@ -469,16 +407,9 @@ class Group:
         """
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
         event = self._record(
-            move, place, whole.dtype, each * len(self._peers), each * self._peers_away
+            move, place, whole.dtype, each * len(self.peers), each * self._peers_away
         )
-        if self.fake:
-            return self._imagine(place, event, whole, ring=True)
-        self._launches(1, move, unit_index, whole.numel())
-        with self._launching(place):
-            work = dist.all_reduce(
-                whole, op=_operation(mean), group=self.reduce_group, async_op=True
-            )
-        return Pending(self, [work], place, event, keep=whole)
+        return self.wire.all_reduce(self, whole, place, unit_index, mean, event)
 
     def gather_sums(
         self, whole: torch.Tensor, cut: Cut, place: CollectiveContext, unit_index: int
@@ -488,17 +419,12 @@ class Group:
 
         `cut` is one that `can_reduce`.
         """
-        move, at = "all-reduce", self.rank * cut.own
-        each = cut.own * whole.element_size()
+        move, each = "all-reduce", cut.own * whole.element_size()
         event = self._record(
-            move, place, whole.dtype, each * len(self._peers), each * self._peers_away
+            move, place, whole.dtype, each * len(self.peers), each * self._peers_away
         )
-        if self.fake:
-            return self._imagine(place, event, whole, ring=True)
-        self._launches(1, move, unit_index)
-        with self._launching(place):
-            work = _gather(whole, whole[at : at + cut.own], group=self.reduce_group, async_op=True)
-        return Pending(self, [work], place, event, keep=whole)
+        own = whole[self.rank * cut.own : (self.rank + 1) * cut.own]
+        return self.wire.gather_sums(self, whole, own, place, unit_index, event)
 
     def launched(self) -> bytes:
         """A checksum of what the native communicators were given so far, in order: one on all
@@ -528,7 +454,7 @@ class Group:
         self.give_up()
         return self.broken
 
-    def _launches(self, which: int, move: str, unit_index: int, numel: int = 0) -> None:
+    def note_launch(self, which: int, move: str, unit_index: int, numel: int = 0) -> None:
         self._launched[which] = zlib.crc32(
             f"{move} {unit_index} {numel}".encode(), self._launched[which]
         )
@@ -558,12 +484,7 @@ class Group:
         counts = [(t.numel() * t.element_size(), was.get(p, 0), away[p]) for p, t in sends]
         event = self._record(move, place, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
                              sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
-        if self.fake:
-            return self._imagine(place, event, (sends, recvs))
-        if self.backend != "gloo":
-            self._launches(1, move, unit_index)
-            return self._all_to_all(sends, recvs, place, event)
-        return self._pairwise(sends, recvs, place, unit_index, move, event)
+        return self.wire.exchange(self, sends, recvs, place, unit_index, move, event)
 
     def exchange_control(
         self, payload: torch.Tensor, place: CollectiveContext, kind: str = "control"
@@ -577,9 +498,7 @@ class Group:
         `kind`: messages of two kinds never meet ("call": a collective that the user calls, which
         may come at any time).
         """
-        if self.size == 1:
-            return [payload]
-        if self.fake:
+        if self.size == 1 or self.fake:  # what the others would say is what this rank says
             return [payload] * self.size
         # Row i: of the rank i positions behind this one
         have = torch.empty((self.size, payload.numel()), dtype=torch.uint8)
@@ -631,9 +550,9 @@ class Group:
         """Send to one rank and receive from another, on the host. Messages of another length are
         another kind: they never meet.
         """
-        tag = self._tag(kind, length)
+        tag = self.tag(kind, length)
         self.ledger.control_bytes += sent.numel()
-        with self._launching(place):
+        with self.launching(place):
             works = [
                 dist.irecv(
                     received, group=self.control_group, group_src=self._at_control[source], tag=tag
@@ -649,7 +568,7 @@ class Group:
         shape = (self.size, *value.shape)
         if self.size == 1 or self.fake:
             return value.expand(shape)
-        if self.backend == "gloo":
+        if not self.native:
             payload = value.detach().cpu().reshape(-1).view(torch.uint8)
             return (
                 torch.cat(self.exchange_control(payload, place))
@@ -659,16 +578,16 @@ class Group:
             )
         out = torch.empty(shape, dtype=value.dtype, device=value.device)
         self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
-        self._launches(1, "control", 0, value.numel())
-        with self._launching(place):
-            work = _gather(
+        self.note_launch(1, "control", 0, value.numel())
+        with self.launching(place):
+            work = all_gather_single(
                 out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True
             )
         self.wait([work], place)
-        if self._ordered:
+        if self.ordered:
             return out
         if self._row_of is None:  # sent to the device once
-            self._row_of = torch.tensor(self._at).to(value.device)
+            self._row_of = torch.tensor(self.at).to(value.device)
         return out.index_select(0, self._row_of)
 
     def broadcast(self, tensors: list[torch.Tensor], place: CollectiveContext) -> None:
@@ -697,7 +616,7 @@ class Group:
         """Rank 0's `message`, uint8 [n] on the device, into everybody's. `number`: messages of two
         numbers never meet on gloo.
         """
-        if self.backend == "gloo" or self.fake:
+        if not self.native or self.fake:
             sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []
             return self.exchange(
                 sends, [] if self.rank == 0 else [(0, message)], place, number, move="state"
@@ -705,10 +624,10 @@ class Group:
         event = self._record(
             "state", place, message.dtype, message.numel() if self.rank == 0 else 0, 0
         )
-        self._launches(1, "state", number, message.numel())
-        with self._launching(place):
+        self.note_launch(1, "state", number, message.numel())
+        with self.launching(place):
             work = dist.broadcast(
-                message, group=self.reduce_group, group_src=self._at[0], async_op=True
+                message, group=self.reduce_group, group_src=self.at[0], async_op=True
             )
         return Pending(self, [work], place, event, keep=message)
 
@@ -740,85 +659,11 @@ class Group:
             plain_between,
         )
 
-    def _tag(self, move: str, unit_index: int) -> int:
+    def tag(self, move: str, unit_index: int) -> int:
         count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
         return (
             self._level << 30 | _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
         )
-
-    def _pairwise(
-        self,
-        sends: Parts,
-        recvs: Parts,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        tag = self._tag(move, unit_index)
-        after: list[Callable[[], object]] = []
-        if self.device.type != "cpu":  # gloo moves host memory only: stage through it
-            host = [(p, torch.empty(t.shape, dtype=t.dtype)) for p, t in recvs]
-            after = [
-                lambda t=t, h=h: t.copy_(h)  # type: ignore[misc]
-                for (_, t), (_, h) in zip(recvs, host, strict=True)
-            ]
-            sends, recvs = [(p, t.cpu()) for p, t in sends], host
-        group = self.gather_group
-        with self._launching(place):
-            works = [
-                dist.irecv(t, group=group, group_src=self._at[p], tag=tag)
-                for p, t in recvs
-                if t.numel()
-            ]
-            works += [
-                dist.isend(t, group=group, group_dst=self._at[p], tag=tag)
-                for p, t in sends
-                if t.numel()
-            ]
-        return Pending(self, works, place, event, keep=(sends, recvs), after=after)
-
-    def _imagine(
-        self,
-        place: CollectiveContext,
-        event: TrafficEvent,
-        keep: Any,
-        ring: bool = False,
-        which: int = 1,
-    ) -> Pending:
-        """`ring`: a backend would send it round a ring. `which`: the gathers' communicator, or the
-        reductions'.
-        """
-        if (clock := simulated()) is not None:
-            return Pending(
-                self,
-                [clock.collective(event, self.ranks, ring, "reductions" if which else "gathers")],
-                place,
-                event,
-                keep,
-            )
-        return Pending(
-            self,
-            [],
-            place,
-            event,
-            keep,
-            after=[lambda: self.ledger.waited(event, time.perf_counter())],
-        )
-
-    def _all_to_all(
-        self, sends: Parts, recvs: Parts, place: CollectiveContext, event: TrafficEvent
-    ) -> Pending:
-        dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)
-        empty = torch.empty(0, dtype=dtype, device=self.device)
-        out, inp = [empty] * self.size, [empty] * self.size
-        for peer, t in recvs:
-            out[self._at[peer]] = t
-        for peer, t in sends:
-            inp[self._at[peer]] = t
-        with self._launching(place):
-            work = dist.all_to_all(out, inp, group=self.reduce_group, async_op=True)
-        return Pending(self, [work], place, event, keep=(out, inp))
 
 
 class Level(Group):
@@ -832,11 +677,11 @@ class Level(Group):
         """`part`: the positions of a level, itself among them, by the position of one."""
         positions = part(whole.rank)
         self.whole = whole
-        self.timeout, self.device, self.ledger, self.fake = (
+        self.timeout, self.device, self.ledger, self.wire = (
             whole.timeout,
             whole.device,
             whole.ledger,
-            whole.fake,
+            whole.wire,
         )
         self._counts, self._launched, self.chains, self.relay = (
             {},
@@ -857,14 +702,14 @@ class Level(Group):
         self.communicators = Communicators(self.ranks, whole.device, whole.timeout)
         control = [whole._at_control[p] for p in positions]
         # gloo's messages go over the connections of the whole
-        numbers = [whole._at[p] for p in positions]
+        numbers = [whole.at[p] for p in positions]
         self.control_group: Any = whole.control_group
         self.gather_group: Any = whole.gather_group
         self.reduce_group: Any = whole.reduce_group
         self.backend = whole.backend
         if self.size > 1 and self.backend != "gloo" and not self.fake:
             parts = sorted(
-                {tuple(sorted(whole._at[p] for p in part(at))) for at in range(whole.size)}
+                {tuple(sorted(whole.at[p] for p in part(at))) for at in range(whole.size)}
             )
             divided = [list(each) for each in parts]
             with self.communicators.rendezvous():
@@ -902,7 +747,3 @@ def alike(found: bytes) -> bool:
     """Whether no bit was set on one rank and not on another, of what `both` gave."""
     half = len(found) // 2
     return not any(a & b for a, b in zip(found[:half], found[half:], strict=True))
-
-
-def _operation(mean: bool) -> Any:
-    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM

@@ -149,7 +149,7 @@ def step_flat(
                 engine.device,
             ):
                 raw_step(optimizer)
-        flat.storage.touched()
+        flat.storage.masters_written()
     flat.storage.follow()
 
 

@@ -220,10 +220,10 @@ class HostStorage(OffloadStorage):
         if storage_of(values) != storage_of(self.shown):
             self.transfers.up.wait()  # a copy up may still read them
             self.shown.copy_(values)
-        self.touched()
+        self.masters_written()
         self.follow()
 
-    def touched(self) -> None:
+    def masters_written(self) -> None:
         self._versions = -1
 
     def follow(self) -> None:

@@ -64,7 +64,7 @@ class Gather(ABC):
         """The next gather begins with this rank's masters, not with `secondary`."""
         return not (self.fresh and self.secondary is not None)
 
-    def masters_changed(self) -> None:
+    def masters_written(self) -> None:
         """The masters have new values."""
         self.fresh = False
 

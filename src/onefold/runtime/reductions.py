@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Pending
-from onefold.comm.group import Cut
+from onefold.comm.wire import Cut
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 from onefold.runtime.flat import Flat

@@ -4,8 +4,8 @@
              ├── a second copy, or the own part encoded (runtime/gathers.py) ► made anew by the next gather
              └── a gathered unit that no backward pass came for              ► let go
 
-Masters move when an optimizer steps, when somebody writes to a parameter (its version counters
-tell), and when the engine writes itself.
+Masters are written to by an optimizer step, by code outside a step (version counters tell), and by
+the engine itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def look_for_writes(engine: Engine) -> None:
-    """Kept copies are stale once the masters moved: an optimizer stepped, or somebody wrote to
+    """Kept copies are stale once the masters were written to: an optimizer stepped, or somebody wrote to
     them.
     """
     trained = engine.stepped or (engine.reduced_since_gather and not engine.optimizer_seen)
@@ -37,10 +37,10 @@ def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
     looked_at = unit.resident or stays or any(f.gather.secondary is not None for f in unit.flats)
     for flat in unit.flats if looked_at else ():
         versions = sum(written(e.param) for e in flat.entries)
-        moved = versions != flat.versions or (trained and bool(flat.runs))
-        flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or moved)
-        if moved:
-            flat.gather.masters_changed()
+        written_to = versions != flat.versions or (trained and bool(flat.runs))
+        flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
+        if written_to:
+            flat.gather.masters_written()
             _let_go(engine, unit)
     if unit.resident:
         _note(engine, unit)
@@ -56,8 +56,8 @@ def all_written(engine: Engine) -> None:
     for unit in engine.units:
         for flat in unit.flats:
             flat.stale = _is_copy(flat)
-            flat.gather.masters_changed()
-            flat.storage.touched()
+            flat.gather.masters_written()
+            flat.storage.masters_written()
         _let_go(engine, unit)
         if unit.resident:
             _note(engine, unit)

@@ -87,7 +87,7 @@ class Storage(ABC):
     def store(self, values: torch.Tensor) -> None:
         """New values for all masters, [owned], from `landing`."""
 
-    def touched(self) -> None:
+    def masters_written(self) -> None:
         """Masters have been written to in a way that no version counter shows."""
 
     def follow(self) -> None:

@@ -8,7 +8,7 @@
 | SHARDED   | GATHERING | a gather is launched (used, prefetched, or joined)         |
 | GATHERING | GATHERED  | its bytes are here                                        |
 | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
-| GATHERED  | STALE     | the masters moved on (an optimizer step) under a kept copy |
+| GATHERED  | STALE     | masters were written to (an optimizer step)                |
 | STALE     | GATHERING | the kept copy is refreshed                                |
 
 Any other move is a bug of the engine and raises.

@@ -40,7 +40,7 @@ class WriteCounters:
         self.graded: set[int] = set()
 
     def stepped(self, entries: Iterable[Entry]) -> None:
-        """An optimizer over `entries` has stepped: those with a gradient moved, as far as other
+        """An optimizer over `entries` has stepped: those with a gradient were written to, as far as other
         ranks own them too.
         """
         self.count += 1
@@ -72,13 +72,13 @@ class WriteCounters:
         engine = self._engine()
         if engine is None:
             return
-        moved = {
+        written = {
             id(e.compute): e
             for e in engine.entries
             if e.last_write > since and e.flat.overwritten_since(e.last_write)
         }
         node = torch._C._current_autograd_node()
-        found = _leaves(node, moved) if moved and node is not None else []
+        found = _leaves(node, written) if written and node is not None else []
         if found:
             others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
             raise RuntimeError(
@@ -91,10 +91,10 @@ class WriteCounters:
 class ForwardPass:
     """One pass over the model, as its backward pass remembers it."""
 
-    __slots__ = ("_moves", "of_root", "open", "since", "task")
+    __slots__ = ("_counters", "of_root", "open", "since", "task")
 
-    def __init__(self, moves: WriteCounters) -> None:
-        self._moves, self.since, self.task = moves, moves.count, -1
+    def __init__(self, counters: WriteCounters) -> None:
+        self._counters, self.since, self.task = counters, counters.count, -1
         # It has a graph that no backward pass has used up; it is a pass of the whole model
         self.open = self.of_root = False
 
@@ -105,7 +105,7 @@ class ForwardPass:
         Raises:
             RuntimeError: its parameters have been written to since.
         """
-        if self.since == self._moves.count:
+        if self.since == self._counters.count:
             return
         task = torch._C._current_graph_task_id()
         if whole:
@@ -113,7 +113,7 @@ class ForwardPass:
         elif self.task == task:
             return
         with disable_torch_function():
-            self._moves.refuse_if_computed_with(self.since)
+            self._counters.refuse_if_computed_with(self.since)
 
 
 def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
