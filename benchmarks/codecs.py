@@ -175,7 +175,6 @@ def work() -> NoReturn:
     """`python -m benchmarks.codecs JOB.json RANK`, started by `launch.run_ranks`: a chapter of
     benchmarks/gpu.py.
     """
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
     device = job["device"]
     rates = measured(device, job["elements"], job["rounds"])
@@ -188,10 +187,9 @@ def chapter(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
     """Question 6 of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate below the
     goal does not.
     """
-    from benchmarks import gpu
 
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
-    table = gpu.Table(
+    table = harness.Table(
         f"6. Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy", columns
     )
     job = {

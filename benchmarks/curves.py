@@ -19,8 +19,10 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
+from benchmarks import harness
+from benchmarks.harness import RESULTS
 
+SCHEMA = "onefold-curves/1"
 ROUNDING = 2e-3  # of the loss, after some tens of steps of Adam on sums taken in another order
 
 
@@ -59,17 +61,13 @@ def curve(stage: int, ranks: int, args: argparse.Namespace, folder: Path) -> lis
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser("curves", __doc__, steps=30, name="curves", output=RESULTS)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--global-batch", type=int, default=4)
-    parser.add_argument("--name", default="curves")
-    args = parser.parse_args()
+    args = harness.parsed(parser, None)
     curves: dict[tuple[int, int], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in args.ranks:
@@ -93,17 +91,13 @@ def main() -> int:
         f"largest difference between stages on the same ranks: {between_stages:g}; between any two:"
         f" {between_ranks:g}"
     )
-    about = {
-        "command": "python -m benchmarks.curves " + " ".join(sys.argv[1:]),
-        "date": time.strftime("%Y-%m-%d"),
-        "torch": torch.__version__,
+    result = {
+        **harness.about(args, SCHEMA),
         "between_stages": between_stages,
         "between_any": between_ranks,
         "curves": [{"stage": s, "ranks": r, "losses": c} for (s, r), c in curves.items()],
     }
-    (Path(__file__).parent / "results" / f"{args.name}.json").write_text(
-        json.dumps(about, indent=1) + "\n"
-    )
+    harness.keep(args, result)
     return 0 if between_stages == 0 and between_ranks < ROUNDING else 1
 
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks import harness
+
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> None:
     import onefold
@@ -73,14 +75,12 @@ def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser("generating", __doc__, rounds=3)
     parser.add_argument("--model", default="smollm2", help="as in `onefold train --model`")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
-    for name, value in (("ranks", 2), ("tokens", 16), ("rounds", 3)):
+    for name, value in (("ranks", 2), ("tokens", 16)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    arguments = parser.parse_args()
+    arguments = harness.parsed(parser, None)
     with tempfile.TemporaryDirectory() as folder:
         arguments.meet = f"{folder}/meet"
         torch.multiprocessing.spawn(measure, (arguments.ranks, arguments), nprocs=arguments.ranks)

@@ -35,7 +35,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NoReturn
@@ -48,6 +48,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import gpu_turns, harness
+from benchmarks.harness import Table
 from benchmarks.offload import sides
 from benchmarks.offload.traced import overlap as overlap
 from benchmarks.offload.traced import profile
@@ -197,45 +198,12 @@ def observed(trainer: Any, taken: Sequence[adapters.Batch]) -> dict[str, Any]:
 
 def work() -> NoReturn:
     """`python -m benchmarks.gpu JOB.json RANK`, started by `launch.run_ranks`."""
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     worker.leave(measure(job, setting, path, rank), path, rank)
 
 
 # --- the command ---
-
-
-@dataclass
-class Table:
-    """A heading, column names and rows of text; the first column is aligned left."""
-
-    title: str
-    columns: Sequence[str]
-    rows: list[list[str]] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        lines = [list(self.columns), *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.columns))]
-        text = [
-            "  ".join(
-                c.rjust(w) if i else c.ljust(w)
-                for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        ]
-        return "\n".join([self.title, text[0], "-" * len(text[0]), *text[1:], ""])
-
-    def markdown(self) -> str:
-        """The same as a heading and a table of Markdown."""
-        rows = [
-            "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
-            for row in [list(self.columns), *self.rows]
-        ]
-        return "\n".join(
-            [f"## {self.title}", "", rows[0], "|" + "---|" * len(self.columns), *rows[1:], ""]
-        )
 
 
 def run(

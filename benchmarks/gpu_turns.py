@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import harness
 from benchmarks.offload import sides
 from benchmarks.peers import adapters, model, probes, worker
 from benchmarks.peers.settings import Setting
@@ -79,10 +80,9 @@ class Turns:
         """Every side in every round; how many turns were taken."""
         names, count = list(self.job["sides"]), 0
         self.touch(names[0])
-        for number in range(self.job["rounds"]):
-            for side in names if number % 2 == 0 else reversed(names):
-                self.note({"side": side, "round": number, **self.turn(side)})
-                count += 1
+        for number, side in harness.in_turns(names, self.job["rounds"]):
+            self.note({"side": side, "round": number, **self.turn(side)})
+            count += 1
         return count
 
     def touch(self, side: str) -> None:
@@ -262,10 +262,8 @@ def ratio(turns: list[dict[str, Any]], side: str, to: str) -> float | None:
 
 def work() -> NoReturn:
     """One rank."""
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     worker.leave({"turns": Turns(job, setting, path, rank).all()}, path, rank)
 
 

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean, median
@@ -359,10 +360,10 @@ Columns = Mapping[str, Cell]
 
 
 def shown(name: str, form: str = "{}", scale: float = 1.0) -> Cell:
-    """A cell: a field of a row (or a key of a dictionary), a dash where it is None."""
+    """A cell: a field of a row (or a key of a dictionary), a dash where there is none."""
 
     def cell(row: Any) -> str:
-        value = row[name] if isinstance(row, Mapping) else getattr(row, name)
+        value = row.get(name) if isinstance(row, Mapping) else getattr(row, name)
         return DASH if value is None else form.format(value if scale == 1.0 else value / scale)
 
     return cell
@@ -387,17 +388,8 @@ def cells(columns: Columns, row: Any) -> list[str]:
 
 def text_table(columns: Columns, rows: Sequence[Any]) -> str:
     """A table of aligned text; failures are explained under it."""
-    lines = [list(columns), *[cells(columns, row) for row in rows]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
-    lines.insert(1, ["-" * width for width in widths])
-    text = [
-        "  ".join(
-            c.rjust(w) if i else c.ljust(w)
-            for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    ]
     failed = failures(rows)
+    text = aligned([list(columns), *[cells(columns, row) for row in rows]])
     return "\n".join([*text, *(["", *failed] if failed else [])]) + "\n"
 
 
@@ -405,11 +397,45 @@ def markdown_table(columns: Columns, rows: Sequence[Any], left: int = 1) -> str:
     """The same as a Markdown table, the first `left` columns aligned to the left; failures are not
     explained.
     """
-    marks = ["---" if number < left else "---:" for number in range(len(columns))]
-    lines = [list(columns), marks, *[cells(columns, row) for row in rows]]
-    return "".join(
-        f"|{'|'.join(line)}|\n" if line is marks else f"| {' | '.join(line)} |\n" for line in lines
-    )
+    return markdown([list(columns), *[cells(columns, row) for row in rows]], left)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of text with their columns under each other, and a rule under the first."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join(
+            c.rjust(w) if i else c.ljust(w)
+            for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    return [text[0], "  ".join("-" * width for width in widths), *text[1:]]
+
+
+def markdown(lines: Sequence[Sequence[Any]], left: int = 1) -> str:
+    """The same lines as a Markdown table."""
+    rows = [
+        "| " + " | ".join(str(cell).replace("|", "/") for cell in line) + " |" for line in lines
+    ]
+    marks = ["---" if number < left else "---:" for number in range(len(lines[0]))]
+    return "\n".join([rows[0], f"|{'|'.join(marks)}|", *rows[1:]]) + "\n"
+
+
+@dataclass
+class Table:
+    """A heading, column names and rows of text; the first column is aligned left."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *aligned([self.columns, *self.rows]), ""])
+
+    def markdown(self) -> str:
+        """The same as a heading and a table of Markdown."""
+        return f"## {self.title}\n\n{markdown([self.columns, *self.rows])}"
 
 
 def failures(rows: Iterable[Any]) -> list[str]:

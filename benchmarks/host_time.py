@@ -17,7 +17,6 @@ Ratios are medians of the rounds' own ratios. Writes benchmarks/results/NAME.jso
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -34,9 +33,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import harness
+from benchmarks.harness import RESULTS, ROOT
+
 SCHEMA = "onefold-host-time/1"
-ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results"
 SIDES = ("ddp", "fsdp2", "0", "1", "2", "3")
 FAKE_SIDES = ("1", "3")
 FIGURES = ("step_s", "optimizer_s", "cpu_s", "loss")
@@ -171,8 +171,8 @@ def measured(cell: Cell, source: Path, count: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was measured and all sources had the same losses over gloo."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        "host_time", __doc__, rounds=5, steps=30, name="host_time", output=RESULTS
     )
     parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
     parser.add_argument(
@@ -187,19 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[8, 64, 1024],
         help="ranks over torch's fake backend; none: leave it out",
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--steps", type=int, default=30, help=f"measured in each process, behind {WARMUP}"
-    )
-    parser.add_argument("--name", default="host_time")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = harness.parsed(parser, arguments)
     if options.rank:
         rank, side, blocks, ranks, folder = options.rank
         rank_main(int(rank), side, int(blocks), int(ranks), folder, options.steps)
         return 0
-    from benchmarks.peers import summary
-
     sources = {"this": ROOT / "src"} | {_commit(path): path for path in options.against}
     cells = [
         Cell(side, blocks, ranks, name)
@@ -209,29 +201,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in (["this"] if side in ("ddp", "fsdp2") else sources)
     ]
     runs: dict[Cell, list[dict[str, Any]]] = {cell: [] for cell in cells}
-    for number in range(options.rounds):
-        for cell in cells if number % 2 == 0 else reversed(cells):
-            runs[cell].append(measured(cell, sources[cell.source], options.steps))
+    for _, cell in harness.in_turns(cells, options.rounds):
+        runs[cell].append(measured(cell, sources[cell.source], options.steps))
     rows = [_row(cell, runs) for cell in cells]
     for row in rows:
         print(_line(row))
-    document = {
-        "schema": SCHEMA,
-        "command": " ".join(
-            [
-                "python -m benchmarks.host_time",
-                *_without_paths(sys.argv[1:] if arguments is None else arguments),
-            ]
-        ),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": summary.machine(),
-        "versions": summary.versions(sys.executable),
-        "rows": rows,
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{options.name}.json").write_text(
-        json.dumps(document, indent=1) + "\n", encoding="utf-8"
-    )
+    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
     # What the fake backend brings is undefined
     places = {(cell.side, cell.blocks, cell.ranks) for cell in cells if cell.world == "gloo"}
     same = all(
@@ -311,11 +286,6 @@ def _commit(source: Path) -> str:
         check=False,
     )
     return asked.stdout.strip() or source.parent.name
-
-
-def _without_paths(arguments: Sequence[str]) -> list[str]:
-    """A path says nothing elsewhere; the rows name commits."""
-    return ["PATH" if os.sep in word else word for word in arguments]
 
 
 if __name__ == "__main__":

@@ -10,20 +10,18 @@ benchmarks/results/NAME.json.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import datetime
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.peers import adapters, launch, model, summary, worker
+from benchmarks import harness
+from benchmarks.harness import RESULTS, shown
+from benchmarks.peers import adapters, launch, model, worker
 from benchmarks.peers.settings import Setting
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.memory import MemoryLedger
@@ -31,7 +29,6 @@ from onefold.observe import Meter
 from onefold.runtime.registry import engine_of
 
 SCHEMA = "onefold-ledgers/1"
-RESULTS = Path(__file__).parent / "results"
 #: What is entered: (ledger, its method).
 ENTRIES: tuple[tuple[type, str], ...] = (
     (TrafficLedger, "record"),
@@ -189,16 +186,12 @@ def main(
     arguments: Sequence[str] | None = None, run: Callable[..., dict[str, Any]] = launch.run_ranks
 ) -> int:
     """0 if every model was measured, else 1. `run` starts the ranks; see `launch.run_ranks`."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser("ledgers", __doc__, name="ledgers", output=RESULTS)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument(
         "--pairs", type=int, default=0, help="pairs of steps (0: as many as suit each model)"
     )
-    parser.add_argument("--name", default="ledgers")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    options = harness.parsed(parser, arguments)
     rows, failed = [], False
     for name in options.models:
         tokens, pairs = MODELS[name]
@@ -212,56 +205,30 @@ def main(
             failed = True
             continue
         rows.append(summarized(setting, outcome["ranks"]))
-    found = {
-        "schema": SCHEMA,
-        "command": " ".join(
-            ["python -m benchmarks.ledgers", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": summary.machine(),
-        "versions": summary.versions(sys.executable),
-        "goal": GOAL,
-        "rows": rows,
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / f"{options.name}.json").write_text(
-        json.dumps(found, indent=1) + "\n", encoding="utf-8"
-    )
-    print(table(rows))
+    harness.keep(options, {**harness.about(options, SCHEMA), "goal": GOAL, "rows": rows})
+    print(harness.markdown_table(COLUMNS, rows))
     return int(failed)
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as Markdown."""
-    lines = [
-        (
-            "| model | step with | without | ratio (quartiles) | entries a step | inside them |"
-            " share of a step | a row of metrics |"
-        ),
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in rows:
-        low, high = r["ratio_quartiles"]
-        lines.append(
-            f"| {r['model']}, {r['tokens']} tokens a rank | {1e3 * r['with_s']:.2f} ms |"
-            f" {1e3 * r['without_s']:.2f} ms | {r['ratio']:.3f} ({low:.3f} to {high:.3f}) |"
-            f" {r['entries']:.0f} | {1e6 * r['entries_s']:.0f} µs | {r['share']:.2%} |"
-            f" {1e6 * r['row_s']:.0f} µs |"
-        )
-    return "\n".join(lines)
+COLUMNS: dict[str, harness.Cell] = {
+    "model": lambda r: f"{r['model']}, {r['tokens']} tokens a rank",
+    "step with": shown("with_s", "{:.2f} ms", 1e-3),
+    "without": shown("without_s", "{:.2f} ms", 1e-3),
+    "ratio (quartiles)": lambda r: "{:.3f} ({:.3f} to {:.3f})".format(
+        r["ratio"], *r["ratio_quartiles"]
+    ),
+    "entries a step": shown("entries", "{:.0f}"),
+    "inside them": shown("entries_s", "{:.0f} µs", 1e-6),
+    "share of a step": shown("share", "{:.2%}"),
+    "a row of metrics": shown("row_s", "{:.0f} µs", 1e-6),
+}
 
 
 def work() -> None:
     """One rank, as `launch.run_ranks` starts it."""
-    worker.exit_with_the_launcher()
     job, path, rank = worker.read_job()
-    import torch
 
-    torch.set_num_threads(job["setting"]["threads"])
-    store = f"file://{path.with_name('store')}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
-    )
+    worker.join_over_gloo(path, rank)
     worker.leave(measure(job), path, rank)
 
 

@@ -7,21 +7,20 @@ benchmarks/results/moves.json.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from benchmarks import harness
+from benchmarks.harness import RESULTS
+
+SCHEMA = "onefold-moves/1"
 ROUNDS, WARM = 12, 2
 
 
@@ -89,11 +88,10 @@ def measure(rank: int, size: int, store: str, sizes: list[float], out: Any) -> N
     for mib in sizes:
         moves = candidates(rank, size, mib)
         seconds: dict[str, list[float]] = {name: [] for name in moves}
-        for _ in range(ROUNDS):
-            for name, move in moves.items():
-                start = time.perf_counter()
-                move()
-                seconds[name].append(time.perf_counter() - start)
+        for _, name in harness.in_turns(moves, ROUNDS):
+            start = time.perf_counter()
+            moves[name]()
+            seconds[name].append(time.perf_counter() - start)
         if rank == 0:
             out.append(
                 {
@@ -108,37 +106,25 @@ def measure(rank: int, size: int, store: str, sizes: list[float], out: Any) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser("moves", __doc__, name="moves", output=RESULTS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mib", type=float, nargs="+", default=[1, 8, 28, 110])
-    args = parser.parse_args()
+    options = harness.parsed(parser, None)
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         rows = manager.list()
-        for size in args.ranks:
-            mp.spawn(measure, (size, f"{folder}/store{size}", args.mib, rows), nprocs=size)
+        for size in options.ranks:
+            mp.spawn(measure, (size, f"{folder}/store{size}", options.mib, rows), nprocs=size)
         found = list(rows)
-    names = list(found[0]["ms"])
-    print(
-        "| ranks | MiB | "
-        + " | ".join(n.replace("_", " ") for n in names)
-        + " |\n|"
-        + "---|" * (len(names) + 2)
-    )
-    for row in found:
-        print(
-            f"| {row['ranks']} | {row['mib']:g} | "
-            + " | ".join(f"{row['ms'][n]:.1f}" for n in names)
-            + " |"
-        )
-    target = Path(__file__).parent / "results" / "moves.json"
-    target.parent.mkdir(exist_ok=True)
-    about = {
-        "command": "python -m benchmarks.moves " + " ".join(sys.argv[1:]),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
+    columns: dict[str, harness.Cell] = {
+        "ranks": harness.shown("ranks"),
+        "MiB": harness.shown("mib", "{:g}"),
+        **{
+            name.replace("_", " "): lambda row, name=name: f"{row['ms'][name]:.1f}"  # type: ignore[misc]
+            for name in found[0]["ms"]
+        },
     }
-    target.write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+    print(harness.markdown_table(columns, found))
+    harness.keep(options, {**harness.about(options, SCHEMA), "rows": found})
 
 
 if __name__ == "__main__":

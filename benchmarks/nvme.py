@@ -17,12 +17,9 @@ Writes benchmarks/results/nvme.json.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import mmap
 import os
-import platform
 import statistics
 import tempfile
 import threading
@@ -32,8 +29,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks import harness
 from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
 
+SCHEMA = "onefold-nvme/1"
 READS, WRITES, SETS = 4, 3, 3
 MIB = 1 << 20
 GOAL = 0.85
@@ -185,8 +184,8 @@ def resident() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        "nvme", __doc__, rounds=7, threads=4, name="nvme", output=harness.RESULTS
     )
     parser.add_argument(
         "folders",
@@ -196,10 +195,7 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=512, help="of each of the four regions")
     parser.add_argument("--chunk", type=int, default=16, help="MiB of each region at a time")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "nvme.json")
-    args = parser.parse_args()
+    args = harness.parsed(parser, None)
     torch.set_num_threads(1)
     nbytes, chunk = args.mib * MIB, args.chunk * MIB
     moved = nbytes * (READS + WRITES)
@@ -219,11 +215,10 @@ def main() -> None:
     for way in ways.values():  # everything touched once
         way()
     memory = resident()
-    for turn in range(args.rounds):
-        for name in list(ways) if turn % 2 == 0 else reversed(list(ways)):
-            begin = time.perf_counter()
-            ways[name]()
-            seconds[name].append(time.perf_counter() - begin)
+    for _, name in harness.in_turns(ways, args.rounds):
+        begin = time.perf_counter()
+        ways[name]()
+        seconds[name].append(time.perf_counter() - begin)
     data = [path / "data" for path in stored.store.folders]
     grown = {
         "resident_bytes_grown": resident() - memory,
@@ -238,34 +233,25 @@ def main() -> None:
         for plain_way in ("copy", "copy, two")
         for ours in ("store", "store, step")
     }
-    print("| | seconds | MB/s |\n|---|---|---|")
-    for name, value in median.items():
-        print(
-            f"| {name} | {value:.2f} | {'' if name == 'step' else f'{moved / value / 1e6:,.0f}'} |"
-        )
+    columns: dict[str, harness.Cell] = {
+        "": lambda item: item[0],
+        "seconds": lambda item: f"{item[1]:.2f}",
+        "MB/s": lambda item: "" if item[0] == "step" else f"{moved / item[1] / 1e6:,.0f}",
+    }
+    print(harness.markdown_table(columns, list(median.items())))
     print(
         f"rates, medians of the rounds (goal {GOAL} of the copy): "
         + ", ".join(f"{k} {v:.2f}" for k, v in shares.items())
         + f"; {grown}"
     )
-    about = {
-        "command": (
-            "python -m benchmarks.nvme FOLDER... "
-            + " ".join(
-                f"--{name} {getattr(args, name)}" for name in ("mib", "chunk", "rounds", "threads")
-            )
-        ),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "date": time.strftime("%Y-%m-%d"),
+    result = {
+        **harness.about(args, SCHEMA),
         "folders": len(args.folders),
         "direct": [rate.direct for rate in rates],
         "preflight_bytes_per_s": [
             {"read": round(rate.read), "write": round(rate.write)} for rate in rates
         ],
         "buffers_bytes": SETS * READS * chunk,
-    }
-    found = {
         "bytes": moved,
         "seconds": seconds,
         "median_seconds": median,
@@ -273,8 +259,7 @@ def main() -> None:
         "goal": GOAL,
         **grown,
     }
-    args.out.parent.mkdir(exist_ok=True)
-    args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    harness.keep(args, result)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ benchmarks/offload has left it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
+from benchmarks.harness import ROOT
 from onefold.plan.choose import Question, recommend
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Gpu, Host, Machine, builtin
 from onefold.plan.job import Job
 from onefold.plan.subject import subject_of
 
-ROOT = Path(__file__).parents[1]
 PAGE, MEASURED = ROOT / "docs" / "reach.md", ROOT / "benchmarks" / "results" / "offload.json"
 SEQ, TILE = 2048, "256MB"
 
@@ -120,15 +120,15 @@ _MORE = {"tile": "tiles", "offload_activations": "activations on host"}
 
 def table(models: Sequence[str] = MODELS, places: Sequence[Place] = PLACES) -> str:
     """The Markdown table."""
-    lines = [f"| model | {' | '.join(p.title for p in places)} |", f"|---|{'---|' * len(places)}"]
+    lines = [["model", *(p.title for p in places)]]
     for name in models:
         cells = [
             cell(answered(name, place))
             + (" ●" if (name, place) == MEASURED_AT and large_run() is not None else "")
             for place in places
         ]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append([name, *cells])
+    return harness.markdown(lines, left=len(lines[0])).rstrip()
 
 
 def large_run(path: Path = MEASURED) -> dict[str, Any] | None:
@@ -180,7 +180,7 @@ that has to leave. "tiles" gathers weights {TILE} at a time.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = harness.parser("reach", __doc__)
     parser.add_argument(
         "--check",
         action="store_true",

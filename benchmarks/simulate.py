@@ -7,8 +7,6 @@ wall's, memory the largest resident set of the process. Writes benchmarks/result
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -16,14 +14,14 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.peers import launch, summary
+from benchmarks import harness
+from benchmarks.harness import RESULTS
+from benchmarks.peers import launch
 
 SCHEMA = "onefold-simulate/1"
-RESULTS = Path(__file__).parent / "results"
 CORES = 2
 
 
@@ -119,13 +117,8 @@ def _facts(answer: dict[str, Any]) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] = QUESTIONS) -> int:
     """0 if every goal was met, else 1."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--name", default="simulate")
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
+    parser = harness.parser("simulate", __doc__, rounds=3, name="simulate", output=RESULTS)
+    options = harness.parsed(parser, arguments)
     rows = []
     for question in questions:
         runs = [ask(question) for _ in range(options.rounds)]
@@ -144,19 +137,7 @@ def main(arguments: Sequence[str] | None = None, questions: Sequence[Question] =
             f"{question.name}: {seconds:.1f} s (goal {question.seconds:.0f}),"
             f" {nbytes / 2**30:.2f} GiB"
         )
-    found = {
-        "schema": SCHEMA,
-        "command": " ".join(
-            ["python -m benchmarks.simulate", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "machine": summary.machine(),
-        "versions": summary.versions(sys.executable),
-        "rows": rows,
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / f"{options.name}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    harness.keep(options, {**harness.about(options, SCHEMA), "rows": rows})
     return int(not all(row["met"] for row in rows))
 
 

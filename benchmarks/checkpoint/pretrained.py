@@ -23,7 +23,7 @@ from torch import nn
 from benchmarks.checkpoint import disk
 from benchmarks.checkpoint.settings import Turn
 from benchmarks.peers import probes
-from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from benchmarks.peers.worker import join_over_gloo, leave, read_job
 
 SHAPES: dict[str, dict[str, int]] = {
     "gpt-110m": {
@@ -229,14 +229,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read the job, join the others through its file store, measure, leave."""
-    exit_with_the_launcher()
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     job, path, rank = read_job()
-    torch.set_num_threads(job["setting"]["threads"])
-    store = f"file://{path.with_name('store')}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
-    )
+    join_over_gloo(path, rank)
     leave(measure(job), path, rank)
 
 

@@ -22,7 +22,7 @@ from benchmarks.checkpoint.adapters import Keeper, keeper
 from benchmarks.checkpoint.settings import Counts, Turn
 from benchmarks.peers import adapters, model, probes
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from benchmarks.peers.worker import join_over_gloo, leave, read_job
 
 PROOF = 1000
 """The number of the first of the two steps that prove a load."""
@@ -227,14 +227,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read the job, join the others through its file store, measure, leave."""
-    exit_with_the_launcher()
     job, path, rank = read_job()
-    torch.set_num_threads(job["setting"]["threads"])
     adapters.prepare(job["turn"]["peer"])
-    store = f"file://{path.with_name('store')}"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=job["setting"]["ranks"]
-    )
+    join_over_gloo(path, rank)
     leave(measure(job), path, rank)
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import onefold
 from benchmarks.convergence.settings import SIDES, Case
-from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from benchmarks.peers.worker import join_over_gloo, leave, read_job
 from onefold.plan.schema import MOVES
 from onefold.train.data import Data, load_data
 from onefold.train.groups import names_without_decay, parameter_groups
@@ -170,21 +170,13 @@ def train(case: Case, name: str, ranks: Ranks, patience: float) -> dict[str, Any
 
 def main() -> None:
     """Read the job, join the others through its file store, train, leave."""
-    exit_with_the_launcher()
     job, path, rank = read_job()
     case, patience = Case.of(job["setting"]), float(job["timeout"])
     # As a launcher would say where nodes end
     os.environ["LOCAL_WORLD_SIZE"] = str(case.ranks_a_node)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    torch.set_num_threads(job["threads"])
     wait = datetime.timedelta(seconds=patience)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{path.with_name('store')}",
-        rank=rank,
-        world_size=case.ranks,
-        timeout=wait,
-    )
+    join_over_gloo(path, rank, timeout=wait)
     control = dist.new_group(backend="gloo", timeout=wait)
     ranks = Ranks(rank, case.ranks, rank, case.ranks, torch.device("cpu"), "gloo", control)
     leave(train(case, job["side"], ranks, patience), path, rank)

@@ -10,34 +10,26 @@ benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything is wron
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 
-import torch
-
+from benchmarks import harness
 from benchmarks.faults.injuries import drill
 from benchmarks.faults.kills import Drill
 from benchmarks.faults.ranks import context
 from benchmarks.faults.report import markdown
-from benchmarks.peers.summary import machine, versions
+from benchmarks.harness import RESULTS
 
-RESULTS = Path(__file__).parents[1] / "results"
+SCHEMA = "onefold-faults/1"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = harness.parser("faults", __doc__, name="faults", output=RESULTS)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--injuries", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="faults")
-    args = parser.parse_args()
+    args = harness.parsed(parser, None)
     begun, fork = time.monotonic(), context()
 
     def tell(text: str) -> None:
@@ -46,21 +38,14 @@ def main() -> int:
     kills = Drill(fork, args.kills, args.seed, tell)
     kills.go()
     injuries = drill(fork, args.injuries, args.seed, tell)
-    place = machine()
     found = {
-        "command": "python -m benchmarks.faults " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{place['cpu']}, {place['cores']} cores, {place['memory_gib']} GiB",
-        "torch": torch.__version__,
-        "commit": versions(sys.executable)["commit"],
+        **harness.about(args, SCHEMA),
         "seconds": time.monotonic() - begun,
         "kills": [asdict(k) for k in kills.kills],
         "runs": kills.runs,
         "injuries": [asdict(i) for i in injuries],
     }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / f"{args.name}.md").write_text(markdown(found), encoding="utf-8")
+    harness.keep(args, found, markdown(found))
     wrong = (
         sum(bool(k.wrong) for k in kills.kills),
         sum(map(bool, kills.runs)),

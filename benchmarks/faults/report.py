@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import harness
+
 
 def markdown(found: Mapping[str, Any]) -> str:
     """The page for what `__main__` writes as JSON."""
@@ -13,10 +15,7 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Kills and injuries",
         "",
-        (
-            f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch"
-            f" {found['torch']}, commit {found['commit']}, {found['seconds']:.0f} s."
-        ),
+        f"{harness.where(found)}; {found['seconds']:.0f} s.",
         "",
         (
             f"{len(kills)} kills of a run on 2 ranks, {sum(k['moment'] == 'save' for k in kills)}"
@@ -26,8 +25,9 @@ def markdown(found: Mapping[str, Any]) -> str:
             " checkpoint, and all that was left was whole."
         ),
         "",
-        "| stage | saves | killed at the start | in a step | in a save | wrong |",
-        "|---|---|---|---|---|---|",
+    ]
+    table: list[list[Any]] = [
+        ["stage", "saves", "killed at the start", "in a step", "in a save", "wrong"]
     ]
     for stage in sorted({k["stage"] for k in kills}):
         for behind in (False, True):
@@ -35,40 +35,38 @@ def markdown(found: Mapping[str, Any]) -> str:
             if rows:
                 moments = Counter(k["moment"] for k in rows)
                 how = "behind the training" if behind else "in its way"
-                figures = (
-                    stage,
-                    how,
-                    moments["start"],
-                    moments["step"],
-                    moments["save"],
-                    sum(bool(k["wrong"]) for k in rows),
+                table.append(
+                    [
+                        stage,
+                        how,
+                        moments["start"],
+                        moments["step"],
+                        moments["save"],
+                        sum(bool(k["wrong"]) for k in rows),
+                    ]
                 )
-                lines.append(f"| {' | '.join(map(str, figures))} |")
     lines += [
-        "",
+        harness.markdown(table),
         (
             f"{len(injuries)} injuries of whole checkpoints. Each was to be found by `verify` and"
             " named by file (a changed byte of a tensor also by tensor), and to be refused by a"
             " load on one rank and on two, or to load as what was saved."
         ),
         "",
-        "| injury | number | found and named | refused by a load | loaded right | wrong |",
-        "|---|---|---|---|---|---|",
     ]
+    table = [["injury", "number", "found and named", "refused by a load", "loaded right", "wrong"]]
     for kind in dict.fromkeys(i["kind"] for i in injuries):
         rows = [i for i in injuries if i["kind"] == kind]
         named = sum(any(f.startswith(tuple(i["files"])) for f in i["found"]) for i in rows)
         refused = sum(set(i["loaded"]) == {"refused"} for i in rows)
         right = sum("right" in i["loaded"] for i in rows)
-        lines.append(
-            f"| {kind} | {len(rows)} | {named} | {refused} | {right} |"
-            f" {sum(bool(i['wrong']) for i in rows)} |"
-        )
+        wrong = sum(bool(i["wrong"]) for i in rows)
+        table.append([kind, len(rows), named, refused, right, wrong])
     rest = (
         "A load reads what it needs: damage to config.json, or for one rank to the random state of"
         " another, is found by `verify` alone."
     )
-    lines += ["", rest, *_wrong(found)]
+    lines += [harness.markdown(table), rest, *_wrong(found)]
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from benchmarks.offload.settings import PLAIN, SIDES
 from benchmarks.peers import probes
 from benchmarks.peers.model import GPT, Shape
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from benchmarks.peers.worker import leave, read_job
 
 VOCABULARY, LENGTH = 32_768, 1024
 
@@ -119,10 +119,8 @@ def attempt(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read the job, join, attempt, leave."""
-    exit_with_the_launcher()
     job, path, rank = read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     sides.prepare(job["side"], setting.device)
     if SIDES.get(job["side"]) is not None:
         backend = "nccl" if setting.device == "cuda" else "gloo"

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import gpu
+from benchmarks import gpu, harness
 from benchmarks.harness import essence
 from benchmarks.offload.largest import parameters_of
 from benchmarks.offload.settings import PLAIN, SIDES, Side
@@ -82,13 +82,13 @@ def available(names: tuple[str, ...], options: argparse.Namespace) -> tuple[list
     return [name for name in names if name not in absent], absent
 
 
-def offload(options: argparse.Namespace) -> tuple[gpu.Table, list[dict[str, Any]]]:
+def offload(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, Any]]]:
     """Chapter 4. Rounds alternate over the sides; the last round of each has its trace."""
     columns = (
         "side", "tokens a step", "step ms", "tokens/s", "TFLOP/s", "× plain", f"× {BASELINE}'s rate", "device MiB", "host MiB",
         "copies ms", "of it hidden", "exposed ms", "pinned", "idle ms", "loss difference",
     )  # fmt: skip
-    table = gpu.Table(f"4. State off the device, one GPU: {options.model}, bf16", columns)
+    table = harness.Table(f"4. State off the device, one GPU: {options.model}, bf16", columns)
     sides, absent = available(ALONE, options)
     outcomes = []
     for accumulation in options.accumulations:
@@ -182,14 +182,14 @@ def _traced(seen: dict[str, float] | None) -> list[str]:
     ]
 
 
-def largest(options: argparse.Namespace) -> tuple[gpu.Table, list[dict[str, Any]]]:
+def largest(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, Any]]]:
     """Chapter 5."""
     columns = ("side", "largest", "blocks", "step s", "device MiB", "host MiB", "too large", "why")
     title = (
         f"5. The largest model, one GPU: blocks of width {options.width:,},"
         f" {options.largest_tokens:,} tokens, recomputed"
     )
-    table = gpu.Table(title, columns)
+    table = harness.Table(title, columns)
     sides, absent = available(LARGEST, options)
     outcomes = []
     for side in sides:

@@ -66,6 +66,18 @@ PAIRS: dict[str, Cell] = {
     "range": range_of("low", "high"),
     "rounds": shown("rounds"),
 }
+LARGE: dict[str, Cell] = {
+    "parameters": shown("parameters", "{:.2f}B", 1e9),
+    "state GB": shown("parameters", "{:.1f}", 1e9 / 16),
+    "ranks": shown("ranks"),
+    "steps": lambda large: str(len(large["losses"])),
+    "step s": shown("step_s", "{:.1f}"),
+    "resident GiB, all ranks": shown("resident_bytes", "{:.2f}", 2**30),
+    "before the model": shown("before_bytes", "{:.2f}", 2**30),
+    "on disk GB": shown("disk_bytes", "{:.1f}", 1e9),
+    "moved a step GB": shown("moved_bytes", "{:.1f}", 1e9),
+    "page cache MiB": shown("page_cache_growth", "{:+,.0f}", 2**20),
+}
 GOALS: dict[str, Cell] = {
     "goal": shown("goal"),
     "measured": shown("figure"),
@@ -89,21 +101,9 @@ def large_table(large: dict[str, Any]) -> str:
     """The model too large, in words."""
     if large["status"] != "ok":
         return f"**A model too large**\n\n{large['status']}: {essence(large['error'])}\n"
-    gib = large["resident_bytes"] / 2**30
     lines = [
         "**A model too large for the memory it is given** (`examples/larger_than_memory.py`)\n",
-        (
-            "| parameters | state GB | ranks | steps | step s | resident GiB, all ranks | before"
-            " the model | on disk GB | moved a step GB | page cache MiB |"
-        ),
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
-        (
-            f"| {large['parameters'] / 1e9:.2f}B | {16 * large['parameters'] / 1e9:.1f} |"
-            f" {large['ranks']} | {len(large['losses'])} | {large['step_s']:.1f} | {gib:.2f} |"
-            f" {large['before_bytes'] / 2**30:.2f} | {large['disk_bytes'] / 1e9:.1f} |"
-            f" {large['moved_bytes'] / 1e9:.1f} | {large['page_cache_growth'] / 2**20:+,.0f} |"
-        ),
-        "",
+        markdown_table(LARGE, [large], left=0),
         (
             f"Losses: {', '.join(f'{loss:.4f}' for loss in large['losses'])}. Resident: the largest"
             " sum over the ranks at one time, seen from outside every 50 ms; libraries and"
@@ -121,30 +121,18 @@ def smollm2_table(found: dict[str, Any]) -> str:
     )
     if found["status"] != "ok":
         return f"{title}\n{found['status']}: {essence(found['error'])}\n"
-    size = (
-        f"{found['parameters'] / 1e6:.1f}M | {16 * found['parameters'] / 1e9:.2f} |"
-        f" {found['tokens']}"
-    )
-    lines = [
-        title,
-        (
-            "| state rests | parameters | state GB | tokens | steps | step s | above the"
-            " interpreter MiB | on disk GB | moved a step GB |"
-        ),
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for place, run in (("on the disk", found), ("in memory", found["in_memory"])):
-        if run is None:
-            lines.append(f"| {place} | failed {'|' + f' {DASH} |' * 7}")
-            continue
-        moved = [
-            f"{run[name] / 1e9:.2f}" if name in run else DASH
-            for name in ("disk_bytes", "moved_bytes")
-        ]
-        lines.append(
-            f"| {place} | {size} | {len(run['losses'])} | {run['step_s']:.1f} |"
-            f" {run['above_bytes'] / 2**20:,.0f} | {' | '.join(moved)} |"
-        )
+    columns: dict[str, Cell] = {
+        "state rests": lambda run: run["place"],
+        "parameters": lambda run: f"{found['parameters'] / 1e6:.1f}M",
+        "state GB": lambda run: f"{16 * found['parameters'] / 1e9:.2f}",
+        "tokens": lambda run: str(found["tokens"]),
+        "steps": lambda run: str(len(run["losses"])) if "losses" in run else "failed",
+        "step s": shown("step_s", "{:.1f}"),
+        "above the interpreter MiB": shown("above_bytes", "{:,.0f}", 2**20),
+        "on disk GB": shown("disk_bytes", "{:.2f}", 1e9),
+        "moved a step GB": shown("moved_bytes", "{:.2f}", 1e9),
+    }
+    runs = [{"place": "on the disk", **found}, {"place": "in memory", **(found["in_memory"] or {})}]
     beside = found["in_memory"]
     same = ""
     if beside is not None:
@@ -158,7 +146,7 @@ def smollm2_table(found: dict[str, Any]) -> str:
         "Above the interpreter: the most that the process had resident, as the kernel counts it,"
         " beyond what it had behind its imports."
     )
-    return "\n".join([*lines, "", f"Losses: {said}.{same} {above}"]) + "\n"
+    return f"{title}\n{markdown_table(columns, runs)}\nLosses: {said}.{same} {above}\n"
 
 
 def to_markdown(document: dict[str, Any]) -> str:

@@ -21,7 +21,7 @@ from benchmarks.offload.planned import planned
 from benchmarks.offload.settings import SIDES
 from benchmarks.peers import adapters, model, probes
 from benchmarks.peers.settings import Setting
-from benchmarks.peers.worker import exit_with_the_launcher, leave, read_job
+from benchmarks.peers.worker import join_over_gloo, leave, read_job
 from onefold.runtime.interval import disable_torch_function
 
 MIB = 1 << 20
@@ -204,14 +204,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Read the job, join the others through its file store, measure, leave."""
-    exit_with_the_launcher()
     job, path, rank = read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     sides.prepare(job["side"], setting.device)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{path.with_name('store')}", rank=rank, world_size=setting.ranks
-    )
+    join_over_gloo(path, rank)
     result = measure(job)
     gc.collect()  # `leave` ends the process at once: the files on the disk go with the engine, here
     leave(result, path, rank)

@@ -119,16 +119,30 @@ def _counters(trainer: adapters.Peer) -> dict[str, int | None]:
 
 
 def read_job() -> tuple[dict[str, Any], Path, int]:
-    """The job, its file and this process's rank, from the command line; launchers' variables are
-    set from them.
+    """The job, its file and this process's rank, from the command line; launchers' variables and
+    the number of threads are set from them. From now on this process ends with its launcher.
     """
+    exit_with_the_launcher()
     path, rank = Path(sys.argv[1]), int(sys.argv[2])
     job: dict[str, Any] = json.loads(path.read_text())
     world = str(job["setting"]["ranks"])
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world, LOCAL_WORLD_SIZE=world
     )
+    if threads := job["setting"].get("threads", job.get("threads")):
+        torch.set_num_threads(threads)
     return job, path, rank
+
+
+def join_over_gloo(path: Path, rank: int, **more: Any) -> None:
+    """Join the other ranks over gloo, through the file store beside the job."""
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{path.with_name('store')}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        **more,
+    )
 
 
 def leave(result: dict[str, Any], path: Path, rank: int) -> NoReturn:
@@ -146,13 +160,10 @@ def leave(result: dict[str, Any], path: Path, rank: int) -> NoReturn:
 
 def main() -> None:
     """Read the job, join the others through its file store, measure, leave."""
-    exit_with_the_launcher()
     job, path, rank = read_job()
     setting = Setting(**job["setting"])
-    torch.set_num_threads(setting.threads)
     adapters.prepare(job["peer"])
-    store = f"file://{path.with_name('store')}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=setting.ranks)
+    join_over_gloo(path, rank)
     leave(measure(job["peer"], setting, rank), path, rank)
 
 

@@ -15,16 +15,11 @@ Writes benchmarks/results/NAME.json and NAME.md; ends with status 1 if anything 
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks import harness
+from benchmarks.harness import RESULTS
 from benchmarks.peers.launch import run_ranks
 from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
@@ -32,7 +27,7 @@ from benchmarks.plan_matrix.report import markdown
 from benchmarks.plan_matrix.settings import ARCHITECTURES, Cell, by_setting, cells
 from onefold.plan.calibrate import Calibration, CalibrationError
 
-RESULTS = Path(__file__).parents[1] / "results"
+SCHEMA = "onefold-plan-matrix/1"
 
 
 def measured(
@@ -102,29 +97,21 @@ def rows_of(part: list[Cell], rounds: int, threads: int, timeout: float) -> list
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = harness.parser(
+        "plan_matrix",
+        __doc__,
+        rounds=7,
+        threads=1,
+        timeout=1800.0,
+        name="plan_matrix",
+        output=RESULTS,
     )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=7,
-        help="timed steps of a cell, the stages of a setting in turns",
-    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument(
         "--architectures", nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES
     )
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=1800.0,
-        help="seconds for one architecture on one number of ranks",
-    )
-    parser.add_argument("--name", default="plan_matrix")
-    args = parser.parse_args()
+    args = harness.parsed(parser, None)
     few: dict[str, Any] = {"precisions": ["bf16"], "accumulations": [4]} if args.quick else {}
     rows: list[dict[str, Any]] = []
     for architecture in args.architectures:
@@ -132,17 +119,8 @@ def main() -> int:
             part = cells([architecture], [ranks], **few)
             rows += rows_of(part, 0 if args.quick else args.rounds, args.threads, args.timeout)
     judged = orders(rows)
-    found = {
-        "command": "python -m benchmarks.plan_matrix " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "rows": rows,
-        "orders": judged,
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{args.name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (RESULTS / f"{args.name}.md").write_text(markdown(found), encoding="utf-8")
+    found = {**harness.about(args, SCHEMA), "rows": rows, "orders": judged}
+    harness.keep(args, found, markdown(found))
     for sentence in judged["turned"]:
         print(f"order  {sentence}")
     wrong = sum(1 for row in rows if row["wrong"])

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.plan_matrix.pace import FASTEST, SLOWEST
 from benchmarks.plan_matrix.settings import Cell
 
@@ -24,31 +25,25 @@ def markdown(found: Mapping[str, Any]) -> str:
     lines = [
         "# Planned and measured",
         "",
-        (
-            f"`{found['command'].strip()}` on {found['date']}; {found['machine']}, torch"
-            f" {found['torch']}."
-        ),
+        harness.where(found),
         (
             f"{len(rows)} settings, {len(wrong)} wrong. Pairs of stages of one setting:"
             f" {orders['right']} in the predicted order, {orders['ties']} ties (`planning.orders`"
             f" says when), {len(orders['turned'])} turned."
         ),
         "",
-        "| measured ÷ predicted | least | median | most |",
-        "|---|---|---|---|",
     ]
+    table = [["measured ÷ predicted", "least", "median", "most"]]
     for key, title in (*_FIGURES, ("step_s", "seconds of a step")):
         ratios = [r[key][1] / r[key][0] for r in rows if r[key][0] and r[key][1]]
         if ratios:
-            lines.append(
-                f"| {title} | {min(ratios):.4f} | {statistics.median(ratios):.4f} |"
-                f" {max(ratios):.4f} |"
-            )
+            spread = (min(ratios), statistics.median(ratios), max(ratios))
+            table.append([title, *(f"{ratio:.4f}" for ratio in spread)])
+    lines.append(harness.markdown(table))
     paces = [pace for r in rows for pace in r.get("paces", ())]
     if paces:
         off = sum(not FASTEST <= pace <= SLOWEST for pace in paces)
         lines += [
-            "",
             (
                 f"{len(paces)} timed rounds, of which {off} at another pace of the machine than it"
                 " was calibrated at."
@@ -67,27 +62,18 @@ def markdown(found: Mapping[str, Any]) -> str:
             " is never exceeded."
         ),
         "",
-        (
-            "| model | ranks | stage | precision | accumulation | checkpointing | at rest | wire |"
-            " engine's peak | peak | bound | step |"
-        ),
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lines += [_row(r) for r in rows]
+    head = (
+        "model", "ranks", "stage", "precision", "accumulation", "checkpointing", "at rest", "wire",
+        "engine's peak", "peak", "bound", "step",
+    )  # fmt: skip
+    lines.append(harness.markdown([head, *map(_row, rows)]))
     return "\n".join(lines) + "\n"
 
 
-def _row(row: Mapping[str, Any]) -> str:
+def _row(row: Mapping[str, Any]) -> list[str]:
     c = row["cell"]
     figures = [" / ".join(f"{n / 2**20:.2f}" for n in row[key]) for key, _ in _FIGURES]
     step = " / ".join(f"{1000 * s:.0f}" if s else "–" for s in row["step_s"])
-    cells = [
-        c["architecture"],
-        c["ranks"],
-        c["stage"],
-        c["precision"],
-        c["accumulation"],
-        c["checkpointing"],
-        *figures,
-    ]
-    return f"| {' | '.join(str(x) for x in cells)} | {row['bound'] / 2**20:.2f} | {step} |"
+    keys = ("architecture", "ranks", "stage", "precision", "accumulation", "checkpointing")
+    return [*(str(c[key]) for key in keys), *figures, f"{row['bound'] / 2**20:.2f}", step]

@@ -14,7 +14,7 @@ from benchmarks.peers.settings import Setting
 from benchmarks.wires.settings import HOSTS, RANKS_A_HOST, SIDES
 
 if TYPE_CHECKING:
-    from benchmarks.gpu import Table
+    from benchmarks.harness import Table
 
 REFERENCE = "onefold-3-groups"
 RECIPES = (
@@ -33,7 +33,7 @@ STEPS = 6
 
 def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
     """A row a recipe and precision."""
-    from benchmarks.gpu import Table, mean_losses, relative, run
+    from benchmarks.gpu import mean_losses, relative, run
 
     columns = (
         "recipe",

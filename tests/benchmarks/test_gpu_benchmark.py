@@ -18,12 +18,12 @@ from benchmarks.offload.settings import PLAIN, SIDES
 from benchmarks.peers import launch
 from benchmarks.peers.settings import PEERS, Setting
 
-from benchmarks import gpu, gpu_turns
+from benchmarks import gpu, gpu_turns, harness
 from ranks import absolute_path
 
 
 def options_of(*arguments: str) -> Any:
-    return gpu.parser().parse_args(list(arguments))
+    return harness.parsed(gpu.parser(), arguments)
 
 
 def tiny(output: Path, *arguments: str) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def test_a_side_that_ends_its_process_loses_its_own_turns_only(
         return {"status": "ok", "ranks": [], "wall_s": 1.0}
 
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
-    report = gpu.Report(options, [])
+    report = gpu.Report(options)
     gpu.take_turns(comparison, options, report, "t")
     assert asked == [["plain", "fsdp2", "onefold-3"], ["onefold-3"]]
     written = json.loads((tmp_path / "gpu.json").read_text())
@@ -183,7 +183,7 @@ def test_no_turn_begins_once_the_time_is_over(
 ) -> None:
     monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("a turn began"))
     options = options_of("--device", "cpu", "--output", str(tmp_path), "--seconds", "0")
-    report = gpu.Report(options, [])
+    report = gpu.Report(options)
     gpu.take_turns(gpu.compared(options)["memory"][0], options, report, "memory 0")
     assert all(row[1] == "not reached" for row in report.tables["memory 0"].rows)
 

@@ -14,6 +14,7 @@ from benchmarks.faults.kills import Drill
 from benchmarks.faults.report import markdown
 
 import ranks
+from benchmarks import harness
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +65,12 @@ def test_the_table_counts_what_was_wrong() -> None:
     where = {
         "command": "x",
         "date": "d",
-        "machine": "a processor",
-        "torch": "t",
-        "commit": "0123abc",
+        "machine": harness.machine() | {"cpu": "a processor"},
+        "versions": {"torch": "t", "commit": "0123abc"},
         "seconds": 1.0,
     }
     text = markdown({**where, "kills": [kill], "runs": [""], "injuries": [injury]})
-    assert "a processor, torch t, commit 0123abc" in text
+    assert "on a processor, " in text and "; torch t, commit 0123abc. `x`" in text
     assert (
         "| 3 | behind the training | 0 | 0 | 1 | 1 |" in text
         and "| flip | 1 | 1 | 1 | 0 | 0 |" in text
