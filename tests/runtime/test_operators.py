@@ -27,6 +27,8 @@ from onefold.runtime.interval import (
     local_part,
     spec_of,
 )
+from onefold.runtime.operators import names as known
+from onefold.runtime.operators import refusals
 from ranks import run_ranks
 
 SAMPLES = 2  # of each operator; `--all`: 5
@@ -161,7 +163,7 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
             if number == samples:
                 break
             given = (sample.input, *sample.args)
-            tensors = sum(1 for _ in operators._tensors((given, sample.kwargs)))
+            tensors = sum(1 for _ in refusals.tensors_among((given, sample.kwargs)))
             for inplace in (False, True):
                 function = op.inplace_variant if inplace else op.op
                 if function is None:
@@ -177,7 +179,7 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
                     args, kwargs = swapped((given, sample.kwargs), [at], owners)
                     if not any(
                         spec_of(t) is not None and t.layout is torch.strided
-                        for t in operators._tensors((args, kwargs))
+                        for t in refusals.tensors_among((args, kwargs))
                     ):
                         continue
                     what = f"{op.name}{'_' if inplace else ''}, sample {number}, tensor {at}"
@@ -236,16 +238,16 @@ def test_the_table_has_every_elementwise_operator_that_torch_marks() -> None:
             torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
         ]
         if all(marked) and marked and name not in others:
-            assert name in operators._ELEMENTWISE, name
+            assert name in known.ELEMENTWISE, name
 
 
 def test_every_name_that_can_be_overridden_has_one_place() -> None:
     """A name in two tables would be taken for whichever comes first."""
     tables = {
-        "element-wise": operators._ELEMENTWISE, "drawn": operators._DRAWN, "like": operators._LIKE | operators._DRAWN_LIKE,
-        "fresh": operators._FRESH, "reduced": operators._REDUCED, "views": operators._VIEWS | operators._READ_VIEWS,
-        "numbers": operators._NUMBERS,
-        "refused": operators._REFUSED, "local": operators._LOCAL, "asked": frozenset(operators.META),
+        "element-wise": known.ELEMENTWISE, "drawn": known.DRAWN, "like": known.LIKE | known.DRAWN_LIKE,
+        "fresh": known.FRESH, "reduced": known.REDUCED, "views": known.VIEWS | known.READ_VIEWS,
+        "numbers": known.NUMBERS,
+        "refused": known.REFUSED, "local": known.LOCAL, "asked": frozenset(operators.META),
     }  # fmt: skip
     seen: dict[str, str] = {}
     twice = []

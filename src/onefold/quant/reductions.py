@@ -34,7 +34,7 @@ class EncodedReduce(Reduce):
         sending = EncodedSending(self, r)
         cuts = [overlap(r.span, there) for there in self.hop.ranges]
         used = [codec.encoded_bytes(b - a) for a, b in cuts]
-        room = self.flat.spec.exchange(self.at, r.buffer.dtype, r.span)
+        room = self.exchange(r)
         each = room.part
         sent = sending.coded = self.pool.take(room.sent, torch.uint8, REDUCTION, name)
         into = self.pool.take(room.received, torch.uint8, REDUCTION, name)

@@ -191,7 +191,7 @@ class Flat:
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
         self.unsharded = spec.unsharded
-        # What this rank has among all, among those of its group (all of it without groups), and for
+        # What this rank has among all, among those of its group (the same without groups), and for
         # its optimizer
         self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
         self.hops = hops_of(spec, group)
@@ -254,7 +254,7 @@ class Flat:
         entry.released.untyped_storage().resize_(0)
         a, b = self.local(entry)
         data = self.master[a - self.owned[0] : b - self.owned[0]]
-        data = data.view(slot.shape) if self.whole_master else data
+        data = self.shaped(data, entry)
         entry.active = old.requires_grad
         if isinstance(old, ShardedParameter):
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
@@ -294,6 +294,17 @@ class Flat:
     def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
+
+    def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """This rank's elements of `entry` as its optimizer sees them: in their logical shape where
+        it owns all.
+        """
+        return part.view(entry.slot.shape) if self.whole_master else part
+
+    @property
+    def reduce_move(self) -> str:
+        """What its reductions are called in the ledger and in messages."""
+        return "all-reduce" if self.whole_master else "reduce-scatter"
 
     def shares(self, span: tuple[int, int]) -> Shares:
         """The entries by what `span` has of them; known from the second question on."""

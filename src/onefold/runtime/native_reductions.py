@@ -48,9 +48,11 @@ class RowsSending(Sending):
 class RowsReduce(Reduce):
     """See [Note: all parts at once]."""
 
+    adds = "at once"
+
     def start(self, r: Reduction, place: CollectiveContext) -> Sending:
         pool, wire, cut, sent = self.pool, self.flat.dtypes.wire, self.cut(r.span), r.buffer
-        room = self.flat.spec.exchange(self.at, sent.dtype, r.span, "at once")
+        room = self.exchange(r)
         sending = RowsSending(self, r, room.rows)
         if sent.dtype != wire:
             a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]

@@ -40,11 +40,11 @@ from onefold.runtime.interval import (
 )
 from onefold.runtime.operators import (
     OF_ANOTHERS_KIND,
-    _words,
     compute,
     is_about_itself,
     name_of,
     slice_of,
+    words,
     writes_in_place,
 )
 from onefold.runtime.outside import compute_outside
@@ -678,7 +678,7 @@ _OWN = frozenset(
 _OF_STORAGELESS = (
     _OWN
     | _HOOKS
-    | _words("""
+    | words("""
     shape dtype device ndim is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize nbytes size dim numel nelement
     is_floating_point is_complex element_size stride __len__ is_contiguous data detach grad_fn is_sparse is_quantized is_nested
     untyped_storage storage_offset get_device as_subclass retain_grad names is_signed ndimension is_xpu is_mps is_mtia retains_grad

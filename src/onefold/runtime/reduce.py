@@ -359,8 +359,9 @@ class Reducer:
 
     def _start(self, r: Reduction) -> None:
         """The hop that `r` stands before."""
-        move = "all-reduce" if r.flat.whole_master else "reduce-scatter"
-        place = CollectiveContext(move, r.unit.name, self.engine.step, self.engine.phase)
+        place = CollectiveContext(
+            r.flat.reduce_move, r.unit.name, self.engine.step, self.engine.phase
+        )
         r.sending = r.flat.reduces[r.at].start(r, place)
 
     def _land(self, r: Reduction) -> None:
@@ -441,7 +442,7 @@ class Reducer:
             if not which[entry.index]:
                 continue
             param = entry.param
-            grad = part.view(param.shape) if flat.whole_master else part
+            grad = flat.shaped(part, entry)
             before = get_grad(param)
             if before is not None:
                 before.add_(grad)

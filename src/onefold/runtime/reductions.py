@@ -32,13 +32,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Pending
 from onefold.comm.wire import Cut
-from onefold.layout import overlap
+from onefold.layout import Adds, Exchange, overlap
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 from onefold.runtime.flat import Flat
 from onefold.runtime.hops import Hop
@@ -165,7 +165,13 @@ class Sending(ABC):
 
 
 class Reduce(ABC):
-    """One hop of the reductions of one flat buffer."""
+    """One hop of the reductions of one flat buffer.
+
+    Attributes:
+        adds: how parts are added here, where that is not as the recipe says.
+    """
+
+    adds: ClassVar[Adds | None] = None
 
     def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         self.flat, self.at, self.hop, self.group = flat, at, flat.hops[at], flat.hops[at].group
@@ -173,6 +179,7 @@ class Reduce(ABC):
         self.is_last = at + 1 == len(flat.hops)
         # As many are kept as there are ways in which parameters have been frozen
         self._cuts: dict[tuple[int, int], Cut] = {}
+        self._exchanges: dict[tuple[tuple[int, int], torch.dtype], Exchange] = {}
 
     @abstractmethod
     def start(self, r: Reduction, place: CollectiveContext) -> Sending:
@@ -185,6 +192,13 @@ class Reduce(ABC):
                 [b - a for a, b in (overlap(span, there) for there in self.hop.ranges)]
             )
         return self._cuts[span]
+
+    def exchange(self, r: Reduction) -> Exchange:
+        """The buffers that this hop needs."""
+        key = (r.span, r.buffer.dtype)
+        if key not in self._exchanges:
+            self._exchanges[key] = self.flat.spec.exchange(self.at, key[1], r.span, self.adds)
+        return self._exchanges[key]
 
     # -- sums --------------------------------------------------------------------------------------
 
@@ -272,6 +286,8 @@ class PairwiseReduce(Reduce):
     its own and the others are added to it there: it becomes the gradient.
     """
 
+    adds = "pairwise"
+
     def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         super().__init__(flat, at, engine)
         in_place = (
@@ -303,7 +319,7 @@ class PairwiseReduce(Reduce):
         if isinstance(sending, InPlaceSending):
             places[sending.into] = self.pool.fresh(mine.numel(), dtype)
             self.memory.add(REDUCTION, nbytes_of(places[sending.into]), r.unit.name)
-        room = self.flat.spec.exchange(self.at, r.buffer.dtype, r.span, "pairwise")
+        room = self.exchange(r)
         if room.rows:
             sending.receive_buffer = self.pool.take(room.received, dtype, REDUCTION, r.unit.name)
             self.place_others(places, sending.receive_buffer.view(room.rows, room.part))

@@ -1,0 +1,149 @@
+"""Reductions to one number: the whole's, from one number of every rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from onefold.runtime.interval import IntervalSpec, spec_of
+
+
+def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
+    """The p-norms of whole tensors, each 0-dim, from one exchange of numbers for each group of
+    ranks.
+    """
+    p = float(p)
+    local = [_norm_here(t, p) for t in tensors]
+    apart: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        if (spec := spec_of(t)) is not None:
+            apart.setdefault(spec.owners.meet(spec.name)[1], []).append(i)
+    out = list(local)
+    for indices in apart.values():
+        spec = spec_of(tensors[indices[0]])
+        assert spec is not None
+        parts = torch.stack([local[i].to(local[indices[0]].device, torch.float64) for i in indices])
+        mine = parts if math.isinf(p) else parts.pow(p) if p else parts
+        every = spec.exchange(mine, "the norm").to(parts.device)
+        most = every.amax(0) if p > 0 else every.amin(0)
+        total = most if math.isinf(p) else every.sum(0).pow(1.0 / p) if p else every.sum(0)
+        for i, value in zip(indices, total, strict=True):
+            out[i] = value.to(_real(tensors[i].dtype))
+    return out
+
+
+def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
+    """The norm of a plain tensor, or of this rank's part: that of 16 bits in fp32, since it is
+    rounded when all parts are added.
+    """
+    if spec_of(t) is None:
+        return torch._foreach_norm([t], p)[0]
+    if not t.numel():  # adds nothing to the others'
+        return torch.full((), math.inf if p < 0 else 0.0, dtype=_real(t.dtype), device=t.device)
+    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else None
+    return torch._foreach_norm([t], p, dtype=wide)[0]
+
+
+def reduce_to_number(name: str, args: Any, kwargs: Any) -> torch.Tensor | bool | None:
+    """The whole's answer from one number of every rank; None where that takes more (a dimension,
+    another order).
+    """
+    x = args[0] if args else kwargs.get("input")
+    spec = spec_of(x)
+    if spec is None or not spec.numel:
+        return None
+    if name == "equal":
+        return _equal(spec, x, args[1] if len(args) > 1 else kwargs["other"])
+    dtype = kwargs.get("dtype")
+    if name in ("norm", "linalg_vector_norm", "linalg_norm"):
+        return _norm(name, spec, args, kwargs)
+    if (
+        len(args) > 1
+        or set(kwargs) - {"dtype", "input"}
+        or (dtype is not None and name not in ("sum", "mean", "prod"))
+    ):
+        return None
+    if name in ("any", "all"):
+        seen = x.any() if name == "any" else x.all()
+        every = spec.exchange(seen.reshape(1).to(torch.uint8), name)
+        return (every.amax() if name == "any" else every.amin()).to(
+            x.device, torch.uint8 if x.dtype == torch.uint8 else torch.bool
+        )
+    if name == "count_nonzero":
+        return spec.exchange(x.count_nonzero().reshape(1), name).sum().to(x.device)
+    if x.is_complex():
+        return None
+    if name in ("max", "min", "amax", "amin"):
+        return _extreme(name, spec, x)
+    inexact = x.is_floating_point()
+    if name == "mean" and not inexact and dtype is None:
+        return None
+    kind = dtype or (x.dtype if inexact else torch.int64)
+    wide = torch.float64 if kind.is_floating_point else torch.int64
+    low = {"dtype": torch.float32} if x.dtype in (torch.float16, torch.bfloat16) else {}
+    mine = (x.prod(**low) if name == "prod" else x.sum(**low)).to(wide).reshape(1)
+    every = spec.exchange(mine, name)
+    total = every.prod() if name == "prod" else every.sum()
+    return (total / spec.numel if name == "mean" else total).to(x.device, kind)
+
+
+def _extreme(name: str, spec: IntervalSpec, x: torch.Tensor) -> torch.Tensor:
+    least = name.endswith("min")
+    if x.is_floating_point():
+        nothing = math.inf if least else -math.inf
+    elif x.dtype == torch.bool:
+        nothing = least
+    else:
+        nothing = torch.iinfo(x.dtype).max if least else torch.iinfo(x.dtype).min
+    mine = (
+        (x.min() if least else x.max())
+        if x.numel()
+        else torch.tensor(nothing, dtype=x.dtype, device=x.device)
+    )
+    wide = torch.float64 if x.is_floating_point() else torch.int64
+    every = spec.exchange(mine.to(wide).reshape(1), name)
+    return (every.min() if least else every.max()).to(x.device, x.dtype)
+
+
+def _norm(name: str, spec: IntervalSpec, args: Any, kwargs: Any) -> torch.Tensor | None:
+    order = {"norm": "p", "linalg_vector_norm": "ord", "linalg_norm": "ord"}[name]
+    p = (
+        args[1]
+        if len(args) > 1
+        else kwargs.get(
+            order, "fro" if name == "norm" else 2 if name == "linalg_vector_norm" else None
+        )
+    )
+    known = (order, "input", "keepdim", "x", "A")
+    if (
+        len(args) > 2
+        or kwargs.get("keepdim")
+        or any(kwargs.get(k) is not None for k in kwargs if k not in known)
+    ):
+        return None
+    if name == "linalg_norm" and not (p is None or len(spec.shape) == 1):
+        return None
+    p = 2.0 if p in (None, "fro") else p
+    if (
+        not isinstance(p, (int, float))
+        or not (args[0] if args else kwargs["input"]).is_floating_point()
+    ):
+        return None
+    return norms_of([args[0] if args else kwargs["input"]], p)[0]
+
+
+def _equal(spec: IntervalSpec, x: torch.Tensor, other: torch.Tensor) -> bool | None:
+    theirs = spec_of(other)
+    if theirs is None or not spec.same_cut(theirs):
+        return None
+    if spec.shape != theirs.shape:
+        return False
+    every = spec.exchange(torch.tensor([torch.equal(x, other)], dtype=torch.uint8), "equal")
+    return bool(every.all())
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype if not dtype.is_complex else dtype.to_real()
