@@ -1,7 +1,8 @@
 # make train   an environment of its own, then `onefold train`      make test       the tests (all)
 # make check   ruff, imports and mypy                               make test-fast  the tests that take seconds
 # make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
-# make clean   removes the environment                              make record  compares every recorded run and plan; ARGS="--write" records anew
+# make options writes the guide's tables of options                  make record     compares every recorded run and plan; ARGS="--write" records anew
+# make clean   removes the environment
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
 # PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
@@ -20,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 # One thread a rank in tests: what is compared is exactness, and the ranks share the cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: train test test-all test-fast check record bench habits clean
+.PHONY: train test test-all test-fast check record bench habits options clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train
@@ -72,6 +73,9 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check --quiet src tests examples benchmarks
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+options: $(VENV)/.dev
+	PYTHONPATH=src $(BIN)/python tests/recipe/test_options.py
 
 habits: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.habits write

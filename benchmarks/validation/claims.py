@@ -23,7 +23,7 @@ ADAM, ACCUMULATING, INFINITY = (states.CONVENTIONS[name] for name in ("16", "18"
 GB, TERA = 1e9, 1e12
 #: 16 bytes a parameter: gradients are kept in the 16 bits in which they were computed. Onefold's
 #: default keeps them in fp32 (18).
-SIXTEEN = "--precision fp16 --accumulate fp16"
+SIXTEEN = "--precision fp16 --accumulate-dtype fp16"
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def claims() -> list[Claim]:
         Claim(
             "13B: 52 GB without ZeRO, 7 GB with stage 3 on 8",
             f"{_gb(thirteen, ADAM, 0, 1):.0f} GB and {_gb(thirteen, ADAM, 3, 8):.0f} GB at 16 bytes"
-            f" ({_gb(thirteen, ACCUMULATING, 3, 8):.4g} at 18, without `--accumulate fp16`);"
+            f" ({_gb(thirteen, ACCUMULATING, 3, 8):.4g} at 18, without `--accumulate-dtype fp16`);"
             f" {4 * thirteen / GB:.0f} GB are the fp32 weights alone",
             f"{plain} 13e9 --gpus 8 --gpu a100-80 --stage 3 {SIXTEEN} --json",
             _states(thirteen, ADAM, 8, 0, 3),

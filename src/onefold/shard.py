@@ -22,9 +22,8 @@ from onefold.offload.preflight import preflight
 from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.checks import check_units
-from onefold.recipe.groups import NATIVE
-from onefold.recipe.tiers import bytes_of
+from onefold.recipe.options import OPTIONS, bytes_of
+from onefold.recipe.rows import NATIVE
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime import state
 from onefold.runtime.buffers import from_rank_0
@@ -88,7 +87,7 @@ def shard(
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
-    check_units(units)
+    OPTIONS["units"].read(units)
     if init is not None and not callable(init):
         raise ValueError(
             f"init={init!r}: expected a function that initializes one module in place, or None."
@@ -153,7 +152,7 @@ def shard(
     _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
     engine.start()
     # On one rank activations alone need the hooks
-    if not engine.unsharded or recipe.activations is not None:
+    if not engine.unsharded or recipe.offload_activations is not None:
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
             if isinstance(spec.module, Tile) and not unit.resident:

@@ -296,7 +296,7 @@ def test_a_load_rounds_to_masters_of_sixteen_bits_where_those_are_asked_for_and_
         one.step(number)
     onefold.save(tmp_path / "fp32", model=one.model, optimizer=one.optimizers)
     for stage in (0, 3):
-        narrow = One(("bf16", 1, stage), None, seed=2, master_dtype=torch.bfloat16)
+        narrow = One(("bf16", 1, stage), None, seed=2, master_dtype="bf16")
         onefold.load(tmp_path / "fp32", model=narrow.model, optimizer=narrow.optimizers)
         assert narrow.differs_from(one.whole(), cast=torch.bfloat16) == []
         onefold.save(tmp_path / f"bf16-{stage}", model=narrow.model, optimizer=narrow.optimizers)

@@ -117,8 +117,8 @@ def test_every_option_reaches_the_plan() -> None:
     assert peak("--lora", "8") < own
     # At stage 1 the optimizer can go, parameters cannot
     assert peak("--offload", "optimizer") < peak("--offload", "nvme") == own
-    summed = said(*plain, "--accumulate", "bf16")["job"]
-    assert summed["accumulate"] == "bf16"
+    summed = said(*plain, "--accumulate-dtype", "bf16")["job"]
+    assert summed["accumulate_dtype"] == "bf16"
     batch = said(*plain, "--global-batch", "64", "--micro-batch", "auto")
     assert 64 % (8 * batch["recommended"]["micro_batch"]) == 0
     assert batch["recommended"]["accumulation"] * batch["recommended"]["micro_batch"] == 8
@@ -143,7 +143,7 @@ def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
     found = said(*asked, *tiers, "--step-in-backward")
     recipe, account = found["recipe"], found["recommended"]["account"]
     assert (
-        recipe["offload_optimizer"] == ["nvme", 0.6]
+        recipe["offload_optimizer"] == "nvme:0.6"
         and recipe["nvme"] == ["/mnt/fast"]
         and recipe["step_in_backward"] is True
     )

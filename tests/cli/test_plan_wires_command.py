@@ -58,7 +58,10 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--group", "0"), "--group 0: expected node, flat, or a number of ranks, 1 or more"),
+        (
+            ("--group", "0"),
+            "--group 0: expected none or 'node' (the launcher's nodes), 'flat' (no groups) or the number of ranks",
+        ),
         (("--shard-group", "3"), "groups of 3 ranks do not divide 16 ranks"),
         (("--shard-group", "node", "--second-copy"), "leave one of them out"),
         (("--optimizer-over", "all"), "needs a shard_group"),

@@ -109,7 +109,7 @@ def plain() -> Recipes:
         "kept between the passes": (Run(steps=2), 3, {"reshard_after_forward": False}),
         "recomputed": (Run(checkpointing="non-reentrant", steps=2), 3, {}),
         "at the boundary": (Run(micro_batches=2, steps=2), 3, {"reduce_at": "boundary"}),
-        "fp32 on the wire of bf16": (Run(steps=2), 2, {"precision": "bf16", "wire": torch.float32}),
+        "fp32 on the wire of bf16": (Run(steps=2), 2, {"precision": "bf16", "wire": "fp32"}),
         "a scaler, stage 1": (Scaled(max_norm=0.5, steps=4), 1, {"precision": "fp16"}),
         "a scaler, stage 3": (Scaled(max_norm=0.5, steps=4), 3, {"precision": "fp16"}),
         "buffers": (Normed(), 2, {}),
@@ -185,7 +185,7 @@ def offloaded() -> Recipes:
             3,
             {"offload_optimizer": "cpu", "second_copy": True, "group": 2},
         ),
-        "activations on the host": (run(), 3, {"offload_activations": True}),
+        "activations on the host": (run(), 3, {"offload_activations": "cpu"}),
         "moments in int8": (Run(kind="adamw", steps=3), 2, {"moments": "int8"}),
     }
 

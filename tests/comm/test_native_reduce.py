@@ -40,7 +40,7 @@ COARSE: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "bf16, added in fp32": (
         Run(kind="sgd", steps=3),
         2,
-        {"precision": "bf16", "wire": torch.float32},
+        {"precision": "bf16", "wire": "fp32"},
     ),
     "bf16, stage 0": (Run(kind="sgd", steps=3), 0, {"precision": "bf16"}),
     "bf16, HSDP": (Run(kind="sgd", steps=3), 3, {"precision": "bf16", "shard_group": 2}),
@@ -134,7 +134,7 @@ def in_the_wires_dtype() -> list[list[float]]:
     for options in (
         {"reduce": "ordered"},
         {"reduce": "native"},
-        {"reduce": "native", "wire": torch.float32},
+        {"reduce": "native", "wire": "fp32"},
     ):
         recipe = onefold.Recipe.zero(0, precision="bf16", **options)
         model = onefold.shard(One(), recipe, group=standin.new_group())

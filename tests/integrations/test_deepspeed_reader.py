@@ -140,7 +140,7 @@ def test_values_take_the_forms_that_users_write() -> None:
         }
     )
     assert config.recipe_arguments == {
-        "stage": 2, "precision": "bf16", "prefetch": 0, "wire": torch.float32, "accumulate_dtype": torch.float32,
+        "stage": 2, "precision": "bf16", "prefetch": 0, "wire": "fp32", "accumulate_dtype": "fp32",
     }  # fmt: skip
     assert Recipe.zero(**config.recipe_arguments).gradients.wire is torch.float32
     assert read_deepspeed({"zero_optimization": True}).stage == 1

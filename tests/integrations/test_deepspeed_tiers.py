@@ -59,16 +59,16 @@ def refused(pattern: str, stage: int = 3, error: type[Exception] = ValueError, *
     ("keys", "expected"),
     [
         ({"offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": "cpu"}),
-        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, {"offload_optimizer": ("cpu", 0.3)}),
+        ({"offload_optimizer": {"device": "cpu", "ratio": 0.3}}, {"offload_optimizer": "cpu:0.3"}),
         ({"offload_optimizer": {"device": "CPU", "ratio": 1}}, {"offload_optimizer": "cpu"}),
         ({"offload_optimizer": NVME}, {"offload_optimizer": "nvme", "nvme": ["/nvme"]}),
-        ({"offload_optimizer": {**NVME, "ratio": 0.5}}, {"offload_optimizer": ("nvme", 0.5), "nvme": ["/nvme"]}),
+        ({"offload_optimizer": {**NVME, "ratio": 0.5}}, {"offload_optimizer": "nvme:0.5", "nvme": ["/nvme"]}),
         ({"offload_optimizer": CPU, "offload_param": CPU}, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
         ({"offload_optimizer": NVME, "offload_param": CPU}, {"offload_optimizer": "nvme", "offload_param": "cpu", "nvme": ["/nvme"]}),
         ({"offload_optimizer": NVME, "offload_param": NVME}, {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": ["/nvme"]}),
         ({"cpu_offload": True}, {"offload_optimizer": "cpu"}),
         ({"cpu_offload": True, "cpu_offload_param": True}, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
-        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {"offload_optimizer": ("cpu", 0.5)}),
+        ({"cpu_offload": True, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, {"offload_optimizer": "cpu:0.5"}),
         ({"cpu_offload": False, "offload_optimizer": {"device": "cpu"}}, {"offload_optimizer": "cpu"}),
         ({"offload_optimizer": {"device": "none", "pin_memory": True}, "offload_param": {}}, {}),
         ({"offload_optimizer": {"device": "auto"}, "offload_param": None}, {}),
@@ -109,7 +109,7 @@ def test_every_key_of_the_sections_is_read_or_listed_with_its_reason() -> None:
     assert all(len(reason) > 30 for reason in listed.values())
     assert config.unknown == () and config.left_auto == ()
     assert config.recipe_arguments == {
-        "stage": 3, "precision": None, "offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "nvme": ["/nvme"],
+        "stage": 3, "precision": None, "offload_optimizer": "nvme:0.5", "offload_param": "nvme", "nvme": ["/nvme"],
         "chunk": 99_999_744, "nvme_threads": 32,
     }  # fmt: skip
     assert Recipe.zero(**config.recipe_arguments).notes == ()

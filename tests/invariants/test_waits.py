@@ -54,7 +54,7 @@ ALONE = {
     ),
     "states on NVMe": of(0, "clips writes", offload_optimizer="nvme", chunk=65536),
     "bf16, all on NVMe": of(3, "evaluates", precision="bf16", **DISK),
-    "activations on the host": of(0, offload_activations=True),
+    "activations on the host": of(0, offload_activations="cpu"),
     "saved and loaded": of(0, "saves fused"),
     "saved and loaded, all on the host": of(3, "saves writes", **HOST),
 }
@@ -76,7 +76,7 @@ TOGETHER = {
         of(3, precision="bf16", **HOST, step_in_backward=True),
     ),
     "stage 3, all on NVMe": (2, of(3, "clips", precision="bf16", **DISK)),
-    "stage 2, activations on the host": (2, of(2, offload_activations=True)),
+    "stage 2, activations on the host": (2, of(2, offload_activations="cpu")),
     "two levels": (4, of(3, "clips", group=2)),
     "HSDP": (4, of(3, "accumulates raises", shard_group=2)),
     "a second copy, int8": (

@@ -62,7 +62,7 @@ class Run(GPTCase):
 
 def train_offloaded(run: Run, stage: int, budget: int) -> tuple[Curve, Any]:
     recipe = onefold.Recipe.zero(
-        stage, stall_timeout=STALL_TIMEOUT, activations=budget, **run.options
+        stage, stall_timeout=STALL_TIMEOUT, offload_activations=budget, **run.options
     )
     model, store = offloaded(fresh(run), recipe)
     return train(run, model, model, lambda: onefold.full_state_dict(model)), store
@@ -129,7 +129,7 @@ def alone(
 ) -> tuple[nn.Module, Any]:
     """fp32 on one rank divides and casts nothing: the parameters stay where they are."""
     torch.manual_seed(0)
-    recipe = onefold.Recipe.zero(stage, precision=precision, activations=budget)  # type: ignore[arg-type]
+    recipe = onefold.Recipe.zero(stage, precision=precision, offload_activations=budget)
     return offloaded(model if model is not None else TinyGPT(), recipe)
 
 

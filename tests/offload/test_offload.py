@@ -21,7 +21,7 @@ STATES: dict[str, dict[str, Any]] = {
     "host": {"offload_optimizer": "cpu"},
     "half of it on the host": {"offload_optimizer": 0.5},
     "NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
-    "half of it on NVMe": {"offload_optimizer": ("nvme", 0.5)},
+    "half of it on NVMe": {"offload_optimizer": "nvme:0.5"},
     "NVMe, gradients on the host": {"offload_optimizer": "nvme", "offload_gradients": "cpu"},
 }
 PARAMETERS: dict[str, dict[str, Any]] = {

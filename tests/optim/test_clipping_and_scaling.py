@@ -330,7 +330,7 @@ def narrow_wire(stage: int) -> list[str]:
     return differences(
         f"stage {stage}",
         train_reference(Precise()),
-        train_sharded(Precise(), stage, wire=torch.bfloat16),
+        train_sharded(Precise(), stage, wire="bf16"),
         1e-2,
         1e-2,
     )

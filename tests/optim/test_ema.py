@@ -81,7 +81,7 @@ def averages(folder: str) -> list[str]:
         "on the host": {"stage": 3, "offload_optimizer": "cpu"},
         "on NVMe": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme", "nvme": folder},
         "tiles": {"stage": 3, "tile": 8000}, "bf16 compute": {"stage": 3, "precision": "bf16"},
-        "bf16 masters": {"stage": 1, "precision": "bf16", "master_dtype": torch.bfloat16},
+        "bf16 masters": {"stage": 1, "precision": "bf16", "master_dtype": "bf16"},
     }  # fmt: skip
     if dist.get_world_size() == 4:
         kinds = {

@@ -80,7 +80,7 @@ def implementation_of(
     )
 
 
-HOST = {"stage": 2, "offload_optimizer": "host"}
+HOST = {"stage": 2, "offload_optimizer": "cpu"}
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def formats(folder: str) -> list[str]:
         "int8": {"moments": "int8"}, "int4 on NVMe": {"moments": "int4", "offload_optimizer": "nvme", "nvme": folder},
         "fp8 on the host": {"moments": "fp8", "offload_optimizer": "cpu"}, "bf16": {"moments": "bf16"}, "tiles": {"tile": TILE},
         "tiles on NVMe": {"tile": TILE, "offload_optimizer": "nvme", "nvme": folder},
-        "bf16 compute": {"precision": "bf16"}, "bf16 masters": {"precision": "bf16", "master_dtype": torch.bfloat16},
+        "bf16 compute": {"precision": "bf16"}, "bf16 masters": {"precision": "bf16", "master_dtype": "bf16"},
     }  # fmt: skip
     whole = {
         n: {"step": torch.Size([]), "exp_avg": p.shape, "exp_avg_sq": p.shape}

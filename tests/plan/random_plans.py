@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from hypothesis import strategies as st
 
 from onefold.plan.activity import Activity, assumed_dims
@@ -56,7 +55,7 @@ options = st.fixed_dictionaries(
         "in_flight": st.integers(0, 3),
         "overlap": st.booleans(),
         "reshard_after_forward": st.booleans(),
-        "accumulate_dtype": st.sampled_from((torch.float32, torch.bfloat16)),
+        "accumulate_dtype": st.sampled_from(("fp32", "bf16")),
     },
 )
 

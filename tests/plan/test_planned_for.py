@@ -155,13 +155,13 @@ def test_the_recipe_that_comes_out_shards_the_model(small: Plan) -> None:
 @pytest.mark.parametrize(
     ("job", "total"),
     [
-        (Job(), 18), (Job(precision="fp32"), 16), (Job(precision="fp16", accumulate="fp16"), 16), (Job(optimizer="sgd"), 10),
+        (Job(), 18), (Job(precision="fp32"), 16), (Job(precision="fp16", accumulate_dtype="fp16"), 16), (Job(optimizer="sgd"), 10),
     ],
 )  # fmt: skip
 def test_the_convention_is_that_of_the_recipe(job: Job, total: int) -> None:
     found = plan(1e8, gpus(1), job, largest=False)
     assert f"= {total}; gradients are gone between steps" in found.notes[0]
-    gradients = {"fp32": 4, "fp16": 2}[job.accumulate]
+    gradients = {"fp32": 4, "fp16": 2}[job.accumulate_dtype]
     assert found.stages[0].account.rest_bytes == pytest.approx(
         (total - gradients) * found.model.numel, rel=0.01
     )

@@ -38,7 +38,7 @@ STATES: dict[str, dict[str, Any]] = {
     "a budget": {"offload_optimizer": 9_000_000},
     "optimizer on NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
     "a share of it on NVMe, gradients on the host": {
-        "offload_optimizer": ("nvme", 0.6),
+        "offload_optimizer": "nvme:0.6",
         "offload_gradients": "cpu",
     },
     "half of it on the host, moments in bf16": {"offload_optimizer": 0.5, "moments": "bf16"},
@@ -64,7 +64,7 @@ AT_STAGE_3: dict[str, dict[str, Any]] = {
     },
     "in tiles": {"tile": 100_000},
     "half of all on NVMe, further ahead": {
-        "offload_optimizer": ("nvme", 0.5),
+        "offload_optimizer": "nvme:0.5",
         "offload_param": "nvme",
         "prefetch": 2,
     },
@@ -199,7 +199,7 @@ def test_activations_that_are_planned_to_go_to_the_host_do(checkpointing: Any, b
         return TinyGPT(width=128, depth=4, length=64, checkpointing=checkpointing)
 
     planned = on_host(Activity.from_trace(trace(made(), batch)), budget, shared=True)
-    module = onefold.shard(made(), Recipe.zero(3, activations=budget))
+    module = onefold.shard(made(), Recipe.zero(3, offload_activations=budget))
     beyond = onefold.engine_of(module).transfers
     for _ in range(2):
         beyond.moved.reset()

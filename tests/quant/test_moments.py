@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[dict[str, Any], str]] = {
     "bf16": ({"moments": "bf16"}, "Adam"),
     "bf16, by chance": ({"moments": "bf16", "stochastic_rounding": True}, "AdamW"),
     "bf16 masters too": (
-        {"moments": "bf16", "stochastic_rounding": True, "master_dtype": torch.bfloat16},
+        {"moments": "bf16", "stochastic_rounding": True, "master_dtype": "bf16"},
         "AdamW",
     ),
     "AdamW8bit": ({"moments": "int8"}, "AdamW8bit"),

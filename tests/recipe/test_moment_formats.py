@@ -124,8 +124,8 @@ def test_rounding_that_rounds_nothing_is_noted() -> None:
     assert Recipe.zero(3, moments="int8", stochastic_rounding=True).notes == (note,)
     for effective in (
         {"moments": "bf16"},
-        {"master_dtype": torch.bfloat16},
-        {"moments": "int8", "master_dtype": torch.bfloat16},
+        {"master_dtype": "bf16"},
+        {"moments": "int8", "master_dtype": "bf16"},
     ):
         assert Recipe.zero(3, stochastic_rounding=True, **effective).notes == ()  # type: ignore[arg-type]
     (note,) = Recipe.zero(3, moments="bf16", rounding_seed=4).notes

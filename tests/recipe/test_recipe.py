@@ -124,10 +124,17 @@ def test_stages_that_keep_gradients_whole_cannot_reduce_them_earlier(stage: int)
 
 
 @pytest.mark.parametrize("name", ["wire", "master_dtype", "accumulate_dtype"])
-@pytest.mark.parametrize("value", ["bf16", torch.int8, torch.bool, 16], ids=repr)
-def test_a_dtype_is_a_floating_point_one_of_torch(name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [("bfloat16", "bf16"), (torch.bfloat16, "bf16"), (torch.float64, "fp64"), (torch.int8, ""), (torch.bool, ""), (16, ""), ("int8", "")],
+    ids=repr,
+)  # fmt: skip
+def test_a_dtype_is_a_floating_point_one_by_its_short_name(
+    name: str, value: Any, meant: str
+) -> None:
     said = refusal(stage=3, **{name: value})
-    assert f"{name}={value!r}" in said and "torch.dtype" in said
+    assert f"{name}={value!r}: expected one of fp64, fp32, bf16, fp16" in said
+    assert said.endswith(f" Did you mean {meant!r}?") if meant else "Did you mean" not in said
 
 
 COMBINATIONS = list(itertools.product((R, S), repeat=3))
@@ -203,16 +210,13 @@ def test_options_that_apply_end_in_no_note() -> None:
             3,
             precision="bf16",
             reduce_at="boundary",
-            wire=torch.float32,
+            wire="fp32",
             sync_buffers=False,
             **options,
         ).notes
         == ()
     )
-    assert (
-        Recipe.zero(1, precision="bf16", in_flight=1, cast_inputs=True, wire=torch.bfloat16).notes
-        == ()
-    )
+    assert Recipe.zero(1, precision="bf16", in_flight=1, cast_inputs=True, wire="bf16").notes == ()
 
 
 def test_notes_are_logged_once_and_shown_with_the_recipe(caplog: pytest.LogCaptureFixture) -> None:
@@ -296,7 +300,7 @@ def test_without_a_precision_the_recipe_names_no_dtype_to_compute_in(stage: int)
         "float32",
         "-",
     ]
-    assert Recipe.zero(stage, wire=torch.float32).in_words("gradients") == ("float32", "float32")
+    assert Recipe.zero(stage, wire="fp32").in_words("gradients") == ("float32", "float32")
 
 
 @pytest.mark.parametrize("value", [True, False])

@@ -1,4 +1,4 @@
-"""Where state rests: each row of the table of recipe/tiers.py, each refusal in its sentence, each
+"""Where state rests: each row of the table of options, each refusal in its sentence, each
 note.
 """
 
@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from onefold import Recipe, Row, Tier
 from onefold.recipe.core import PLACEMENTS_OF_STAGE
-from onefold.recipe.tiers import SECTOR, UNLIMITED, bytes_of
+from onefold.recipe.options import SECTOR, UNLIMITED, bytes_of
 
 ROWS = ("parameters", "gradients", "optimizer")
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
-NAMES = {"cpu": H, "host": H, "nvme": N, None: D, "none": D, "device": D, D: D, H: H, N: N}
+NAMES: dict[str | None, Tier] = {"cpu": H, "nvme": N, None: D}
+NAME_OF = {tier: name for name, tier in NAMES.items()}
 
 
 def zero(stage: int = 3, **options: Any) -> Recipe:
@@ -48,7 +49,7 @@ def test_everything_stays_on_the_device_unless_told_otherwise(stage: int) -> Non
     assert (
         recipe.offload_share,
         recipe.offload_bytes,
-        recipe.activations,
+        recipe.offload_activations,
         recipe.tile,
         recipe.nvme,
     ) == (1.0, None, None, None, ())
@@ -56,10 +57,21 @@ def test_everything_stays_on_the_device_unless_told_otherwise(stage: int) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_a_tier_goes_by_any_of_its_names(name: Any) -> None:
+def test_a_tier_goes_by_its_name(name: Any) -> None:
     assert tiers(zero(offload_optimizer=name)) == (D, NAMES[name], NAMES[name])
-    if isinstance(name, str):
-        assert tiers(zero(offload_optimizer=name.upper())) == (D, NAMES[name], NAMES[name])
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param", "offload_gradients"])
+@pytest.mark.parametrize(
+    ("other", "meant"),
+    [("CPU", "'cpu'"), ("host", "'cpu'"), ("Host", "'cpu'"), ("NVMe", "'nvme'"), ("none", "None"), ("device", "None"),
+     (D, "None"), (H, "'cpu'"), (N, "'nvme'")],
+    ids=repr,
+)  # fmt: skip
+def test_a_tier_by_another_name_is_told_its_own(name: str, other: Any, meant: str) -> None:
+    said = refusal(**{name: other})
+    assert said.startswith(f"{name}={other!r}: expected 'cpu', 'nvme', or None")
+    assert said.endswith(f"Did you mean {meant}?")
 
 
 @pytest.mark.parametrize(
@@ -72,14 +84,14 @@ def test_a_tier_goes_by_any_of_its_names(name: Any) -> None:
         ("6GB", H, 1.0, 6 * 10**9),
         (6 * 10**9, H, 1.0, 6 * 10**9),
         (2, H, 1.0, 2),
-        (("nvme", 0.6), N, 0.6, None),
-        (["nvme", "6GiB"], N, 1.0, 6 << 30),
-        (("cpu", 0.25), H, 0.25, None),
-        ((N, 5e9), N, 1.0, 5 * 10**9),
-        ({"device": "nvme", "share": 0.5}, N, 0.5, None),
-        ({"device": "cpu", "bytes": "1MB"}, H, 1.0, 10**6),
-        ({"device": "nvme"}, N, 1.0, None),
-        ({"share": 0.5}, H, 0.5, None),
+        ("1", H, 1.0, None),
+        ("nvme:0.6", N, 0.6, None),
+        ("nvme:6GiB", N, 1.0, 6 << 30),
+        ("nvme: 6 GiB", N, 1.0, 6 << 30),
+        ("cpu:0.25", H, 0.25, None),
+        ("nvme:5e9", N, 1.0, 5 * 10**9),
+        ("nvme:1", N, 1.0, None),
+        (f"cpu:{1 / 3!r}", H, 1 / 3, None),
     ],
     ids=repr,
 )
@@ -113,9 +125,9 @@ PARAMETERS = {(H, D, D), (H, H, H), (H, N, N), (H, H, N), (N, N, N), (N, H, N)}
 def test_a_combination_of_tiers_is_built_or_refused_and_options_and_rows_agree(
     stage: int, rows: tuple[Tier, Tier, Tier]
 ) -> None:
-    options = dict(
-        zip(("offload_param", "offload_gradients", "offload_optimizer"), rows, strict=True)
-    )
+    _, g, o = rows
+    names = zip(("offload_param", "offload_gradients", "offload_optimizer"), rows, strict=True)
+    options = {name: NAME_OF[tier] for name, tier in names}
     plain = Recipe.zero(stage)
     by_row = {
         name: replace(getattr(plain, name), tier=tier)
@@ -125,22 +137,21 @@ def test_a_combination_of_tiers_is_built_or_refused_and_options_and_rows_agree(
         assert tiers(zero(stage, **options)) == rows
         assert plain.replace(**by_row, nvme=("/nvme",)) == zero(stage, **options)
         return
-    said = refusal(stage, nvme="/nvme", **options)
+    with pytest.raises(ValueError) as caught:
+        plain.replace(**by_row, nvme=("/nvme",))
+    said = str(caught.value)
     assert re.search(
         r"stage 3|offload_optimizer='nvme' too|gradients go where the states are stepped", said
     ), said
-    with pytest.raises(ValueError, match=re.escape(said)):
-        plain.replace(**by_row, nvme=("/nvme",))
+    if g is not D or o is D:  # without offload_gradients they follow the optimizer
+        assert refusal(stage, nvme="/nvme", **options) == said
 
 
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
         (None, None),
-        (False, None),
-        (True, UNLIMITED),
         ("cpu", UNLIMITED),
-        ("HOST", UNLIMITED),
         ("8GB", 8 * 10**9),
         (1 << 30, 1 << 30),
     ],
@@ -149,7 +160,7 @@ def test_a_combination_of_tiers_is_built_or_refused_and_options_and_rows_agree(
 def test_activations_go_to_the_host_without_end_or_up_to_a_budget(
     value: Any, expected: int | None
 ) -> None:
-    assert zero(0, offload_activations=value).activations == expected
+    assert zero(0, offload_activations=value).offload_activations == expected
 
 
 @pytest.mark.parametrize(
@@ -257,7 +268,8 @@ NO_BYTES = [
 @pytest.mark.parametrize("name", ["tile", "offload_activations"])
 def test_what_is_no_number_of_bytes_is_told_one(name: str, value: Any) -> None:
     if name == "offload_activations" and value is True:
-        return  # all of them
+        assert "expected 'cpu' for as much as it takes" in refusal(**{name: value})
+        return
     said = refusal(**{name: value})
     assert (
         said
@@ -296,13 +308,15 @@ def test_a_tier_by_no_name_is_told_those_there_are(name: str, value: Any) -> Non
                 " of it"
             ),
         ),
-        (("nvme",), "a tier and a share or a budget, such as ('nvme', 0.6)"),
-        (("nvme", 0.5, 1), "a tier and a share or a budget"),
-        (("disk", 0.5), "expected 'cpu', 'nvme'"),
-        (("nvme", False), "a share such as 0.6"),
-        ({"device": "nvme", "share": 0.5, "bytes": 3}, "'device' and either 'share' or 'bytes'"),
-        ({"divice": "nvme"}, "'device' and either 'share' or 'bytes'"),
-        ({"device": "disk"}, "offload_optimizer['device']='disk': expected 'cpu', 'nvme'"),
+        (("nvme", 0.5), "a tier and an amount in one text: 'nvme:0.5'"),
+        (["cpu", "6GB"], "a tier and an amount in one text: 'cpu:6GB'"),
+        (("nvme", 0.5, 1), "'cpu' and 'nvme' take all of it"),
+        ("disk:0.5", "expected 'cpu', 'nvme'"),
+        ("nvme:fast", "a number of bytes, or a text such as '6GB'"),
+        ("nvme:", "a number of bytes, or a text such as '6GB'"),
+        ("nvme:0", "a share lies above 0"),
+        ({"device": "nvme", "share": 0.5}, "or both in one text: 'nvme:0.5'"),
+        ({"bytes": "6GB"}, "or both in one text: 'cpu:6GB'"),
     ],
     ids=repr,
 )
@@ -330,7 +344,7 @@ def test_parameters_on_nvme_take_the_optimizer_with_them(optimizer: str | None) 
     )
 
 
-APART = [("cpu", None), ("nvme", None), ("nvme", "cpu"), ("device", "cpu"), ("device", "nvme")]
+APART = [("cpu", None), ("nvme", None), ("nvme", "cpu")]
 
 
 @pytest.mark.parametrize(("gradients", "optimizer"), APART)
@@ -367,17 +381,40 @@ def test_threads_are_from_1_to_64(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [0, -0.1, 1.1, "0.5", True, None], ids=repr)
 def test_a_share_of_a_recipe_is_above_0_and_at_most_1(value: Any) -> None:
-    assert refusal(offload_optimizer="cpu", offload_share=value).startswith(
-        f"offload_share={value!r}: expected a share above 0"
-    )
+    recipe = Recipe.zero(3, offload_optimizer="cpu")
+    with pytest.raises(
+        ValueError, match=re.escape(f"offload_share={value!r}: expected a share above 0")
+    ):
+        recipe.replace(offload_share=value)
 
 
-@pytest.mark.parametrize("name", ["offload_bytes", "activations"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "6GB", True], ids=repr)
-def test_the_fields_of_budgets_are_whole_bytes(name: str, value: Any) -> None:
-    assert refusal(offload_optimizer="cpu", **{name: value}).startswith(
-        f"{name}={value!r}: expected a number of bytes above 0"
-    )
+def test_the_budget_of_a_recipe_is_whole_bytes(value: Any) -> None:
+    recipe = Recipe.zero(3, offload_optimizer="cpu")
+    with pytest.raises(
+        ValueError, match=re.escape(f"offload_bytes={value!r}: expected a number of bytes above 0")
+    ):
+        recipe.replace(offload_bytes=value)
+
+
+@pytest.mark.parametrize("value", [0, -1, "much", True], ids=repr)
+def test_a_budget_of_activations_is_checked_in_a_changed_copy_too(value: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"offload_activations={value!r}: expected")):
+        Recipe.zero(3).replace(offload_activations=value)
+    assert Recipe.zero(3).replace(offload_activations="8GB").offload_activations == 8 * 10**9
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ({"activations": 1 << 30}, "activations is now offload_activations"),
+        ({"offload_share": 0.6}, "offload_share is now offload_optimizer=0.6"),
+        ({"offload_bytes": 1 << 30}, "offload_bytes is now offload_optimizer='6GB'"),
+    ],
+    ids=repr,
+)
+def test_a_former_spelling_is_told_what_is_written_now(former: dict[str, Any], now: str) -> None:
+    assert now in refusal(**former)
 
 
 def test_stepping_behind_the_backward_pass_needs_something_to_step() -> None:
@@ -407,9 +444,6 @@ def test_a_misspelt_tier_is_told_the_right_one(given_name: str, meant: str) -> N
         ({"nvme": "/nvme"}, ["nvme"]),
         ({"nvme": "/nvme", "offload_optimizer": "cpu", "chunk": 65536}, ["chunk", "nvme"]),
         ({"nvme_threads": 8}, ["nvme_threads"]),
-        ({"offload_share": 0.5}, ["offload_share"]),
-        ({"offload_bytes": 100}, ["offload_bytes"]),
-        ({"offload_optimizer": ("none", 0.5)}, ["offload_share"]),
         ({"offload_optimizer": "nvme", "nvme": "/nvme", "chunk": 65536, "nvme_threads": 8}, []),
         ({"offload_optimizer": 0.5}, []),
     ],
@@ -421,6 +455,12 @@ def test_an_option_about_a_tier_that_nothing_rests_on_is_noted_once(
     notes = Recipe.zero(2, **options).notes
     assert sorted(note.partition("=")[0] for note in notes) == sorted(named)
     assert all("has no effect" in note for note in notes)
+
+
+@pytest.mark.parametrize("field", [{"offload_share": 0.5}, {"offload_bytes": 100}], ids=repr)
+def test_an_amount_of_states_that_stay_is_noted(field: dict[str, Any]) -> None:
+    (note,) = Recipe.zero(2).replace(**field).notes
+    assert note.startswith(next(iter(field))) and "has no effect" in note
 
 
 def test_parameters_without_their_optimizer_are_noted_to_be_the_frozen_ones() -> None:
@@ -445,7 +485,7 @@ def test_a_note_goes_when_something_rests_there() -> None:
 
 def test_a_recipe_describes_its_tiers() -> None:
     recipe = zero(
-        offload_optimizer=("nvme", 0.5), offload_param="nvme", offload_activations="8GB", tile="256MB", step_in_backward=True,
+        offload_optimizer="nvme:0.5", offload_param="nvme", offload_activations="8GB", tile="256MB", step_in_backward=True,
     )  # fmt: skip
     said = recipe.describe()
     assert said.count("nvme") >= 3 and "/nvme" in said
@@ -458,7 +498,7 @@ def test_a_recipe_describes_its_tiers() -> None:
         assert words in said
     assert "off the device" not in zero(offload_optimizer="cpu").describe()
     assert "1,000 bytes of states a rank" in zero(offload_optimizer=1000).describe()
-    assert "activations on the host" in zero(offload_activations=True).describe()
+    assert "activations on the host" in zero(offload_activations="cpu").describe()
 
 
 shares = st.floats(0, 1, exclude_min=True)
@@ -467,13 +507,13 @@ optimizers = st.one_of(
     st.sampled_from([None, "cpu", "nvme"]),
     shares,
     budgets,
-    st.tuples(st.sampled_from(["cpu", "nvme"]), st.one_of(shares, budgets)),
+    st.builds("{}:{!r}".format, st.sampled_from(["cpu", "nvme"]), st.one_of(shares, budgets)),
 )
 
 
 @given(
     st.sampled_from([0, 1, 2, 3]), optimizers, st.sampled_from([None, "cpu", "nvme"]), st.sampled_from([None, "cpu", "nvme"]),
-    st.sampled_from([None, True, "1GB"]), st.sampled_from(["fp32", "bf16", "fp16"]),
+    st.sampled_from([None, "cpu", "1GB"]), st.sampled_from(["fp32", "bf16", "fp16"]),
 )  # fmt: skip
 def test_what_is_built_keeps_the_order_of_coldness_and_its_placements(
     stage: int, optimizer: Any, gradients: Any, parameters: Any, activations: Any, precision: str

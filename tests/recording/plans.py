@@ -31,7 +31,7 @@ COMMANDS = (
     "llama-3-8b --gpus 2 --gpu h100-80 --lora 16",
     "llama-3-8b --gpus 2 --gpu rtx4090 --lora 16 --frozen nf4",
     "llama-3-8b --gpus 16 --optimizer sgd",
-    "llama-3-8b --gpus 8 --precision fp16 --accumulate fp16",
+    "llama-3-8b --gpus 8 --precision fp16 --accumulate-dtype fp16",
     "llama-3-8b --gpus 16 --per-node 4 --link ethernet",
     "llama-3-8b --gpus 16 --link 1x25g",
     f"{_70B}",

@@ -117,16 +117,11 @@ def _say_nodes(per_node: int) -> None:
 
 
 def options_of(given: Options, folder: Path) -> Options:
-    """A recipe's options, folders and dtypes in their places."""
+    """A recipe's options, folders in their places."""
     if "deepspeed" in given:
         return dict(given)
-    dtypes = {
-        name: getattr(torch, given[name])
-        for name in ("master_dtype", "accumulate_dtype", "wire")
-        if name in given
-    }
     folders = {"nvme": str(folder)} if given.get("nvme") == FOLDER else {}
-    return {"stall_timeout": STALL_TIMEOUT, **given, **dtypes, **folders}
+    return {"stall_timeout": STALL_TIMEOUT, **given, **folders}
 
 
 class _Trained:

@@ -113,7 +113,7 @@ def stages() -> Iterable[Run]:
         yield Run(
             f"stages: {stage} on 2, masters in bf16",
             stage,
-            {"precision": "bf16", "master_dtype": "bfloat16"},
+            {"precision": "bf16", "master_dtype": "bf16"},
             load=_loader(stage),
         )
 
@@ -152,11 +152,11 @@ def accumulation() -> Iterable[Run]:
         yield Run(
             f"accumulation: {stage}, sums in bf16",
             stage,
-            {"precision": "bf16", "accumulate_dtype": "bfloat16"},
+            {"precision": "bf16", "accumulate_dtype": "bf16"},
             micro_batches=3,
         )
         yield Run(
-            f"accumulation: {stage}, the wire in bf16", stage, {"wire": "bfloat16"}, micro_batches=2
+            f"accumulation: {stage}, the wire in bf16", stage, {"wire": "bf16"}, micro_batches=2
         )
     yield Run("accumulation: 3 on 1", 3, {}, 1, micro_batches=3)
 
@@ -263,7 +263,7 @@ def activations() -> Iterable[Run]:
         yield Run(
             f"activations: {stage}, on the host",
             stage,
-            {"offload_activations": True},
+            {"offload_activations": "cpu"},
             subject="long gpt",
         )
     yield Run(
@@ -281,11 +281,11 @@ def activations() -> Iterable[Run]:
     yield Run(
         "activations: 3, recomputed and on the host",
         3,
-        {"offload_activations": True},
+        {"offload_activations": "cpu"},
         subject="long gpt, recomputed",
     )
     yield Run(
-        "activations: 3 on 1, on the host", 3, {"offload_activations": True}, 1, subject="long gpt"
+        "activations: 3 on 1, on the host", 3, {"offload_activations": "cpu"}, 1, subject="long gpt"
     )
 
 
@@ -327,7 +327,7 @@ def tiers() -> Iterable[Run]:
         )
         yield Run(f"tiers: {stage}, a budget on the host", stage, {"offload_optimizer": 60_000})
         yield Run(f"tiers: {stage}, a share on NVMe, gradients on the host", stage,
-                  {"offload_optimizer": ("nvme", 0.6), "offload_gradients": "cpu", **NVME})  # fmt: skip
+                  {"offload_optimizer": "nvme:0.6", "offload_gradients": "cpu", **NVME})  # fmt: skip
     both: Options = {"offload_optimizer": "cpu", "offload_param": "cpu"}
     for name, options in (
         ("all on the host", both),
@@ -335,7 +335,7 @@ def tiers() -> Iterable[Run]:
         ("parameters on the host, states on NVMe", {"offload_optimizer": "nvme", "offload_param": "cpu", **NVME}),
         ("all on NVMe", {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}),
         ("all on NVMe, bf16", {"offload_optimizer": "nvme", "offload_param": "nvme", "precision": "bf16", **NVME}),
-        ("half of all on NVMe, further ahead", {"offload_optimizer": ("nvme", 0.5), "offload_param": "nvme", "prefetch": 2, **NVME}),
+        ("half of all on NVMe, further ahead", {"offload_optimizer": "nvme:0.5", "offload_param": "nvme", "prefetch": 2, **NVME}),
         ("all on NVMe, stepped behind", {"offload_optimizer": "nvme", "offload_param": "nvme", "step_in_backward": True, **NVME}),
     ):  # fmt: skip
         yield Run(
@@ -357,7 +357,7 @@ def tiers() -> Iterable[Run]:
     for name, options in (
         ("states on the host", host), ("states on NVMe", disk), ("all on the host", both),
         ("all on NVMe", {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}),
-        ("a share on NVMe, stepped behind", {"offload_optimizer": ("nvme", 0.5), "step_in_backward": True, **NVME}),
+        ("a share on NVMe, stepped behind", {"offload_optimizer": "nvme:0.5", "step_in_backward": True, **NVME}),
     ):  # fmt: skip
         yield Run(
             f"tiers: 3, large units, {name}",
@@ -601,7 +601,7 @@ def moments() -> Iterable[Run]:
     chance: Options = {
         "moments": "bf16",
         "stochastic_rounding": True,
-        "master_dtype": "bfloat16",
+        "master_dtype": "bf16",
         "precision": "bf16",
     }
     yield Run(
@@ -661,7 +661,7 @@ def any_processor() -> Iterable[Run]:
     )
     yield _portable("3, at the boundary", 3, {"reduce_at": "boundary"}, micro_batches=3)
     yield _portable("3 on 3", 3, {}, 3)
-    yield _portable("3, wire of 16 bits", 3, {"wire": "bfloat16"})
+    yield _portable("3, wire of 16 bits", 3, {"wire": "bf16"})
 
 
 def _portable(name: str, stage: int, options: Options, ranks: int = 2, **more: Any) -> Run:

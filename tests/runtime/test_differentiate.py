@@ -562,4 +562,4 @@ def test_autograd_grad_goes_through_checkpoints_and_tied_weights() -> None:
 
 
 def test_penalties_with_activations_on_the_host() -> None:
-    assert run_ranks(2, compare_penalties, stages=(3,), activations=10**9) == [[], []]
+    assert run_ranks(2, compare_penalties, stages=(3,), offload_activations=10**9) == [[], []]

@@ -238,7 +238,7 @@ def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with pytest.raises(ValueError, match="leave accumulate_dtype out"):
-        onefold.Recipe.zero(3, reduce_codec="int4", accumulate_dtype=torch.bfloat16)
+        onefold.Recipe.zero(3, reduce_codec="int4", accumulate_dtype="bf16")
     with pytest.raises(ValueError, match="leave one of them out"):
         onefold.Recipe.zero(3, frozen="int8", offload_param="cpu")
     assert not any("has no effect" in n for n in onefold.Recipe.zero(0, group=2).notes), (

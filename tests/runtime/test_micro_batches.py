@@ -440,7 +440,7 @@ def ledgers_around_a_broken_pass() -> list[str]:
     case, rank, found = Accumulates(False, False), torch.distributed.get_rank(), []
     ways: list[tuple[int, dict[str, Any]]] = [
         *MODES.values(), (3, {"group": 2}), (3, {"shard_group": 2}), (2, {"reduce_codec": "int4"}), (2, {"precision": "bf16"}),
-        (0, {"reduce": "native"}), (3, {"reduce": "native"}), (3, {"group": 2, "precision": "bf16", "wire": torch.float32}),
+        (0, {"reduce": "native"}), (3, {"reduce": "native"}), (3, {"group": 2, "precision": "bf16", "wire": "fp32"}),
     ]  # fmt: skip
     for native in (False, True):
         for stage, options in ways:

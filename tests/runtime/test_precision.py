@@ -184,15 +184,15 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "sums in bf16": (
-        {"build": bf16_gpt, "batch": words, "accumulate_dtype": BF16},
+        {"build": bf16_gpt, "batch": words, "accumulate_dtype": "bf16"},
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "a wire of fp16": (
-        {"build": bf16_gpt, "batch": words, "wire": FP16},
+        {"build": bf16_gpt, "batch": words, "wire": "fp16"},
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "a wire of fp32": (
-        {"build": bf16_gpt, "batch": words, "wire": FP32},
+        {"build": bf16_gpt, "batch": words, "wire": "fp32"},
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "the host": (
@@ -330,7 +330,7 @@ def test_masters_of_16_bit_weights_are_said_once_at_the_start() -> None:
         and "master_dtype" in said
     )
     assert "in float64 and float32 and bfloat16" in said_at_the_start(Mixed)
-    assert "master weights in bfloat16" in said_at_the_start(bf16_gpt, master_dtype=BF16)
+    assert "master weights in bfloat16" in said_at_the_start(bf16_gpt, master_dtype="bf16")
     for build, options in (
         (TinyGPT, {}),
         (bf16_gpt, {"precision": "bf16"}),

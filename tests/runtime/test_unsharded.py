@@ -168,9 +168,7 @@ def unchanged(stage: int, **options: Any) -> list[str]:
 
 def unchanged_by_recipes() -> list[str]:
     if dist.get_world_size() == 2:
-        return unchanged(3, precision="bf16") + unchanged(
-            2, precision="bf16", master_dtype=torch.float64
-        )
+        return unchanged(3, precision="bf16") + unchanged(2, precision="bf16", master_dtype="fp64")
     return unchanged(3, shard_group=2) + unchanged(
         3, group=2, second_copy=True, gather_codec="int8"
     )

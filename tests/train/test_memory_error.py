@@ -66,7 +66,7 @@ def test_what_could_still_leave_the_device_is_advised(tmp_path: Path) -> None:
     disk = {"offload_optimizer": "nvme", "nvme": str(tmp_path)}
     for options, advised in (
         ({"offload_optimizer": "cpu"}, ["--offload-optimizer nvme --nvme FOLDER"]),
-        ({**disk, "offload_optimizer": ("nvme", 0.5)}, ["--offload-optimizer nvme --nvme FOLDER"]),
+        ({**disk, "offload_optimizer": "nvme:0.5"}, ["--offload-optimizer nvme --nvme FOLDER"]),
         (disk, ["--offload-param nvme"]),
         ({**disk, "offload_param": "nvme"}, ["--tile 256MB (if one weight is what does not fit)"]),
         ({**disk, "offload_param": "nvme", "tile": "256MB"}, []),

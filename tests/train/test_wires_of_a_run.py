@@ -106,20 +106,23 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
     [
         (
             {"group": "nodes"},
-            "--group 'nodes': expected node, flat, or a number of ranks, 1 or more",
+            "--group 'nodes': expected none or 'node' (the launcher's nodes), 'flat' (no groups) or the number of ranks of",
         ),
-        ({"shard_group": 0}, "--shard-group 0: expected node, or a number of ranks"),
-        ({"shard_group": True}, "--shard-group True: expected node"),
-        ({"shard_group": "flat"}, "--shard-group 'flat': expected node, or a number of ranks"),
+        ({"shard_group": 0}, "--shard-group 0: expected 'node' or the number of ranks"),
+        ({"shard_group": True}, "--shard-group True: expected 'node'"),
+        (
+            {"shard_group": "flat"},
+            "--shard-group 'flat': expected 'node' or the number of ranks of a group",
+        ),
         (
             {"group": "flat", "second_copy": True},
             "the recipe says group='flat': give group='node' or a number of ranks",
         ),
         (
             {"gather_codec": "int9"},
-            "--gather-codec 'int9': input should be 'none', 'int8', 'fp8' or 'int4'",
+            "--gather-codec 'int9': expected one of 'int8', 'fp8', 'int4', or none",
         ),
-        ({"reduce_codec": "nf4"}, "--reduce-codec 'nf4': input should be"),
+        ({"reduce_codec": "nf4"}, "--reduce-codec 'nf4': expected one of"),
         ({"stage": "1", "second_copy": True}, "needs sharded parameters: stage 3"),
         (
             {"stage": "2", "gather_codec": "int8"},
@@ -128,7 +131,7 @@ def test_files_say_the_same_as_the_command_line_and_read_back(tmp_path: Path) ->
         ({"stage": "0", "reduce_codec": "int4"}, "use stage 1, 2 or 3"),
         ({"stage": "0", "shard_group": "node"}, "at stage 0 nothing is divided"),
         ({"stage": "1", "frozen": "nf4"}, "use stage 3"),
-        ({"reduce": "sorted"}, "--reduce 'sorted': input should be 'ordered' or 'native'"),
+        ({"reduce": "sorted"}, "--reduce 'sorted': expected 'ordered' or 'native'"),
         ({"reduce": "native", "reduce_codec": "int4"}, "leave one of them out"),
         ({"optimizer_over": "all"}, "needs a shard_group"),
         ({"shard_group": 2, "second_copy": True}, "divided inside the group already"),

@@ -8,6 +8,7 @@ import contextlib
 import enum
 import json
 import math
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from onefold.cli.options import refuse, stopped
+from onefold.recipe.options import bytes_of
 
 if TYPE_CHECKING:
     from onefold.checkpoint.source import Source
@@ -199,7 +203,10 @@ def export_command(
 
         from onefold.checkpoint.export import export_folder
 
-        limit = _size(max_shard)
+        try:
+            limit = bytes_of("--max-shard", max_shard)
+        except ValueError as error:
+            raise _error(str(error)) from None
         begun = time.perf_counter()
         with _opened(path) as source, _bar(f"exporting to {target}", None, as_json) as advance:
             written = _Total(advance)
@@ -320,14 +327,10 @@ def _told(as_json: bool) -> Iterator[None]:
         with interruptible():
             yield
     except KeyboardInterrupt:
-        print("stopped by SIGINT; nothing was written.", file=sys.stderr)
-        raise typer.Exit(130) from None
+        stopped(signal.SIGINT, "written")
     except (CheckpointError, OSError) as error:
         text = str(error) if isinstance(error, CheckpointError) else f"{in_words(error)}."
-        if as_json:
-            print(json.dumps({"event": "error", "kind": type(error).__name__, "message": text}))
-        print(f"error: {text}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        refuse(text, as_json, kind=type(error).__name__)
 
 
 @contextlib.contextmanager
@@ -423,31 +426,6 @@ def _made(source: Source) -> dict[str, Any]:
 
 def _bytes_in(folder: Path) -> int:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) if folder.is_dir() else 0
-
-
-def _size(text: str) -> int:
-    """Bytes: "5GB" is 5·10⁹, "2GiB" 2·2³⁰."""
-    units = {
-        "": 1,
-        "B": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 2**10,
-        "MIB": 2**20,
-        "GIB": 2**30,
-        "TIB": 2**40,
-    }
-    number = text.strip().upper().rstrip("BKMGTI")
-    unit = text.strip().upper()[len(number) :].strip()
-    try:
-        found = float(number) * units[unit]
-    except (ValueError, KeyError):
-        raise _error(f"--max-shard {text}: expected a size such as 500MB, 5GB or 2GiB.") from None
-    if not 1 <= found < math.inf:
-        raise _error(f"--max-shard {text}: expected a size of at least one byte.")
-    return int(found)
 
 
 def _error(text: str) -> Exception:

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from onefold.checkpoint.diff import Difference, TensorDifference
 from onefold.checkpoint.inspect import Listed, Summary, Tensor
 from onefold.checkpoint.verify import Verdict
+from onefold.cli.tables import plain_table
 from onefold.plan.tables import _print, count
 
 #: Problems and differences shown; --json has them all.
@@ -32,20 +32,10 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True, file=sys.stdout)
 
 
-def _table(title: str, *columns: str) -> Table:
-    """Names to the left, figures (columns that begin with a space) to the right."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    for name in columns:
-        table.add_column(
-            name.strip(), justify="right" if name.startswith(" ") else "left", no_wrap=True
-        )
-    return table
-
-
 def show_list(root: Path, found: Sequence[Listed]) -> None:
     """A folder of checkpoints, and the end of those that are not whole."""
     out = _console()
-    table = _table(
+    table = plain_table(
         f"checkpoints in {escape(str(root))}, the newest first",
         "name",
         " step",
@@ -89,14 +79,14 @@ def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
         out.print(
             f"saved {summary.created or 'at an unknown time'} {where}, by {escape(versions)}{cut}"
         )
-    table = _table("tensors", "kind", "state", "dtype", " tensors", " elements", " bytes")
+    table = plain_table("tensors", "kind", "state", "dtype", " tensors", " elements", " bytes")
     for s in summary.sorts:
         table.add_row(
             s.kind, escape(s.state), s.dtype, str(s.tensors), f"{s.elements:,}", _bytes(s.nbytes)
         )
     _print(out, table)
     if summary.groups:
-        table = _table(
+        table = plain_table(
             "parameter groups", "optimizer", " group", " tensors", " elements", "options"
         )
         for g in summary.groups:
@@ -110,17 +100,17 @@ def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
             )
         _print(out, table)
     if summary.resumes:
-        table = _table("what resumes besides the weights", "", "")
+        table = plain_table("what resumes besides the weights", "", "")
         table.show_header = False
         for name, what in summary.resumes.items():
             table.add_row(name, escape(what))
         _print(out, table)
-    table = _table("files", "name", " bytes")
+    table = plain_table("files", "name", " bytes")
     for name, nbytes in _shortened(summary.files):
         table.add_row(escape(name), _bytes(nbytes) if nbytes >= 0 else "")
     _print(out, table)
     if tensors is not None:
-        table = _table(
+        table = plain_table(
             f"{len(tensors)} tensors",
             "name",
             "kind",
@@ -203,7 +193,7 @@ def show_difference(
             )
             out.print(f"  {part}: the same{f' ({looked})' if looked else ''}")
     if found.tensors:
-        table = _table(
+        table = plain_table(
             "tensors that differ",
             "name",
             "kind",
@@ -223,7 +213,7 @@ def show_difference(
             )
         _print(out, table)
     if found.values:
-        table = _table("values that differ", "part", "where", "first", "second")
+        table = plain_table("values that differ", "part", "where", "first", "second")
         for v in found.values[:MOST]:
             table.add_row(v.part, escape(v.where), escape(str(v.first)), escape(str(v.second)))
         _print(out, table)

@@ -5,47 +5,43 @@ whether Onefold is right on it.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from onefold.cli.options import option, refuse, stopped
 from onefold.train.interrupt import interruptible
 
 if TYPE_CHECKING:
     from onefold.plan.calibrate import Calibration
 
 
+# fmt: off
 def doctor_command(
     calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure rates of compute, memory, moves and disk, and training steps: some minutes.")
+        bool, option("Measure rates of compute, memory, moves and disk, and training steps: some minutes.", None, "--calibrate")
     ] = False,
     check: Annotated[
-        bool, typer.Option("--check", help="Check collectives, stages, offload, checkpoints, kernels and overlap: under two minutes.")
+        bool, option("Check collectives, stages, offload, checkpoints, kernels and overlap: under two minutes.", None, "--check")
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of tables; with --check and a FILE: write it there as well.")
+        bool, option("Print one JSON object instead of tables; with --check and a FILE: write it there as well.", None, "--json")
     ] = False,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="With --check --json: the file to write.", show_default=False)] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", help="Calibration file to write, or show (default: onefold/doctor.json in ~/.cache).", show_default=False),
-    ] = None,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--device", help="Where ranks compute.")] = "auto",
+    output: Annotated[Path | None, option("Calibration file to write, or show (default: onefold/doctor.json in ~/.cache).")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], option("Where ranks compute.", shown=True)] = "auto",
     ranks: Annotated[
         str | None,
-        typer.Option(
-            "--ranks", help="With --calibrate: numbers of ranks to measure with, such as 1,2,4 (default: 1, up to what onefold train "
-            "would start). With --check: how many (default: one a GPU, two on a CPU).", show_default=False,
-        ),
+        option("With --calibrate: numbers of ranks to measure with, such as 1,2,4 (default: 1, up to what onefold train would start). "
+               "With --check: how many (default: one a GPU, two on a CPU)."),
     ] = None,
-    disk: Annotated[
-        Path | None,
-        typer.Option("--disk", help="With --calibrate: folder whose disk is measured (default: the working folder).", show_default=False),
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="With --calibrate: a rough picture in a fraction of the time.")] = False,
-) -> None:  # fmt: skip
+    disk: Annotated[Path | None, option("With --calibrate: folder whose disk is measured (default: the working folder).")] = None,
+    quick: Annotated[bool, option("With --calibrate: a rough picture in a fraction of the time.", None, "--quick")] = False,
+) -> None:
+    # fmt: on
     """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that
     would start.
 
@@ -76,26 +72,13 @@ def doctor_command(
             )
         with interruptible():
             _doctor(calibrate, as_json, output, device, ranks, disk, quick)
-    except Stopped as stop:
-        _tell(
-            f"stopped by {stop}; nothing was {'checked' if check else 'measured'}.",
-            as_json,
-            "Stopped",
-        )
-        raise typer.Exit(128 + stop.number) from None
-    except KeyboardInterrupt:
-        _tell(
-            f"stopped by SIGINT; nothing was {'checked' if check else 'measured'}.",
-            as_json,
-            "Stopped",
-        )
-        raise typer.Exit(130) from None
+    except (Stopped, KeyboardInterrupt) as stop:
+        number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
+        stopped(number, "checked" if check else "measured", as_json)
     except (CalibrationError, TrainError) as error:
-        _tell(f"error: {error}", as_json, type(error).__name__, str(error))
-        raise typer.Exit(2) from None
+        refuse(error, as_json)
     except MeasurementError as error:
-        _tell(f"error: {error}", as_json, type(error).__name__, str(error))
-        raise typer.Exit(1) from None
+        refuse(error, as_json, code=1)
 
 
 def _doctor(
@@ -249,9 +232,3 @@ def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
         text = str(error)
         return None, text[:1].upper() + text[1:]
     return found, found.stale()
-
-
-def _tell(text: str, as_json: bool, kind: str, message: str = "") -> None:
-    if as_json:
-        print(json.dumps({"event": "error", "kind": kind, "message": message or text}))
-    print(text, file=sys.stderr)

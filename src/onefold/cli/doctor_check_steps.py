@@ -26,6 +26,7 @@ from onefold.cli.doctor_check_moves import same_bits
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
 from onefold.device import has_streams, memory_figures, synchronize
 from onefold.recipe import COMPUTE_DTYPES, Recipe
+from onefold.recipe.options import Precision
 from onefold.runtime.interval import disable_torch_function
 from onefold.shard import engine_of
 
@@ -34,7 +35,7 @@ BATCH, TOKENS = 2, 16
 #: Steps of a training, micro-batches of a step, the norm to which gradients are clipped.
 STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.5
 RATE = 1e-2
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 #: Relative differences allowed to another order of sums: of losses and norms, and of what the
 #: training changed.
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 0.1)}

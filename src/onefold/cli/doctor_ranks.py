@@ -1,5 +1,9 @@
-"""Starting the ranks of a calibration and bringing back what they measured. Whatever happens, no
-process and no file is left.
+"""The ranks of a calibration: started, watched, and what they measured brought back. Whatever
+happens, no process and no file is left.
+
+Each rank is `python -m onefold.cli.doctor_ranks FOLDER RANK`. They meet through a file in FOLDER.
+Rank 0 says on its standard output what is measured next, a line each, and leaves the figures in
+FOLDER.
 """
 
 from __future__ import annotations
@@ -12,19 +16,25 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.cli.doctor_rank import JOB, RESULT
 from onefold.train.launch import child_environment, noted_signals
+from onefold.train.quiet import quiet_third_parties
+from onefold.train.stop import end_with_parent
 
 if TYPE_CHECKING:
     from onefold.plan.benchmark_blocks import Sizes
 
+JOB, RESULT = "job.json", "result.json"
 #: Seconds between two looks at the ranks.
 INTERVAL = 0.05
+#: Seconds that ranks wait for each other at the start, while each imports torch.
+MEETING = 120.0
 
 
 class MeasurementError(RuntimeError):
@@ -87,7 +97,7 @@ def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
         (folder / f"rank-{rank}.err").open("wb") as err,
     ):
         return subprocess.Popen(
-            [sys.executable, "-m", "onefold.cli.doctor_rank", str(folder), str(rank)],
+            [sys.executable, "-m", "onefold.cli.doctor_ranks", str(folder), str(rank)],
             env=child_environment(os.environ, world, folder, compiling=False),
             stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
         )  # fmt: skip
@@ -142,3 +152,60 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
                 os.killpg(rank.pid, signal.SIGKILL)
     for rank in ranks:
         rank.wait()
+
+
+# -- a rank --------------------------------------------------------------------------------------
+
+
+def main(folder: Path, rank: int) -> None:
+    """Measure with the other ranks. Ends this process by itself: a process group in the middle of
+    something would be waited for.
+    """
+    try:
+        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        end_with_parent(job["parent"])
+        quiet_third_parties()
+        _measure(folder, rank, job)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from onefold.cli.doctor_steps import take_steps
+    from onefold.plan.benchmark_blocks import Sizes
+    from onefold.plan.measure import measure
+    from onefold.plan.measured import decode
+
+    world = int(job["world"])
+    device = torch.device("cuda", rank) if job["device"] == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:
+        store = dist.FileStore(str(folder / "rendezvous"), world)
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MEETING)
+        )
+    threads = {int(count): int(number) for count, number in job["threads"].items()}
+    at, link = measure(
+        decode(Sizes, job["sizes"]),
+        threads,
+        device,
+        lambda text: print(text, flush=True),
+        take_steps,
+    )
+    if rank == 0:
+        result = {"at": [asdict(a) for a in at], "host_link": asdict(link) if link else None}
+        (folder / RESULT).write_text(json.dumps(result), encoding="utf-8")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -35,8 +35,9 @@ from onefold.plan.measure import Bench
 from onefold.plan.measured import StepPoint
 from onefold.plan.states import units_of, wire
 from onefold.recipe import Recipe
+from onefold.recipe.options import Precision
 
-PRECISION = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PRECISION: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 #: Stages that are measured: one that keeps parameters whole, one that gathers them. A lone rank
 #: does the same at both.
 STAGES = (0, 3)

@@ -11,13 +11,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from onefold.cli.tables import plain_table
 from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVES
 from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
-from onefold.recipe.groups import NODE
+from onefold.recipe.rows import NODE
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3
@@ -55,7 +56,7 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
             f"--simulate runs the engine with everything on the device, in one piece, not {scheme}:"
             " add --offload none."
         )
-    timed = not plan.machine.shared and recipe.activations is None
+    timed = not plan.machine.shared and recipe.offload_activations is None
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
         recipe,
@@ -97,11 +98,7 @@ def show_timeline(found: Simulation, candidate: Candidate, console: Console | No
         return
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
-    table = Table(
-        title="seconds of a rank in one step", title_justify="left", box=None, padding=(0, 2)
-    )
-    for name in ("", "plan", "timeline", ""):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = plain_table("seconds of a rank in one step", "", " plan", " timeline", "")
     rows: list[tuple[str, float | None, float]] = [
         ("[bold]a step takes[/bold]", told["step"], parts.step),
         ("  compute", told["compute"], parts.model + parts.engine),
@@ -145,11 +142,7 @@ def show_simulation(found: Simulation, scheme: Scheme, console: Console | None =
         f"[bold]simulated[/bold]: {scheme}, the engine as rank {found.rank} of {found.ranks},"
         f" {batches}, {found.source}; {len(found.events):,} events in {found.seconds:.1f} s"
     )
-    table = Table(
-        title="bytes of a rank in one step", title_justify="left", box=None, padding=(0, 2)
-    )
-    for name in ("", "closed form", "engine", ""):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = plain_table("bytes of a rank in one step", "", " closed form", " engine", "")
     for title, names, part in (
         ("at rest", CATEGORIES, "rest"),
         ("sent", MOVES, "wire"),

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from onefold.cli.options import option, refuse
+
 
 def report_command(
     run: Annotated[Path, typer.Argument(help="The output folder of a run.", show_default=False)],
-    output: Annotated[
-        Path | None,
-        typer.Option(help="The file to write (default: RUN/report.html).", show_default=False),
-    ] = None,
+    output: Annotated[Path | None, option("The file to write (default: RUN/report.html).")] = None,
     as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Say in JSON what was written, and what the run left out."),
+        bool, option("Say in JSON what was written, and what the run left out.", None, "--json")
     ] = False,
 ) -> None:
     """Write one HTML page about a run: loss, throughput, memory, traffic, timeline, predicted
@@ -32,12 +29,7 @@ def report_command(
         report = build(run)
         path = save(report, output or run / "report.html")
     except (RunFileError, ModuleNotFoundError, OSError) as error:
-        if as_json:
-            print(
-                json.dumps({"event": "error", "kind": type(error).__name__, "message": str(error)})
-            )
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        refuse(error, as_json)
     if as_json:
         figures = [asdict(tile) for tile in report.tiles]
         print(

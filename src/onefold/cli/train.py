@@ -5,9 +5,7 @@ and described once.
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import sys
 import time
 import types
 import typing
@@ -17,17 +15,18 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic.fields import FieldInfo
 
+from onefold.cli.options import option, parameter, recipe_parameter, refuse, with_parameters
+from onefold.recipe.options import DIVISION
 from onefold.train.claim import Claim, run_of
-from onefold.train.config import TrainConfig, read_options
+from onefold.train.config import OPTIONS, TrainConfig, read_options
 from onefold.train.errors import TrainError
 from onefold.train.stop import end_with_parent
 
-#: The option that opens each panel of the help, in the order of `TrainConfig`.
+#: The field that opens each panel of the help, in the order of `TrainConfig`. The options of the
+#: recipe follow the second panel, under those of their table.
 PANELS = {
     "model": "What is trained, on what",
-    "stage": "How it is divided among the ranks",
-    "group": "Between nodes, where links are slow",
-    "offload_optimizer": "Where state rests",
+    "stage": DIVISION,
     "micro_batch": "Batches and length",
     "lr": "Optimization",
     "activation_checkpointing": "Memory and speed of the computation",
@@ -37,14 +36,20 @@ PANELS = {
 }
 
 
-def train(**given: Any) -> None:
+def train(
+    config_file: Annotated[
+        Path | None,
+        option(
+            "YAML or TOML file with any of these options; the command line wins.", None, "--config"
+        ),
+    ] = None,
+    **given: Any,
+) -> None:
     """Train or fine-tune a language model over all the ranks this machine has.
 
     Without an option: SmolLM2-135M-Instruct on Python's reference text. Under torchrun, Slurm or
     any launcher that sets RANK, this process joins as one rank instead of starting its own.
     """
-    config_file = given.pop("config_file")
-    as_json = bool(given.get("json"))
     try:
         code = _train(given, config_file)
     except TrainError as error:
@@ -52,10 +57,7 @@ def train(**given: Any) -> None:
             # What holds here holds on the first rank of this machine, too: torchrun ends this one
             # when that has spoken
             time.sleep(1.0)
-        if as_json:
-            print(json.dumps({"event": "error", "kind": "TrainError", "message": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        refuse(error, bool(given.get("json")), kind="TrainError")
     raise typer.Exit(code)
 
 
@@ -86,66 +88,28 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
     return run_rank(config, claim)
 
 
-def _option(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """The command-line option of one field; None means that it was not given."""
-    flag = key.replace("_", "-")
-    kind: Any = _plain_type(field.annotation)
-    if isinstance(field.json_schema_extra, dict) and field.json_schema_extra.get("repeated"):
-        kind = list[str]
-    names = (
-        [f"--{flag}/--no-{flag}"]
-        if kind is bool and key not in ("json", "overwrite")
-        else [f"--{flag}"]
-    )
-    default = field.default
-    known = "" if default is None or isinstance(default, bool) else f" (default: {default})"
-    option = typer.Option(
-        *names, help=f"{field.description}{known}", show_default=False, rich_help_panel=panel
-    )
-    annotation = Annotated[kind | None, option]
-    return inspect.Parameter(
-        key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
-    )
+def _parameter(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
+    """The option of a field that is the run's own."""
+    kind = field.annotation
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        kinds = [a for a in typing.get_args(kind) if a is not type(None)]
+        kind = kinds[0] if len(kinds) == 1 else str
+    if kind not in (bool, int, float) and typing.get_origin(kind) is not Literal:
+        kind = str
+    taken_back = key not in ("json", "overwrite")
+    return parameter(key, kind, field.description or "", panel, field.default, taken_back)
 
 
-def _plain_type(annotation: Any) -> Any:
-    """What the command line reads for a field: unions with None and tuples, which it has no form
-    for, become plain types.
-    """
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
-        kinds = [a for a in typing.get_args(annotation) if a is not type(None)]
-        annotation = kinds[0] if len(kinds) == 1 else str
-    if typing.get_origin(annotation) is tuple:
-        return str
-    return (
-        annotation
-        if annotation in (bool, int, float, str) or typing.get_origin(annotation) is Literal
-        else str
-    )
-
-
-def _with_options(function: Any) -> Any:
-    """Give `function` the signature that typer reads."""
-    config = inspect.Parameter(
-        "config_file",
-        inspect.Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
-            Path | None,
-            typer.Option(
-                "--config",
-                help="YAML or TOML file with any of these options; the command line wins.",
-                show_default=False,
-            ),
-        ],
-    )
-    parameters, panel = [config], ""
+def _parameters() -> list[inspect.Parameter]:
+    found, panel = [], ""
     for name, field in TrainConfig.model_fields.items():
+        if name in OPTIONS:
+            continue
+        if name == "micro_batch":
+            found += [recipe_parameter(row) for row in OPTIONS.values()]
         panel = PANELS.get(name, panel)
-        parameters.append(_option(field.alias or name, field, panel))
-    function.__signature__ = inspect.Signature(parameters)
-    function.__annotations__ = {p.name: p.annotation for p in parameters}
-    return function
+        found.append(_parameter(field.alias or name, field, panel))
+    return found
 
 
-train_command = _with_options(train)
+train_command = with_parameters(train, _parameters())

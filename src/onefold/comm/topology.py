@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from onefold.layout import Topology
-from onefold.recipe.groups import FLAT, NODE
+from onefold.recipe.rows import FLAT, NODE
 
 
 def ranks_of_a_node(

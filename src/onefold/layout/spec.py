@@ -49,9 +49,9 @@ import torch
 from onefold.layout.flat import FlatLayout, Slot, overlap, round_up
 from onefold.layout.topology import Topology
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.groups import GROUP, NATIVE
 from onefold.recipe.moments import bytes_of_moments
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import GROUP, NATIVE
 
 #: Encoded parts begin at multiples of this many bytes: scales are read as numbers of four.
 CODED_ALIGNMENT = 16

@@ -23,7 +23,7 @@ from onefold.observe.process import Reconciliation
 from onefold.observe.trace import Held, Move, Recording, Work
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 VERSION = 1
 RUN_FILE = "observed.json"

@@ -36,7 +36,7 @@ class HostActivations:
             storage = storage_of(t)
             return storage in there or storage in gathered
 
-        budget = engine.recipe.activations
+        budget = engine.recipe.offload_activations
         self.store = (
             ActivationStore(
                 engine.device,

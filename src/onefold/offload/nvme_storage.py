@@ -24,7 +24,7 @@ from onefold.memory import (
 from onefold.memory.tier_error import TierError
 from onefold.offload.storage import OffloadStorage, grain_of_kind
 from onefold.recipe import Tier
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
 from onefold.runtime.storageless import storageless
 

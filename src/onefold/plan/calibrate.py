@@ -53,6 +53,7 @@ from onefold.plan.measured import (
 from onefold.plan.schema import MOVES
 from onefold.plan.times import Software, Work, step_times, traffic_of
 from onefold.recipe import Placement, Recipe
+from onefold.recipe.options import Precision
 
 KIND, VERSION = "onefold-calibration", 1
 #: Days after which a file says that it is old: drivers, kernels and neighbours change.
@@ -67,7 +68,7 @@ PARTS = Software(overlap=1.0)
 NOISE, SPREAD = 1.05, (2.0, 2.0, 5.0)
 #: Bytes of one element that is copied: read and written.
 COPIED = 8
-_PRECISION = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_PRECISION: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 T = TypeVar("T")
 
 

@@ -43,7 +43,7 @@ from onefold.plan.states import (
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 #: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks
 #: of other sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90
@@ -120,8 +120,8 @@ def evaluate(
     moments, rest = engine.moments, dict(engine.rest)
     states = rest.get(MOMENTS, 0)
     away = (
-        on_host(activity, recipe.activations, machine.shared)
-        if recipe.activations is not None
+        on_host(activity, recipe.offload_activations, machine.shared)
+        if recipe.offload_activations is not None
         else OnHost(activity)
     )
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)

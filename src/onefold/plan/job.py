@@ -21,21 +21,17 @@ arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from onefold.plan.formulas import Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
-from onefold.recipe.checks import did_you_mean
-from onefold.recipe.groups import OPTIONS as ROWS
 from onefold.recipe.moments import bytes_an_element
-from onefold.recipe.tiers import OPTIONS as TIER_OPTIONS
-from onefold.recipe.tiers import read_folders
+from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
-WIRE_OPTIONS = ROWS | {"group", "frozen", "error_feedback", "wire_rounding"}
+WIRE_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {"reduce"}
 
 
 @dataclass(frozen=True)
@@ -114,13 +110,7 @@ _IN_WORDS = {
     "nvme": "states on NVMe",
 }
 #: What may be said of a recipe beside the stage and the precision.
-RECIPE_OPTIONS = (
-    set(inspect.signature(Recipe.zero).parameters)
-    | set(Recipe.__dataclass_fields__)
-    | TIER_OPTIONS
-    | WIRE_OPTIONS
-)
-RECIPE_OPTIONS -= {"stage", "precision", "options", "parameters", "gradients", "optimizer", "notes"}
+RECIPE_OPTIONS = set(OPTIONS) - {"stage", "precision", "accumulate_dtype"}
 #: Options that say where states rest. With one of them given, the plan moves nothing more.
 PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
 #: What stands for the folders on NVMe while a plan knows none.
@@ -140,7 +130,7 @@ class Job:
             `precision` is None.
         checkpointing: "none", "selective" (every second block) or "full"; "" lets the plan escalate
             to it.
-        accumulate: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
+        accumulate_dtype: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
         optimizer: as in `plan.states.MOMENTS_OF`.
         lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the
             blocks, the rest frozen.
@@ -154,8 +144,8 @@ class Job:
     seq: int = 1024
     micro_batch: int = 1
     global_batch: int = 0
-    precision: str | None = "bf16"
-    accumulate: str = "fp32"
+    precision: Precision | None = "bf16"
+    accumulate_dtype: Dtype = "fp32"
     checkpointing: str = ""
     optimizer: str = "adamw"
     lora_rank: int = 0
@@ -173,7 +163,7 @@ class Job:
         for name, known in (
             ("precision", (None, *COMPUTE_DTYPES)),
             ("model_dtype", tuple(COMPUTE_DTYPES)),
-            ("accumulate", tuple(COMPUTE_DTYPES)),
+            ("accumulate_dtype", tuple(COMPUTE_DTYPES)),
             ("checkpointing", ("", *CHECKPOINTING)),
             ("offload", ("", *OFFLOAD)),
             ("optimizer", tuple(MOMENTS_OF)),
@@ -208,10 +198,7 @@ class Job:
                 value that cannot be.
         """
         own = {f.name for f in fields(cls)} - {"options", "model_dtype"}
-        unknown = sorted(set(given) - own - RECIPE_OPTIONS)
-        if unknown:
-            near = did_you_mean(unknown[0], own | RECIPE_OPTIONS)
-            raise ValueError(f"{asker} does not know {', '.join(unknown)}. {near}")
+        refuse_unknown(asker, given, own | RECIPE_OPTIONS)
         options = {
             k: tuple(v) if isinstance(v, list) else v
             for k, v in given.items()
@@ -235,9 +222,8 @@ class Job:
         folders = given.pop("nvme", None)
         if on_disk:
             given["nvme"] = folders or SOMEWHERE
-        accumulate = COMPUTE_DTYPES[self.accumulate]
         return Recipe.zero(
-            stage, precision=self.precision, **{"accumulate_dtype": accumulate, **given}
+            stage, precision=self.precision, accumulate_dtype=self.accumulate_dtype, **given
         )
 
     @property
@@ -250,7 +236,7 @@ class Job:
     @property
     def places(self) -> set[str]:
         """The options that say where states rest."""
-        return {k for k, v in self.options if k in PLACES and v not in (None, "none", "device")}
+        return {k for k, v in self.options if k in PLACES and v is not None}
 
     @property
     def wires(self) -> dict[str, Any]:
@@ -262,7 +248,8 @@ class Job:
     @property
     def folders(self) -> tuple[str, ...]:
         """The folders on NVMe that were given."""
-        return read_folders(dict(self.options).get("nvme"))
+        folders: tuple[str, ...] = OPTIONS["nvme"].read(dict(self.options).get("nvme"))
+        return folders
 
     @property
     def convention(self) -> Convention:
@@ -357,7 +344,7 @@ class Scheme:
         return (
             whole
             if self.share == 1
-            else {"offload_optimizer": (whole["offload_optimizer"], self.share)}
+            else {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
         )
 
     @property

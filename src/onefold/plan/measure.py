@@ -45,7 +45,7 @@ from onefold.plan.measured import (
     middle,
 )
 from onefold.plan.schema import MOVES
-from onefold.recipe.groups import FLAT
+from onefold.recipe.rows import FLAT
 
 #: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks'
 #: waking up shows.

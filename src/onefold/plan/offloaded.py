@@ -50,7 +50,7 @@ from onefold.plan.states import (
 )
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
 from onefold.runtime.transfers import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]

@@ -43,7 +43,7 @@ from onefold.plan.subject import subject_of
 from onefold.plan.sums import Sums, sums_of
 from onefold.plan.times import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.recipe.groups import FLAT
+from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes
 
 
@@ -241,11 +241,10 @@ class Plan:
             folders = ()
         options.pop("nvme", None)
         options |= scheme.asked | ({"nvme": folders} if folders else {})
-        sums = COMPUTE_DTYPES[self.job.accumulate]
         asked = {
             "stage": scheme.stage,
             "precision": self.job.precision,
-            "accumulate_dtype": sums,
+            "accumulate_dtype": self.job.accumulate_dtype,
             **options,
         }
         return {name: _plain(value) for name, value in asked.items()}

@@ -31,7 +31,7 @@ from onefold.memory import GATHERED, GRADIENTS, IDLE, LEAVING, REDUCTION
 from onefold.plan.states import UnitPlan, resting, units_ahead
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 
 
 @dataclass

@@ -52,7 +52,7 @@ from onefold.plan.timeline import Clock, Recording, Timeline
 from onefold.plan.times import Software
 from onefold.plan.trace import loss_of
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
-from onefold.recipe.groups import FLAT, NODE
+from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.interval import disable_torch_function
 
 #: Ranks up to which a simulation is asked for; more would work.
@@ -292,7 +292,7 @@ def _check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
         )
     away = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
     named = [kind for kind, tier in away.items() if tier is not Tier.DEVICE] + (
-        ["activations"] if recipe.activations is not None else []
+        ["activations"] if recipe.offload_activations is not None else []
     )
     if named:
         raise ValueError(

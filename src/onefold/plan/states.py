@@ -72,7 +72,7 @@ from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
-from onefold.recipe.groups import GROUP
+from onefold.recipe.rows import GROUP
 from onefold.runtime.placement import leaving_of_sizes
 
 #: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch;

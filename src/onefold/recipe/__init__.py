@@ -1,5 +1,27 @@
-"""Room `recipe`: placements, tiers, dtypes, the presets. Knows no modules and no processes."""
+"""Room `recipe`: placements, tiers, dtypes, the presets, the table of options. Knows no modules and
+no processes.
 
-from onefold.recipe.core import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Placement, Recipe, Row, Tier
+`onefold.recipe.options` needs no torch, so the names below are loaded when they are asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from onefold.recipe.core import (
+        COMPUTE_DTYPES,
+        PLACEMENTS_OF_STAGE,
+        Placement,
+        Recipe,
+        Row,
+        Tier,
+    )
 
 __all__ = ["COMPUTE_DTYPES", "PLACEMENTS_OF_STAGE", "Placement", "Recipe", "Row", "Tier"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'onefold.recipe' has no attribute {name!r}")
+    from onefold.recipe import core
+
+    return getattr(core, name)

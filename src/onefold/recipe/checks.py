@@ -1,87 +1,23 @@
-"""What a recipe's values may be, and which of them change nothing: sentences only, no table of the
-recipe's own.
+"""What a recipe's values can mean together, and which of them change nothing: sentences that say
+what to write. What can be told of one value is in recipe/options.py.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.recipe.groups import without_codec
 from onefold.recipe.moments import FORMATS
-from onefold.recipe.tiers import without_tiers
+from onefold.recipe.options import SECTOR, Codec, FrozenCodec, choices_of
+from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement, Tier
 
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
-_SWITCHES = (
-    "reshard_after_forward",
-    "overlap",
-    "cast_inputs",
-    "step_in_backward",
-    "stochastic_rounding",
-)
-
-
-def check_units(units: Any) -> None:
-    """Raise ValueError unless `units` is None, or a list or tuple of module names and classes."""
-    if units is None:
-        return
-    if isinstance(units, (str, type)):
-        raise ValueError(
-            f"units={units!r}: expected a list of module names or classes, such as [{units!r}]."
-        )
-    if not isinstance(units, (list, tuple)):  # a set has no order, and the ranks must agree on one
-        raise ValueError(
-            f"units={units!r}: expected a list or tuple of module names or classes, in the same"
-            " order on every rank."
-        )
-    wrong = [unit for unit in units if not isinstance(unit, (str, type))]
-    if wrong:
-        raise ValueError(
-            f"units={units!r}: expected module names or classes, and {wrong[0]!r} is neither."
-        )
-
-
-def check_options(recipe: Recipe) -> None:
-    """Raise ValueError for the first field beside the rows that has a value it cannot have."""
-    for name in ("prefetch", "in_flight"):
-        value = getattr(recipe, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name}={value!r}: expected a whole number of units, 0 or more.")
-    for name in _SWITCHES:
-        if not isinstance(getattr(recipe, name), bool):
-            raise ValueError(f"{name}={getattr(recipe, name)!r}: expected True or False.")
-    if not (isinstance(recipe.sync_buffers, bool) or recipe.sync_buffers == "norms"):
-        raise ValueError(
-            f"sync_buffers={recipe.sync_buffers!r}: expected True (all, as DDP), 'norms' (running"
-            " statistics) or False."
-        )
-    if not (recipe.elementwise_optimizer is None or isinstance(recipe.elementwise_optimizer, bool)):
-        raise ValueError(
-            f"elementwise_optimizer={recipe.elementwise_optimizer!r}: expected True, or None or"
-            " False to try the optimizer."
-        )
-    if recipe.moments is not None and not (
-        isinstance(recipe.moments, str) and recipe.moments in FORMATS
-    ):
-        raise ValueError(
-            f"moments={recipe.moments!r}: expected one of {', '.join(map(repr, FORMATS))}, or None."
-        )
-    if not isinstance(recipe.rounding_seed, int) or isinstance(recipe.rounding_seed, bool):
-        raise ValueError(f"rounding_seed={recipe.rounding_seed!r}: expected a whole number.")
-    check_units(recipe.units)
-    seconds = recipe.stall_timeout
-    if (
-        isinstance(seconds, bool)
-        or not isinstance(seconds, (int, float))
-        or not 0 < seconds < math.inf
-    ):
-        raise ValueError(f"stall_timeout={seconds!r}: expected a finite number of seconds above 0.")
+#: What a row may travel in, and what frozen weights may rest in.
+_WIRE_CODECS, _FROZEN_CODECS = choices_of(Codec), choices_of(FrozenCodec)
 
 
 def check_dtype(name: str, dtype: Any, optional: bool = False) -> None:
@@ -95,13 +31,209 @@ def check_dtype(name: str, dtype: Any, optional: bool = False) -> None:
         )
 
 
+def divided_among(given: Mapping[str, Any]) -> tuple[dict[str, str], Any]:
+    """(what each row is divided among, the recipe's `group`) by the options of `Recipe.zero`.
+
+    Raises:
+        ValueError: options that contradict each other.
+    """
+    group, shard_group = given["group"], given["shard_group"]
+    over = {"parameters": ALL, "gradients": ALL, "optimizer": ALL}
+    if shard_group is None:
+        if given["optimizer_over"] is not None:
+            raise ValueError(
+                f"optimizer_over={given['optimizer_over']!r} needs a shard_group that parameters"
+                " and gradients are divided in."
+            )
+        if given["second_copy"]:
+            over["parameters"] = GROUP
+            group = NODE if group is None else group
+        return over, group
+    if group is not None:
+        raise ValueError(
+            f"shard_group={shard_group!r} and group={group!r}: they are the same groups; give one"
+            " of them."
+        )
+    if given["second_copy"]:
+        raise ValueError(
+            "second_copy=True with a shard_group: parameters are divided inside the group already;"
+            " leave one of them out."
+        )
+    over = dict.fromkeys(over, GROUP)
+    if given["optimizer_over"] == ALL:
+        over["optimizer"] = ALL
+    return over, shard_group
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Raise ValueError for what no run can mean, in a sentence that says what to change."""
+    _check_placements(recipe)
+    _check_tiers(recipe)
+    _check_groups(recipe)
+    _check_codecs(recipe)
+
+
+def _check_placements(recipe: Recipe) -> None:
+    replicated, sharded = Placement.REPLICATED, Placement.SHARDED
+    p, g = recipe.parameters.placement, recipe.gradients.placement
+    if recipe.optimizer.placement is replicated and sharded in (g, p):
+        raise ValueError(
+            "the recipe shards gradients or parameters but replicates the optimizer states: each"
+            " rank would own states for gradients it does not have. Shard the optimizer row too"
+            " (stage 1, 2 or 3), or replicate all three (stage 0)."
+        )
+    if p is sharded and g is replicated:
+        raise ValueError(
+            "the recipe shards parameters but keeps gradients replicated, which would cost the"
+            " memory that sharding the parameters saves. Shard the gradient row (stage 3);"
+            " reduce_at='boundary' keeps them whole until the boundary."
+        )
+    if g is replicated and recipe.reduce_at == "micro-batch":
+        raise ValueError(
+            f"stage {recipe.stage} keeps gradients whole until the boundary, so"
+            " reduce_at='micro-batch' cannot apply: use stage 2 or 3, or leave reduce_at out."
+        )
+
+
+def _check_tiers(recipe: Recipe) -> None:
+    p, g, o = recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier
+    if p is not Tier.DEVICE and recipe.parameters.placement is not Placement.SHARDED:
+        raise ValueError(
+            f"the parameters row rests on {p.value!r} but is replicated: every rank computes from"
+            " all of it all the time. Shard the parameters (stage 3), or leave offload_param out."
+        )
+    if p is Tier.NVME and o is not Tier.NVME:
+        raise ValueError(
+            "parameters on NVMe with optimizer states elsewhere would keep three times as many"
+            " bytes in the faster memory: give offload_optimizer='nvme' too."
+        )
+    if (o is Tier.DEVICE) != (g is Tier.DEVICE) or (g is Tier.NVME and o is not Tier.NVME):
+        raise ValueError(
+            f"gradients rest on {g.value!r} and the optimizer's states on {o.value!r}: gradients go"
+            " where the states are stepped (both 'device', both 'host'; states on 'nvme' take"
+            " gradients on 'nvme' or 'host')."
+        )
+    if Tier.NVME in (p, g, o) and not recipe.nvme:
+        raise ValueError(
+            "the recipe keeps state on NVMe but names no folder: give nvme='/path/on/the/disk', or"
+            " a list of such."
+        )
+    share, budget = recipe.offload_share, recipe.offload_bytes
+    if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ValueError(f"offload_share={share!r}: expected a share above 0, at most 1.")
+    if budget is not None and (
+        isinstance(budget, bool) or not isinstance(budget, int) or budget <= 0
+    ):
+        raise ValueError(f"offload_bytes={budget!r}: expected a number of bytes above 0, or None.")
+    if (
+        o is Tier.NVME
+        and recipe.moments is not None
+        and (most := FORMATS[recipe.moments].block * SECTOR // 4)
+        and recipe.chunk % most
+    ):
+        raise ValueError(
+            f"chunk={recipe.chunk}: with moments={recipe.moments!r} on NVMe it has to be a multiple"
+            f" of {most} elements, whose scales fill whole sectors of {SECTOR} bytes."
+        )
+    if recipe.step_in_backward and o is Tier.DEVICE:
+        raise ValueError(
+            "step_in_backward=True steps offloaded states behind the backward pass;"
+            " offload_optimizer says where they are."
+        )
+
+
+def _rows(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "parameters": recipe.parameters,
+        "gradients": recipe.gradients,
+        "optimizer": recipe.optimizer,
+    }
+
+
+def _check_groups(recipe: Recipe) -> None:
+    rows = _rows(recipe)
+    for name, row in rows.items():
+        if row.over not in (ALL, GROUP):
+            raise ValueError(f"{name} over={row.over!r}: expected 'all' or 'group'.")
+    inside = {name for name, row in rows.items() if row.over == GROUP}
+    if not inside:
+        return
+    if recipe.group in (None, FLAT):
+        has = "has none" if recipe.group is None else f"says group={FLAT!r}"
+        raise ValueError(
+            f"{_and(inside)} divided over a group, but the recipe {has}: give group='node' or a"
+            " number of ranks."
+        )
+    if recipe.optimizer.placement is Placement.REPLICATED:
+        raise ValueError(
+            "at stage 0 nothing is divided, over a group neither: use stage 1, 2 or 3."
+        )
+    if inside not in ({"parameters"}, {"parameters", "gradients"}, set(rows)):
+        raise ValueError(
+            f"{_and(inside)} divided over a group and the rest over all ranks: expected all three"
+            " rows over the group (HSDP), parameters and gradients (optimizer states over all"
+            " ranks), or parameters alone (a second copy)."
+        )
+    if inside != set(rows) and recipe.parameters.placement is not Placement.SHARDED:
+        raise ValueError(
+            "a second copy, or optimizer states over more ranks than the parameters, needs sharded"
+            " parameters: stage 3."
+        )
+
+
+def _check_codecs(recipe: Recipe) -> None:
+    gather, reduce = recipe.parameters.codec, recipe.gradients.codec
+    whole = recipe.parameters.placement is not Placement.SHARDED
+    if gather and whole:
+        raise ValueError(
+            f"gather_codec={gather!r}: parameters that are kept whole are gathered in full; use"
+            " stage 3."
+        )
+    for name, codec, known in (
+        ("gather_codec", gather, _WIRE_CODECS),
+        ("reduce_codec", reduce, _WIRE_CODECS),
+        ("frozen", recipe.frozen, _FROZEN_CODECS),
+    ):
+        if codec is not None and codec not in known:
+            raise ValueError(
+                f"{name}={codec!r}: expected one of {', '.join(map(repr, known))}, or None."
+            )
+    if recipe.frozen and whole:
+        raise ValueError(
+            f"frozen={recipe.frozen!r}: below stage 3 every rank keeps the whole weights to compute"
+            " with; use stage 3."
+        )
+    if recipe.frozen and recipe.parameters.tier is not Tier.DEVICE:
+        raise ValueError(
+            f"frozen={recipe.frozen!r} with offload_param: frozen weights rest encoded on the"
+            " device, and nowhere else yet; leave one of them out (offload_optimizer may stay)."
+        )
+    if recipe.optimizer.codec:
+        raise ValueError("the optimizer's states do not travel: they have no codec.")
+    if not reduce:
+        return
+    if recipe.optimizer.placement is Placement.REPLICATED:
+        raise ValueError(
+            f"reduce_codec={reduce!r}: stage 0 reduces and gathers sums; use stage 1, 2 or 3."
+        )
+    if recipe.sums_dtype.itemsize != 4:
+        raise ValueError(
+            f"reduce_codec={reduce!r} with accumulate_dtype={recipe.gradients.dtype}: encoded"
+            " gradients are summed in fp32; leave accumulate_dtype out."
+        )
+    if recipe.reduce == NATIVE:
+        raise ValueError(
+            f"reduce='native' with reduce_codec={reduce!r}: a backend adds numbers, and encoded"
+            " gradients must be decoded before they are added; leave one of them out."
+        )
+
+
 def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
     """A sentence for each option of `given` that changes nothing in this recipe, so that nothing is
     silently ignored.
     """
-    sharded = recipe.parameters.placement.value == "sharded"
     said = {}
-    if not sharded:
+    if recipe.parameters.placement is not Placement.SHARDED:
         what = (
             "with parameters that are replicated"
             if recipe.stage is None
@@ -123,7 +255,7 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         said["cast_inputs"] = "in fp32: inputs are cast in the 16-bit precisions only"
     if (
         given.get("elementwise_optimizer") is not None
-        and recipe.optimizer.placement.value == "replicated"
+        and recipe.optimizer.placement is Placement.REPLICATED
     ):
         said["elementwise_optimizer"] = (
             "where optimizer states are replicated (stage 0): every optimizer sees whole parameters"
@@ -134,15 +266,40 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
         and recipe.optimizer.dtype != torch.bfloat16
     ):
         said["stochastic_rounding"] = (
-            "where nothing is rounded to bf16: give moments='bf16' or master_dtype=torch.bfloat16"
+            "where nothing is rounded to bf16: give moments='bf16' or master_dtype='bf16'"
         )
     if given.get("rounding_seed") and not recipe.stochastic_rounding:
         said["rounding_seed"] = "without stochastic_rounding=True"
-    said |= without_tiers(recipe, given) | without_codec(recipe, given)
+    if recipe.optimizer.tier is Tier.DEVICE:
+        for name in ("offload_share", "offload_bytes"):
+            if given.get(name) not in (None, 1.0):
+                said[name] = "where the optimizer's states stay on the device"
+    if Tier.NVME not in (recipe.parameters.tier, recipe.optimizer.tier):
+        for name in ("nvme", "chunk", "nvme_threads"):
+            if given.get(name):
+                said[name] = "where no state rests on NVMe"
+    if recipe.gradients.codec is None:
+        for name in ("error_feedback", "wire_rounding"):
+            if name in given:
+                said[name] = "where gradients travel as they are: reduce_codec encodes them"
     return [f"{name}={given[name]!r} has no effect {why}." for name, why in said.items()]
 
 
-def did_you_mean(given: str, known: Collection[str]) -> str:
-    """The known name that is nearest to `given`, as a question; all of them if none is near."""
-    near = difflib.get_close_matches(given, sorted(known), 1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."
+def remarks(recipe: Recipe) -> list[str]:
+    """What a user should know about where the recipe's rows rest."""
+    if recipe.parameters.tier is not Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE:
+        return [
+            f"offload_param={recipe.parameters.tier.value!r} without offload_optimizer moves frozen"
+            " parameters only: trained ones are gathered from their master weights, which stay on"
+            " the device."
+        ]
+    return []
+
+
+def _and(names: set[str]) -> str:
+    *first, last = sorted(names)
+    return (
+        f"{', '.join(first)} and {last} are"
+        if first
+        else f"{last} {'is' if last == 'optimizer' else 'are'}"
+    )

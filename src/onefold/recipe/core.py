@@ -15,18 +15,34 @@ the rows, never the stage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 
-from onefold.recipe.checks import check_dtype, check_options, did_you_mean, without_effect
-from onefold.recipe.groups import FLAT, GROUP, NATIVE, NODE, check_groups, read_groups
-from onefold.recipe.groups import OPTIONS as GROUP_OPTIONS
+from onefold.recipe.checks import check_dtype, check_recipe, divided_among, remarks, without_effect
 from onefold.recipe.moments import BLOCK, FORMATS
-from onefold.recipe.rows import Placement, Tier
-from onefold.recipe.tiers import OPTIONS, UNLIMITED, check_tiers, of_tiers, read_folders, read_tiers
+from onefold.recipe.options import (
+    OPTIONS,
+    UNLIMITED,
+    Codec,
+    Dtype,
+    Folders,
+    FrozenCodec,
+    Group,
+    Moments,
+    OffloadTier,
+    Precision,
+    ReduceAt,
+    Rounding,
+    ShardGroup,
+    Stage,
+    Sums,
+    refuse_unknown,
+)
+from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
 
 #: Bytes of small units that may be gathered ahead, and of small reductions that may be under way,
 #: beyond the counts `prefetch` and
@@ -43,7 +59,7 @@ class Row:
     `dtype` None, in the row of parameters: each in its own. `wire` None, in the row of gradients:
         as the backward pass makes them.
     `over`: what a sharded row is divided among, "all" ranks or those of each "group". `codec`: how
-    it is written on the wire; None is as it is. See recipe/groups.py.
+    it is written on the wire; None is as it is. See recipe/rows.py.
     """
 
     placement: Placement
@@ -80,7 +96,27 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-ReduceAt = Literal["micro-batch", "boundary"]
+#: What an option about a dtype may say.
+DTYPES: Mapping[str, torch.dtype] = {"fp64": torch.float64, **COMPUTE_DTYPES}
+
+P = ParamSpec("P")
+
+
+def _explained(
+    make: Callable[Concatenate[type[Recipe], P], Recipe],
+) -> Callable[Concatenate[type[Recipe], P], Recipe]:
+    """A preset that says what it does not know, and notes which of the given options change
+    nothing.
+    """
+
+    @functools.wraps(make)
+    def explained(cls: type[Recipe], *stage: P.args, **given: P.kwargs) -> Recipe:
+        refuse_unknown(f"Recipe.{make.__name__}", given, OPTIONS)
+        recipe = make(cls, *stage, **given)
+        told = {name: getattr(recipe, name) for name in given if name in _FIELDS}
+        return replace(recipe, notes=(*without_effect(recipe, told), *remarks(recipe)))
+
+    return explained
 
 
 @dataclass(frozen=True)
@@ -89,57 +125,28 @@ class Recipe:
 
     Attributes:
         parameters, gradients, optimizer: the three rows.
-        reduce_at: "micro-batch" reduces gradients in every backward pass; "boundary" keeps them
-            whole under `onefold.no_sync` and reduces once an optimizer step (more memory, less
-            traffic). None becomes "boundary" for replicated gradients, else "micro-batch".
-        reshard_after_forward: sharded parameters are dropped after the forward pass and gathered
-            again in backward (3Ψ on the wire, less those of the units at the turn, which the
-            forward pass uses last); False keeps them in between (2Ψ).
-        prefetch: units gathered ahead of use, for each level that gathers go over (two where they
-            go across groups, then inside: one unit is then on each of the two links); 0 gathers on
-                demand. Unless it is 0, small units do not count up to SMALL_TRAFFIC bytes.
-        in_flight: reductions that may be under way behind the backward pass; 0 waits for each at
-            once. Small ones as with prefetch.
-        overlap: False turns prefetch and in_flight to 0 (same bits, for debugging).
-        cast_inputs: floating-point inputs of the forward pass are cast to the compute dtype, where
-            the recipe names one.
-        sync_buffers: which buffers become rank 0's before a forward pass, whenever DDP would send
-            them (the first pass, and each that follows one with gradients outside `no_sync`): True
-            all, "norms" the running statistics of normalization layers, False none.
-        stall_timeout: seconds that a rank waits for the others before every rank gets a
-            `StallError`.
-        moments: what Adam's moments rest in, on whatever tier: "fp32", "bf16", "int8", "fp8" or
-            "int4" (recipe/moments.py); None: in the dtype of the master weights, as torch's
-            optimizers make them. They are computed with in fp32; parameters of 64 bits keep theirs.
-        stochastic_rounding: fp32 is rounded to bf16, in moments and in master weights of that
-            dtype, up or down by chance, so that it is right on average. Chance depends on
-            `rounding_seed`, the step and the element's place in its parameter, on nothing else.
-        elementwise_optimizer: None or False tries the optimizer before its first step; True is your
-            word for it.
         offload_share, offload_bytes: how much of the optimizer's states rests on their row's tier:
-            a share, or bytes of a rank. The last units of the model go first: their transfers hide
-            behind the rest of the backward pass and the next forward.
-        step_in_backward: your word that nothing looks at gradients between backward() and step():
-            offloaded units are stepped behind the rest of the backward pass.
-        activations: bytes of host memory for tensors that autograd keeps between forward and
-            backward; None keeps them on the device.
-        tile: bytes of one gathered weight above which linear and embedding layers are computed in
-            tiles; None: never.
-        group: ranks of a group, inside which and across which everything moves. None: those of a
-            node, where the launcher says that there are several with as many ranks each; "node":
-            the same, and says so where it cannot be; "flat": every rank to every other.
-        frozen: the codec in which frozen weights rest and are gathered, "int8", "nf4", "int4" or
-            "fp8"; None: in the compute dtype.
-        error_feedback: what encoding a gradient lost is added to the next one. wire_rounding: of
-            encoded gradients.
+            a share, or bytes of a rank (`offload_optimizer` of `zero`). The last units of the model
+            go first: their transfers hide behind the rest of the backward pass and the next
+            forward.
+        offload_activations: bytes of host memory. tile: bytes of one gathered weight.
+        prefetch: units gathered ahead, for each level that gathers go over: two where they go
+            across groups, then inside, and one unit is then on each of the two links. Unless it is
+            0, small units do not count up to SMALL_TRAFFIC bytes; so with `in_flight`.
+        reshard_after_forward: parameters are gathered again in backward (3Ψ on the wire, less those
+            of the units at the turn, which the forward pass uses last); False keeps them (2Ψ).
+        sync_buffers: sent where DDP would: in the first pass, and in each that follows one with
+            gradients outside `no_sync`.
+        moments: of Adam, see recipe/moments.py. They are computed with in fp32; parameters of 64
+            bits keep theirs.
+        stochastic_rounding: chance depends on `rounding_seed`, the step and the element's place in
+            its parameter, on nothing else.
         reduce: "ordered" moves gradients as they are and adds them in rank order in the
             accumulation dtype: stages have the same bits. "native" lets the backend (NCCL) add
-                them, in the dtype of the wire and in its own order: stages agree within rounding.
-        nvme: folders on the disks that hold what rests on NVMe, striped. nvme_threads: transfers
-            under way at a time.
-        chunk: elements stepped at a time of states on NVMe.
+            them, in the dtype of the wire and in its own order: stages agree within rounding.
         notes: sentences about options that have no effect; `shard` logs them once.
-        units: names or classes of the modules that become units; None finds the repeated block.
+
+    The other fields are options as the table has them: recipe/options.py.
     """
 
     parameters: Row
@@ -153,20 +160,20 @@ class Recipe:
     cast_inputs: bool = True
     sync_buffers: bool | Literal["norms"] = True
     stall_timeout: float = 300.0
-    moments: str | None = None
+    moments: Moments | None = None
     stochastic_rounding: bool = False
     rounding_seed: int = 0
     elementwise_optimizer: bool | None = None
     offload_share: float = 1.0
     offload_bytes: int | None = None
     step_in_backward: bool = False
-    activations: int | None = None
+    offload_activations: int | None = None
     tile: int | None = None
-    group: int | Literal["node", "flat"] | None = None
-    frozen: str | None = None
+    group: Group | None = None
+    frozen: FrozenCodec | None = None
     error_feedback: bool = False
-    wire_rounding: str = "nearest"
-    reduce: Literal["ordered", "native"] = "ordered"
+    wire_rounding: Rounding = "nearest"
+    reduce: Sums = "ordered"
     nvme: tuple[str, ...] = ()
     nvme_threads: int = 4
     chunk: int = 1 << 21
@@ -181,135 +188,103 @@ class Recipe:
                 )
             if name != "parameters":
                 check_dtype(f"{name}.dtype", getattr(self, name).dtype)
-        p, g, o = self.parameters.placement, self.gradients.placement, self.optimizer.placement
-        if o is _R and (g is _S or p is _S):
-            raise ValueError(
-                "the recipe shards gradients or parameters but replicates the optimizer states:"
-                " each rank would own states for gradients it does not have. Shard the optimizer"
-                " row too (stage 1, 2 or 3), or replicate all three (stage 0)."
-            )
-        if p is _S and g is _R:
-            raise ValueError(
-                "the recipe shards parameters but keeps gradients replicated, which would cost the"
-                " memory that sharding the parameters saves. Shard the gradient row (stage 3);"
-                " reduce_at='boundary' keeps them whole until the boundary."
-            )
-        check_options(self)
-        object.__setattr__(self, "nvme", read_folders(self.nvme or None))
-        check_tiers(self)
-        check_groups(self)
-        if isinstance(self.units, list):
-            object.__setattr__(self, "units", tuple(self.units))
+        for name in _FIELDS & OPTIONS.keys():
+            value = getattr(self, name)
+            none = name == "nvme" and not value  # () of a recipe, but for `zero` a list of nothing
+            object.__setattr__(self, name, OPTIONS[name].read(None if none else value))
         if self.reduce_at is None:
-            object.__setattr__(self, "reduce_at", _usual_time(g))
-        if self.reduce_at not in ("micro-batch", "boundary"):
-            raise ValueError(f"reduce_at={self.reduce_at!r}: expected 'micro-batch' or 'boundary'.")
-        if g is _R and self.reduce_at == "micro-batch":
-            raise ValueError(
-                f"stage {self.stage} keeps gradients whole until the boundary, so"
-                " reduce_at='micro-batch' cannot apply: use stage 2 or 3, or leave reduce_at out."
-            )
+            object.__setattr__(self, "reduce_at", _usual_time(self.gradients.placement))
+        check_recipe(self)
+        fields = self.__dataclass_fields__
         given = {
             name: getattr(self, name)
-            for name in _OPTIONS
-            if getattr(self, name) != self.__dataclass_fields__[name].default
+            for name in _FIELDS - {"reduce_at"}
+            if getattr(self, name) != fields[name].default
         }
-        object.__setattr__(
-            self,
-            "notes",
-            tuple(dict.fromkeys([*self.notes, *without_effect(self, given), *of_tiers(self)])),
-        )
+        found = [*self.notes, *without_effect(self, given), *remarks(self)]
+        object.__setattr__(self, "notes", tuple(dict.fromkeys(found)))
 
     # -- presets -----------------------------------------------------------------------------------
 
     @classmethod
+    @_explained
     def zero(
         cls,
-        stage: int,
+        stage: Stage | int,
         *,
-        precision: str | None = None,
+        precision: Precision | None = None,
         reduce_at: ReduceAt | None = None,
-        wire: torch.dtype | None = None,
-        master_dtype: torch.dtype = torch.float32,
-        accumulate_dtype: torch.dtype = torch.float32,
-        **options: Any,
+        wire: Dtype | None = None,
+        master_dtype: Dtype = "fp32",
+        accumulate_dtype: Dtype = "fp32",
+        units: Sequence[str | type] | None = None,
+        group: Group | None = None,
+        shard_group: ShardGroup | None = None,
+        optimizer_over: Literal["all"] | None = None,
+        second_copy: bool = False,
+        gather_codec: Codec | None = None,
+        reduce_codec: Codec | None = None,
+        error_feedback: bool = False,
+        wire_rounding: Rounding = "nearest",
+        reduce: Sums = "ordered",
+        frozen: FrozenCodec | None = None,
+        offload_optimizer: str | float | None = None,
+        offload_gradients: OffloadTier | None = None,
+        offload_param: OffloadTier | None = None,
+        offload_activations: str | int | None = None,
+        nvme: Folders | None = None,
+        nvme_threads: int = 4,
+        chunk: int = 1 << 21,
+        tile: str | int | None = None,
+        moments: Moments | None = None,
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
+        step_in_backward: bool = False,
+        reshard_after_forward: bool = True,
+        prefetch: int = 1,
+        in_flight: int = 2,
+        overlap: bool = True,
+        cast_inputs: bool = True,
+        sync_buffers: bool | Literal["norms"] = True,
+        elementwise_optimizer: bool | None = None,
+        stall_timeout: float = 300.0,
     ) -> Recipe:
-        """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5).
-
-        Args:
-            stage: 0 (DDP), 1 (optimizer states sharded), 2 (+ gradients), 3 (+ parameters).
-            precision: None computes as the model is: each parameter in its own dtype, inputs as
-                they come. "fp32", "bf16" or "fp16" converts parameters and floating-point inputs.
-                Master weights and sums are fp32 either way.
-            reduce_at: stages 0 and 1 reduce at the boundary; stages 2 and 3 every micro-batch
-                unless told "boundary".
-            wire: dtype of gradients on the wire; None sends them as the backward pass makes them
-                (the compute dtype). They are summed in `accumulate_dtype` whatever travels.
-            options: where state rests (`offload_optimizer`, `offload_gradients`, `offload_param`,
-                `offload_activations`, `nvme`, `tile`: see the table of recipe/tiers.py), groups and
-                    codecs (`shard_group`, `optimizer_over`, `second_copy`,
-                `gather_codec`, `reduce_codec`: see recipe/groups.py), and every other field of
-                    `Recipe`.
+        """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5). The guide has a table of
+        all options, made from recipe/options.py.
 
         Raises:
-            ValueError: an unknown stage, precision or option, or rows that cannot be combined.
+            ValueError: an unknown option, a value that it cannot have, or options that cannot go
+                together; the sentence says what to write.
         """
-        if (
-            not isinstance(stage, int)
-            or isinstance(stage, bool)
-            or stage not in PLACEMENTS_OF_STAGE
-        ):
-            raise ValueError(f"stage={stage!r}: expected 0, 1, 2 or 3.")
-        if precision is not None and (
-            not isinstance(precision, str) or precision not in COMPUTE_DTYPES
-        ):
-            meant = str(precision).removeprefix("torch.")
-            hint = next(
-                (
-                    f" Did you mean {name!r}?"
-                    for name, dtype in COMPUTE_DTYPES.items()
-                    if _short(dtype) == meant
-                ),
-                "",
-            )
-            raise ValueError(
-                f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}, or None: as"
-                f" the model is.{hint}"
-            )
-        tiers, fields = read_tiers(options)
-        over, codecs, more = read_groups(options)
-        options |= fields | more
-        unknown = sorted(set(options) - _OPTIONS)
-        if unknown:
-            hint = did_you_mean(unknown[0], _OPTIONS | OPTIONS | GROUP_OPTIONS)
-            raise ValueError(f"Recipe.zero does not know {', '.join(unknown)}. {hint}")
-        compute = COMPUTE_DTYPES[precision] if precision is not None else None
+        asked = {name: value for name, value in locals().items() if name != "cls"}
+        given = {name: OPTIONS[name].read(value) for name, value in asked.items()}
+        optimizer_tier, share, budget = given["offload_optimizer"]
+        gradients_tier = given["offload_gradients"] if offload_gradients else optimizer_tier
+        over, given["group"] = divided_among(given)
+        compute = DTYPES[precision] if precision is not None else None
         p, g, o = PLACEMENTS_OF_STAGE[stage]
-        check_dtype("wire", wire, optional=True)
-        check_dtype("master_dtype", master_dtype)
-        check_dtype("accumulate_dtype", accumulate_dtype)
-        recipe = cls(
+        return cls(
             parameters=Row(
                 p,
                 compute,
                 compute if p is _S or o is _S else None,
-                tiers["parameters"],
+                given["offload_param"],
                 over["parameters"],
-                codecs["parameters"],
+                gather_codec,
             ),
             gradients=Row(
                 g,
-                accumulate_dtype,
-                wire or compute,
-                tiers["gradients"],
+                DTYPES[accumulate_dtype],
+                DTYPES[wire] if wire is not None else compute,
+                gradients_tier,
                 over["gradients"],
-                codecs["gradients"],
+                reduce_codec,
             ),
-            optimizer=Row(o, master_dtype, tier=tiers["optimizer"], over=over["optimizer"]),
-            reduce_at=reduce_at,
-            **options,
+            optimizer=Row(o, DTYPES[master_dtype], tier=optimizer_tier, over=over["optimizer"]),
+            offload_share=share,
+            offload_bytes=budget,
+            **{name: value for name, value in given.items() if name in _FIELDS},
         )
-        return replace(recipe, notes=(*without_effect(recipe, options), *of_tiers(recipe)))
 
     def replace(self, **changes: Any) -> Recipe:
         """A copy with some fields changed, checked again.
@@ -317,18 +292,13 @@ class Recipe:
         Raises:
             ValueError: an unknown field, or one of a value it cannot have.
         """
-        unknown = sorted(set(changes) - set(self.__dataclass_fields__))
-        if unknown:
-            raise ValueError(
-                f"a recipe has no {', '.join(unknown)}."
-                f" {did_you_mean(unknown[0], set(self.__dataclass_fields__))}"
-            )
+        refuse_unknown("a recipe", changes, self.__dataclass_fields__)
         if "reduce_at" not in changes and self.reduce_at == _usual_time(self.gradients.placement):
             changes["reduce_at"] = None  # what is usual for the gradient row as it will be
         if "notes" not in changes:
             # Found anew
             changes["notes"] = tuple(n for n in self.notes if " has no effect " not in n)
-            given = {name: value for name, value in changes.items() if name in _OPTIONS}
+            given = {name: value for name, value in changes.items() if name in _FIELDS}
             copy = replace(self, **changes)
             return replace(copy, notes=(*copy.notes, *without_effect(copy, given)))
         return replace(self, **changes)
@@ -456,11 +426,9 @@ class Recipe:
             tail.append(f"{amount} off the device, the last units first")
         if self.step_in_backward:
             tail.append("offloaded units stepped behind the backward pass")
-        if self.activations is not None:
-            tail.append(
-                "activations on the host"
-                + ("" if self.activations >= UNLIMITED else f" up to {self.activations:,} bytes")
-            )
+        if (room := self.offload_activations) is not None:
+            most = "" if room >= UNLIMITED else f" up to {room:,} bytes"
+            tail.append(f"activations on the host{most}")
         if self.tile is not None:
             tail.append(f"weights above {self.tile:,} bytes computed in tiles")
         if self.nvme:
@@ -471,7 +439,7 @@ class Recipe:
 #: How a table names each parameter's own dtype.
 MODELS = "model's"
 _ROWS = ("parameters", "gradients", "optimizer")
-_OPTIONS = {f for f in Recipe.__dataclass_fields__ if f not in (*_ROWS, "reduce_at", "notes")}
+_FIELDS = frozenset(Recipe.__dataclass_fields__) - {*_ROWS, "notes"}
 
 
 def _usual_time(gradients: Placement) -> ReduceAt:

@@ -29,8 +29,8 @@ from onefold.comm import CollectiveContext, Group
 from onefold.layout import Dtypes, Tiers, grouped_as, round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.groups import GROUP, NATIVE
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import GROUP, NATIVE
 from onefold.runtime import differentiate, functional
 from onefold.runtime.agree import agree_and_finish, agree_on_failure
 from onefold.runtime.buffers import Buffers

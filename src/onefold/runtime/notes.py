@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.recipe.groups import FLAT, GROUP, NATIVE
+from onefold.recipe.rows import FLAT, GROUP, NATIVE
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -30,9 +30,7 @@ def precision_notes(engine: Engine) -> list[str]:
     )
     masters = recipe.master_dtype
     numel = sum(e.slot.numel for flat in narrow for e in flat.entries if e.active)
-    mended = (
-        "" if masters in _NARROW else ", or master_dtype=torch.bfloat16 to step them as they are"
-    )
+    mended = "" if masters in _NARROW else ", or master_dtype='bf16' to step them as they are"
     return [
         f"precision=None computes as the model is, in {names}. {numel:,} weights of 16 bits are"
         f" trained, with master weights in {_short(masters)}. Give precision='fp32' to compute in"

@@ -28,6 +28,7 @@ from onefold.plan.schema import Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest, units_of
 from onefold.recipe import Recipe
+from onefold.recipe.options import Precision
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
@@ -74,7 +75,7 @@ class Asked:
     micro_batch: int
     global_batch: int
     seq: int
-    precision: str
+    precision: Precision
     checkpointing: str
     ranks: int
     local_ranks: int

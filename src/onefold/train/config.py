@@ -14,34 +14,58 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
-    ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
+from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
+from onefold.recipe.options import Option, Precision
 from onefold.train.durations import seconds_of
 from onefold.train.errors import TrainError, did_you_mean
-from onefold.train.tiers import tier_arguments
-from onefold.train.wires import wire_arguments
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
 Stage = Literal["auto", "0", "1", "2", "3"]
 DEFAULT_STEPS = 40
+#: Options of `Recipe.zero` that are fields here; the command has its own of the first two.
+OPTIONS = {
+    name: option
+    for name, option in RECIPE_OPTIONS.items()
+    if "train" in option.commands and name not in ("stage", "precision")
+}
 
 
-class TrainConfig(BaseModel):
+def _field(option: Option) -> tuple[Any, Any]:
+    """A field that takes what `Recipe.zero` takes, and words for it."""
+    reads = Annotated[Any, BeforeValidator(option.of_text)]
+    return reads, Field(option.default, description=option.help)
+
+
+if TYPE_CHECKING:
+
+    class _RecipeOptions(BaseModel):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _RecipeOptions = create_model(
+        "_RecipeOptions",
+        __config__=ConfigDict(extra="forbid", frozen=True, validate_default=True),
+        **{name: _field(option) for name, option in OPTIONS.items()},
+    )
+
+
+class TrainConfig(_RecipeOptions):
     """Everything that decides a run. The descriptions are the help texts of `onefold train`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     # what is trained, on what
     model: str = Field(
@@ -72,30 +96,15 @@ class TrainConfig(BaseModel):
         False, description="Let the output folder hold an earlier run, which is then replaced."
     )
 
-    # how it is divided among the ranks
+    # how it is divided among the ranks; the recipe's options are fields as their table has them
     stage: Stage = Field(
         "auto", description="ZeRO stage; auto is the lowest that divides memory and fits."
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
+    precision: Precision = Field(
         "fp32",
         description=(
             "Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."
         ),
-    )
-    reduce_at: Literal["micro-batch", "boundary"] | None = Field(
-        None, description="When stages 2 and 3 reduce gradients (default: every micro-batch)."
-    )
-    units: tuple[str, ...] | None = Field(
-        None,
-        description=(
-            "Modules that become units, by name or class, comma separated (default: the repeated"
-            " block)."
-        ),
-    )
-    stall_timeout: float = Field(
-        300.0,
-        gt=0,
-        description="Seconds a rank waits for the others before every rank gets an error.",
     )
     nproc: int | None = Field(
         None,
@@ -103,105 +112,6 @@ class TrainConfig(BaseModel):
         description="Ranks to start here (default: one a GPU, else one a physical core).",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
-
-    # how it travels where links between nodes are slow
-    group: int | Literal["node", "flat"] | None = Field(
-        None,
-        description=(
-            "Where groups end, inside and across which everything moves: node (the launcher's), a"
-            " number of ranks, or flat: none (default: node where there are several)."
-        ),
-    )
-    shard_group: int | Literal["node"] | None = Field(
-        None,
-        description=(
-            "HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a"
-            " step."
-        ),
-    )
-    optimizer_over: Literal["none", "all"] | None = Field(
-        None,
-        description=(
-            "With --shard-group: divide optimizer states over all ranks all the same; stage 3."
-        ),
-    )
-    second_copy: bool = Field(
-        False,
-        description=(
-            "ZeRO++ hpZ: parameters inside each group too, to gather from there, renewed once a"
-            " step; stage 3."
-        ),
-    )
-    gather_codec: Literal["none", "int8", "fp8", "int4"] | None = Field(
-        None, description="ZeRO++ qwZ: what parameters are encoded in while they travel; stage 3."
-    )
-    reduce_codec: Literal["none", "int8", "fp8", "int4"] | None = Field(
-        None,
-        description="ZeRO++ qgZ: what gradients are encoded in while they travel; summed in fp32.",
-    )
-    error_feedback: bool = Field(
-        False, description="Add what encoding a gradient lost to the next one; with --reduce-codec."
-    )
-    wire_rounding: Literal["nearest", "stochastic"] = Field(
-        "nearest", description="Rounding of encoded gradients."
-    )
-    reduce: Literal["ordered", "native"] = Field(
-        "ordered",
-        description=(
-            "Who adds gradients up: ordered, with the same bits at every stage; native, the backend"
-            " (not gloo)."
-        ),
-    )
-    frozen: Literal["none", "int8", "nf4", "int4", "fp8"] | None = Field(
-        None,
-        description="What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3.",
-    )
-
-    # where state rests
-    offload_optimizer: str | None = Field(
-        None,
-        description=(
-            "Where masters and moments rest: cpu, nvme, a share on the host (0.6), a budget there"
-            " (6GB), or both: nvme:0.6."
-        ),
-    )
-    offload_gradients: Literal["cpu", "nvme"] | None = Field(
-        None, description="Where gradients wait for the step (default: with the optimizer)."
-    )
-    offload_param: Literal["none", "cpu", "nvme"] | None = Field(
-        None, description="Where parameters rest between their uses; stage 3 only."
-    )
-    offload_activations: str | None = Field(
-        None,
-        description=(
-            "Host memory for activations between forward and backward: cpu for as much as it takes,"
-            " or a budget (8GB)."
-        ),
-    )
-    nvme: tuple[str, ...] | None = Field(
-        None,
-        description=(
-            "Folder on the disk for what rests on NVMe; again for more disks, to stripe over."
-        ),
-        json_schema_extra={"repeated": True},
-    )
-    tile: str | None = Field(
-        None,
-        description="Compute linear and embedding layers whose weight is larger (256MB) in tiles.",
-    )
-    moments: Literal["fp32", "bf16", "int8", "fp8", "int4"] | None = Field(
-        None,
-        description=(
-            "What Adam's moments rest in, on any tier (default: fp32); int8, fp8 and int4 need"
-            " torchao."
-        ),
-    )
-    stochastic_rounding: bool = Field(
-        False, description="Round moments to bf16 up or down by chance, right on average."
-    )
-    step_in_backward: bool = Field(
-        False, description="Step offloaded units behind the backward pass; needs --clip 0."
-    )
 
     # batches and length of the run
     micro_batch: int | Literal["auto"] = Field(
@@ -357,40 +267,6 @@ class TrainConfig(BaseModel):
             raise ValueError("expected a whole number, 1 or more, or auto")
         return count
 
-    @field_validator("group", "shard_group", mode="before")
-    @classmethod
-    def _groups_are_nodes_or_counts(cls, value: object, info: ValidationInfo) -> object:
-        words = ("node", "flat") if info.field_name == "group" else ("node",)
-        if value in (None, "none", *words):
-            return None if value == "none" else value
-        text = str(value).strip()
-        if isinstance(value, bool) or not text.isdecimal() or int(text) < 1:
-            raise ValueError(f"expected {', '.join(words)}, or a number of ranks, 1 or more")
-        return int(text)
-
-    @field_validator("units", mode="before")
-    @classmethod
-    def _units_may_be_one_string(cls, value: object) -> object:
-        return (
-            tuple(part.strip() for part in value.split(",") if part.strip())
-            if isinstance(value, str)
-            else value
-        )
-
-    @field_validator("offload_optimizer", "offload_activations", "tile", mode="before")
-    @classmethod
-    def _amounts_may_be_numbers(cls, value: object, field: ValidationInfo) -> object:
-        if isinstance(value, bool) and field.field_name == "offload_activations":
-            return "cpu" if value else None
-        return (
-            repr(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-        )
-
-    @field_validator("nvme", mode="before")
-    @classmethod
-    def _nvme_may_be_one_folder(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value or None
-
     @field_validator("save_before", "grace")
     @classmethod
     def _is_a_duration(cls, value: str | None) -> str | None:
@@ -449,7 +325,7 @@ class TrainConfig(BaseModel):
             (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
         )
         # Without that there is nothing to step there: see `check_recipe`
-        offloaded = self.offload_optimizer not in (None, "none")
+        offloaded = self.offload_optimizer is not None
         for looks, option, instead in (
             looks_at_the_norm if self.step_in_backward and offloaded else ()
         ):
@@ -468,15 +344,18 @@ class TrainConfig(BaseModel):
         """
         from onefold.recipe import Recipe
 
-        return Recipe.zero(
-            stage,
-            precision=self.precision,
-            reduce_at=self.reduce_at,
-            stall_timeout=self.stall_timeout,
-            units=self.units,
-            **tier_arguments(self),
-            **wire_arguments(self),
-        )
+        return Recipe.zero(stage, precision=self.precision, **self.arguments())
+
+    def arguments(self, *panels: str) -> dict[str, Any]:
+        """The arguments of `Recipe.zero` that are not as usual, of these panels of the table or of
+        all.
+        """
+        return {
+            name: value
+            for name, option in OPTIONS.items()
+            if not panels or option.panel in panels
+            if (value := getattr(self, name)) != option.default
+        }
 
     def check_recipe(self) -> None:
         """See that there is a recipe for these options. Imports torch.
@@ -502,6 +381,7 @@ class TrainConfig(BaseModel):
         import yaml
 
         values = self.model_dump(mode="json", by_alias=True)
+        values |= {name: values.pop(name) for name in OPTIONS}  # the run's own come first
         return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
@@ -593,7 +473,7 @@ def _sentences(error: ValidationError) -> str:
     lines = []
     for item in error.errors():
         key = ".".join(str(part) for part in item["loc"]).replace("_", "-")
-        message = item["msg"].removeprefix("Value error, ")
+        message = item["msg"].removeprefix("Value error, ").rstrip(".")
         if item["type"] == "extra_forbidden":
             lines.append(
                 f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}"
@@ -601,5 +481,5 @@ def _sentences(error: ValidationError) -> str:
         elif key:
             lines.append(f"--{key} {item['input']!r}: {message[:1].lower()}{message[1:]}.")
         else:
-            lines.append(message)
+            lines.append(f"{message}.")
     return "\n".join(lines)

@@ -100,6 +100,6 @@ def _colder(run: Run) -> list[str]:
         )
     elif run.recipe.tile is None:
         out.append("--tile 256MB (if one weight is what does not fit)")
-    if run.ranks.device.type != "cpu" and run.recipe.activations is None:
+    if run.ranks.device.type != "cpu" and run.recipe.offload_activations is None:
         out.append("--offload-activations cpu")
     return out

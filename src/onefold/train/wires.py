@@ -1,20 +1,5 @@
-"""What moves between nodes and how it is written there, from the words of a command line or a file
-to the arguments of `Recipe.zero`.
-
-| option                        | words                  | argument                                                   |
-|-------------------------------|------------------------|------------------------------------------------------------|
-| --group, --shard-group        | node; 4                | "node", 4                                                  |
-| --group                       | flat                   | "flat"                                                     |
-| --optimizer-over              | all                    | the same                                                   |
-| --second-copy                 |                        | True                                                       |
-| --gather-codec                | int8, fp8, int4        | the same                                                   |
-| --reduce-codec                | int8, fp8, int4        | the same                                                   |
-| --error-feedback              |                        | True                                                       |
-| --wire-rounding               | nearest, stochastic    | the same                                                   |
-| --reduce                      | ordered, native        | the same                                                   |
-| --frozen                      | int8, nf4, int4, fp8   | the same                                                   |
-
-`none` stands for what is usual, so that a command line can take back what a file says.
+"""What moves between nodes and how it is written there: what a run is told about it, and what it
+says of itself.
 """
 
 from __future__ import annotations
@@ -23,6 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import onefold
+from onefold.recipe.options import NODES
+from onefold.recipe.options import OPTIONS as TABLE
 from onefold.train.errors import TrainError
 from onefold.train.machine import readable
 
@@ -30,9 +17,8 @@ if TYPE_CHECKING:
     from onefold.train.config import TrainConfig
     from onefold.train.prepare import Run
 
-_NAMED = ("group", "shard_group", "optimizer_over", "gather_codec", "reduce_codec", "frozen")
-#: Every option of this module.
-OPTIONS = (*_NAMED, "second_copy", "error_feedback", "wire_rounding", "reduce")
+#: The options of groups and codecs.
+OPTIONS = tuple(name for name, option in TABLE.items() if option.panel == NODES)
 #: What rows and checkpoints call the bytes sent so far; see `totals`.
 TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total")
 
@@ -41,15 +27,7 @@ def wire_arguments(config: TrainConfig) -> dict[str, Any]:
     """The arguments of `Recipe.zero` about groups and codecs that the configuration gives; {} where
     all is as usual.
     """
-    given = {
-        name: value for name in _NAMED if (value := getattr(config, name)) not in (None, "none")
-    }
-    given |= {name: True for name in ("second_copy", "error_feedback") if getattr(config, name)}
-    if config.wire_rounding != "nearest":
-        given["wire_rounding"] = config.wire_rounding
-    if config.reduce != "ordered":
-        given["reduce"] = config.reduce
-    return given
+    return config.arguments(NODES)
 
 
 def refuse_groups(config: TrainConfig, ranks: int) -> None:
@@ -76,7 +54,7 @@ def refuse_frozen(config: TrainConfig, frozen: int) -> None:
     Raises:
         TrainError: there are none.
     """
-    if config.frozen not in (None, "none") and not frozen:
+    if config.frozen is not None and not frozen:
         raise TrainError(
             f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
             " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"

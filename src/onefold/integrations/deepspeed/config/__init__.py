@@ -8,8 +8,8 @@ from onefold.integrations.deepspeed.config.reader import (
     DeepSpeedConfig,
     LossScaling,
     read_deepspeed,
+    recipe_from,
 )
-from onefold.integrations.deepspeed.config.recipe import recipe_from
 from onefold.integrations.deepspeed.config.specs import OptimizerSpec, SchedulerSpec
 
 __all__ = [

@@ -16,8 +16,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from onefold.integrations.deepspeed.config.reading import Reading
 
 _KEYS = (
@@ -74,10 +72,7 @@ def _refuse_what_cannot_be(
             f"zero_optimization.zero_hpz_partition_size={size} does not divide {world_size}"
             f" rank{'s' if world_size > 1 else ''}: choose {', '.join(fitting)}."
         )
-    if (
-        zero.get("zero_quantized_gradients")
-        and others.get("accumulate_dtype", torch.float32) != torch.float32
-    ):
+    if zero.get("zero_quantized_gradients") and others.get("accumulate_dtype", "fp32") != "fp32":
         raise ValueError(
             "zero_optimization.zero_quantized_gradients and data_types.grad_accum_dtype: quantized"
             " gradients are summed in fp32; leave grad_accum_dtype out."

@@ -36,6 +36,7 @@ class Key:
         choices: the texts allowed.
         quiet_up_to: a `later` number asks for nothing up to and including this value.
         required: its section makes no sense without it.
+        becomes: the options of `Recipe.zero` that it decides.
 
     A `later` section asks unless it is empty or its entry "enabled" is false.
     """
@@ -50,6 +51,7 @@ class Key:
     later: str | None = None
     quiet_up_to: float = 0
     required: bool = False
+    becomes: tuple[str, ...] = ()
 
 
 Section = Mapping[str, Key]
@@ -119,15 +121,15 @@ def _count(**more: Any) -> Key:
 
 
 ZERO: Section = {
-    "stage": Key("count", low=0, high=3),
-    "overlap_comm": _flag(),
+    "stage": Key("count", low=0, high=3, becomes=("stage",)),
+    "overlap_comm": _flag(becomes=("overlap",)),
     "compute_grad_norm": _flag(),
-    "stage3_prefetch_bucket_size": _count(),
-    "offload_optimizer": Key("section"),
-    "offload_param": Key("section"),
-    "cpu_offload": _flag(),
-    "cpu_offload_param": _flag(),
-    "sub_group_size": _count(),
+    "stage3_prefetch_bucket_size": _count(becomes=("prefetch",)),
+    "offload_optimizer": Key("section", becomes=("offload_optimizer", "nvme")),
+    "offload_param": Key("section", becomes=("offload_param", "nvme")),
+    "cpu_offload": _flag(becomes=("offload_optimizer",)),
+    "cpu_offload_param": _flag(becomes=("offload_param",)),
+    "sub_group_size": _count(becomes=("chunk",)),
     "contiguous_gradients": _flag(inert=_FLAT),
     "reduce_scatter": _flag(inert=_FLAT),
     "allgather_partitions": _flag(inert=_FLAT),
@@ -160,10 +162,10 @@ ZERO: Section = {
     "override_module_apply": _flag(inert=_INTERNAL),
     "enable_sanity_checks": _flag(inert=_INTERNAL),
     "zenflow": Key("section", later=_ZENFLOW),
-    "zero_hpz_partition_size": Key("count", low=0),
-    "zero_quantized_weights": _flag(),
-    "zero_quantized_nontrainable_weights": _flag(),
-    "zero_quantized_gradients": _flag(),
+    "zero_hpz_partition_size": Key("count", low=0, becomes=("second_copy", "group")),
+    "zero_quantized_weights": _flag(becomes=("gather_codec",)),
+    "zero_quantized_nontrainable_weights": _flag(becomes=("frozen",)),
+    "zero_quantized_gradients": _flag(becomes=("reduce_codec",)),
     "zeropp_loco_param": Key("section", later=_REMOVED),
     "mics_shard_size": Key(
         "count", low=-1, later=f"{_REMOVED}; Recipe.zero(3, shard_group=...) has it"
@@ -215,8 +217,8 @@ OFFLOAD: Mapping[str, Section] = {
 }
 
 AIO: Section = {
-    "queue_depth": Key("count", low=1),
-    "intra_op_parallelism": Key("count", low=1),
+    "queue_depth": Key("count", low=1, becomes=("nvme_threads",)),
+    "intra_op_parallelism": Key("count", low=1, becomes=("nvme_threads",)),
     "block_size": _count(above=0, inert=_THREADS),
     "single_submit": _flag(inert=_THREADS),
     "overlap_events": _flag(inert=_THREADS),
@@ -227,8 +229,8 @@ AIO: Section = {
 AIO_ALIASES: Mapping[str, str] = {"thread_count": "intra_op_parallelism"}
 
 FP16: Section = {
-    "enabled": _flag(),
-    "auto_cast": _flag(),
+    "enabled": _flag(becomes=("precision",)),
+    "auto_cast": _flag(becomes=("cast_inputs",)),
     "loss_scale": Key("number", low=0),
     "initial_scale_power": Key("count", low=0, high=126),
     "loss_scale_window": Key("count", low=1),
@@ -239,15 +241,17 @@ FP16: Section = {
 }
 
 BF16: Section = {
-    "enabled": _flag(),
+    "enabled": _flag(becomes=("precision",)),
     "check_grad_overflow": _flag(),
     "immediate_grad_update": _flag(inert=_FLAT),
     "bf16_master_weights_and_grads": _flag(later="master weights are fp32 here: remove it"),
-    "bf16_optimizer_states": _flag(),
+    "bf16_optimizer_states": _flag(becomes=("moments",)),
 }
 
 DATA_TYPES: Section = {
-    "grad_accum_dtype": Key("text", choices=("fp32", "bf16", "fp16")),
+    "grad_accum_dtype": Key(
+        "text", choices=("fp32", "bf16", "fp16"), becomes=("accumulate_dtype",)
+    ),
     "param_dtype": Key(
         "text", later="the compute dtype follows bf16.enabled or fp16.enabled: remove it"
     ),
@@ -270,7 +274,7 @@ TOP: Section = {
     "train_micro_batch_size_per_gpu": Key("count", low=1),
     "gradient_accumulation_steps": Key("count", low=1),
     "gradient_clipping": Key("number", low=0),
-    "communication_data_type": Key("text", choices=("fp32", "bf16", "fp16")),
+    "communication_data_type": Key("text", choices=("fp32", "bf16", "fp16"), becomes=("wire",)),
     "steps_per_print": _count(low=1),
     "wall_clock_breakdown": _flag(),
     "dataloader_drop_last": _flag(),

@@ -18,9 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from onefold.integrations.deepspeed.config.auto import BATCH, undecided
+from onefold.integrations.deepspeed.config.auto import BATCH, OF_RECIPES, refuse_auto, undecided
 from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.groups import read_groups
 from onefold.integrations.deepspeed.config.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
@@ -32,8 +30,7 @@ from onefold.integrations.deepspeed.config.specs import (
     read_scheduler,
 )
 from onefold.integrations.deepspeed.config.tiers import read_tiers
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from onefold.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -257,6 +254,23 @@ def read_deepspeed(
     )
 
 
+def recipe_from(config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
+    """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for.
+
+    `notes` lists the keys that have no effect here. Batch sizes are checked against `world_size` if
+    it is given.
+
+    Raises:
+        ValueError: the configuration contradicts itself, or says "auto" where it decides the
+            recipe. NotImplementedError: it asks for what is not built.
+    """
+    read = read_deepspeed(config, world_size)
+    refuse_auto(
+        [path for path in read.undecided() if path.startswith(("zero_optimization.", *OF_RECIPES))]
+    )
+    return Recipe.zero(**read.recipe_arguments).replace(notes=tuple(read.recipe_notes))
+
+
 def resolve_batch_sizes(
     train: int | None, micro: int | None, accumulation: int | None, world_size: int | None
 ) -> BatchSizes:
@@ -326,9 +340,9 @@ def _recipe_arguments(
     if bf16.get("enabled") and bf16.get("bf16_optimizer_states"):
         arguments["moments"] = "bf16"
     if "communication_data_type" in top:
-        arguments["wire"] = _DTYPES[top["communication_data_type"]]
+        arguments["wire"] = top["communication_data_type"]
     if "grad_accum_dtype" in parts["data_types"]:
-        arguments["accumulate_dtype"] = _DTYPES[parts["data_types"]["grad_accum_dtype"]]
+        arguments["accumulate_dtype"] = parts["data_types"]["grad_accum_dtype"]
     return arguments
 
 

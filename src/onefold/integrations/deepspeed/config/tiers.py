@@ -2,7 +2,7 @@
 
 | the file says                                     | becomes                                                          |
 |---------------------------------------------------|------------------------------------------------------------------|
-| offload_optimizer: device, ratio                  | offload_optimizer: "cpu", "nvme", or one of them with the share  |
+| offload_optimizer: device, ratio                  | offload_optimizer: "cpu", "nvme", or "nvme:0.6" with the ratio    |
 | offload_param: device                             | offload_param                                                    |
 | nvme_path of either                               | nvme: the folder; striped over both where they differ            |
 | sub_group_size                                    | chunk: the next smaller multiple of 4,096 elements, 65,536 or more |
@@ -21,7 +21,7 @@ from typing import Any
 
 from onefold.integrations.deepspeed.config.keys import AIO, AIO_ALIASES, OFFLOAD
 from onefold.integrations.deepspeed.config.reading import Reading
-from onefold.recipe.tiers import SECTOR
+from onefold.recipe.options import SECTOR
 
 #: DeepSpeed's sub_group_size where the file has none: so large that nothing is divided.
 _WHOLE = 1_000_000_000
@@ -66,7 +66,7 @@ def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -
     if states["device"] != "none":
         ratio = states.get("ratio", 1.0)
         arguments["offload_optimizer"] = (
-            states["device"] if ratio == 1 else (states["device"], ratio)
+            states["device"] if ratio == 1 else f"{states['device']}:{ratio!r}"
         )
     if parameters["device"] != "none":
         arguments["offload_param"] = parameters["device"]

@@ -1,0 +1,117 @@
+"""What the commands share: options made from tables, and how a refusal is told."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import signal
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from onefold.recipe.options import OPTIONS, Option, choices_of
+
+Command = typing.TypeVar("Command", bound=Callable[..., Any])
+
+
+def option(text: str, panel: str | None = None, *flags: str, shown: bool = False) -> Any:
+    """An option of a command, for `Annotated`.
+
+    Args:
+        flags: how it is written, where that does not follow from the parameter's name.
+        shown: the help shows its default.
+    """
+    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=shown)
+
+
+def parameter(
+    name: str, kind: Any, text: str, panel: str, default: Any = None, both: bool = True
+) -> inspect.Parameter:
+    """An option that is None where it was not given.
+
+    Args:
+        default: what then holds, for the help.
+        both: a switch can be taken back: --no-NAME.
+    """
+    flag = name.replace("_", "-")
+    flags = [f"--{flag}/--no-{flag}" if kind is bool and both else f"--{flag}"]
+    known = "" if default is None or isinstance(default, bool) else f" (default: {default})"
+    annotation = Annotated[kind | None, option(f"{text}{known}", panel, *flags)]
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+    )
+
+
+def recipe_parameter(row: Option, both: bool = True) -> inspect.Parameter:
+    """The option of one row of the table; `both` as of `parameter`."""
+    names = [str(choice) for choice in choices_of(row.type)]
+    kind: Any = str
+    if names:
+        kind = Literal[tuple([*names, "none"] if row.optional else names)]
+    elif row.repeated:
+        kind = list[str]
+    elif row.type in (bool, int, float):
+        kind = row.type
+    return parameter(row.name, kind, row.help, row.panel, row.default, both)
+
+
+def with_parameters(function: Command, added: Iterable[inspect.Parameter]) -> Command:
+    """Give `function`, which takes them as **keywords, the signature that typer reads."""
+    kinds = typing.get_type_hints(function, include_extras=True)
+    own = [
+        p.replace(annotation=kinds[p.name])
+        for p in inspect.signature(function).parameters.values()
+        if p.kind is not p.VAR_KEYWORD
+    ]
+    parameters = [*own, *added]
+    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+    )
+    function.__annotations__ = {p.name: p.annotation for p in parameters}
+    return function
+
+
+def asked_of(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `Recipe.zero` that the options of a command say; what is as usual is left
+    out.
+
+    Raises:
+        ValueError: a word that an option cannot have.
+    """
+    found = {}
+    for name, word in words.items():
+        if word is None or word == []:
+            continue
+        row = OPTIONS[name]
+        try:
+            value = row.of_text(word)
+        except ValueError as error:
+            raise ValueError(f"{row.flag} {word}: {error}") from None
+        if value != row.default:
+            found[name] = value
+    return found
+
+
+def refuse(
+    error: Exception | str, as_json: bool, code: int = 2, kind: str = "", **beside: Any
+) -> NoReturn:
+    """Say what was wrong, on stderr and, with --json, as a line of JSON; end with that status."""
+    if as_json:
+        said = {"event": "error", "kind": kind or type(error).__name__, "message": str(error)}
+        print(json.dumps({**beside, **said}))
+    print(f"error: {error}", file=sys.stderr)
+    raise typer.Exit(code) from None
+
+
+def stopped(number: int, undone: str, as_json: bool = False) -> NoReturn:
+    """Say which signal ended the command, and what is left undone; end with the status of that
+    signal.
+    """
+    text = f"stopped by {signal.Signals(number).name}; nothing was {undone}."
+    if as_json:
+        print(json.dumps({"event": "error", "kind": "Stopped", "message": text}))
+    print(text, file=sys.stderr)
+    raise typer.Exit(128 + number) from None

@@ -1,0 +1,497 @@
+"""The table of options: all that `Recipe.zero` can be told, a row each.
+
+    row ─► the check of the value            `Recipe.zero`, a recipe made row by row, `Recipe.replace`
+        ─► --option, with its help           `onefold train`, `onefold plan` (cli/options.py)
+        ─► key of a configuration file       `onefold train --config` (train/config.py)
+        ─► the table in docs/guide.md        `make options` (tests/recipe/test_options.py)
+
+Type and default stand in the signature of `Recipe.zero` too, so that an editor knows them; a test
+holds the two together. What can be told of one value is told here, what of several in
+recipe/checks.py. Imports no torch: a misspelt option is told before that.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from onefold.recipe.rows import FLAT, Tier
+
+Stage = Literal[0, 1, 2, 3]
+Precision = Literal["fp32", "bf16", "fp16"]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+ReduceAt = Literal["micro-batch", "boundary"]
+Codec = Literal["int8", "fp8", "int4"]
+FrozenCodec = Literal["int8", "nf4", "int4", "fp8"]
+Moments = Literal["fp32", "bf16", "int8", "fp8", "int4"]
+Rounding = Literal["nearest", "stochastic"]
+Sums = Literal["ordered", "native"]
+OffloadTier = Literal["cpu", "nvme"]
+Group = int | Literal["node", "flat"]
+ShardGroup = int | Literal["node"]
+Folder = str | os.PathLike[str]
+Folders = Folder | Sequence[Folder]
+
+#: A budget that nothing exceeds, in bytes.
+UNLIMITED = 1 << 62
+#: Offsets and lengths of direct reads and writes are multiples of this many bytes; so are they in
+#: elements, whatever the dtype.
+SECTOR = 4096
+
+_BYTES = (
+    {"": 1, "B": 1}
+    | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+    | {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+)
+_TIERS = {"cpu": Tier.HOST, "nvme": Tier.NVME}
+
+
+# -- checks: a value as the recipe keeps it, or a ValueError that says what was expected -----------
+
+
+def _whole(least: float, most: float, expected: str) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise ValueError(f"expected {expected}.")
+        return value
+
+    return check
+
+
+def _one_of(kind: Any, expected: str = "") -> Callable[[Any], Any]:
+    """A check for a Literal, alone or with None."""
+    names, optional = choices_of(kind), type(None) in typing.get_args(kind)
+    quoted = list(map(repr, names))
+    if not expected:
+        expected = (
+            f"one of {', '.join(quoted)}, or None"
+            if optional
+            else f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+        )
+
+    def check(value: Any) -> Any:
+        if not (value is None and optional) and not (
+            isinstance(value, (str, int)) and not isinstance(value, bool) and value in names
+        ):
+            raise ValueError(f"expected {expected}.{_dtype_meant(value, names)}")
+        return value
+
+    return check
+
+
+def _dtype_meant(value: Any, names: Collection[Any]) -> str:
+    """A question for a dtype by torch's name, in place of the one that it has here."""
+    theirs = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+    meant = theirs.get(str(value).removeprefix("torch."))
+    return f" Did you mean {meant!r}?" if meant in names else ""
+
+
+def _dtype(kind: Any, whose: str = "") -> Callable[[Any], Any]:
+    names = ", ".join(choices_of(kind))
+    optional = type(None) in typing.get_args(kind)
+    return _one_of(kind, f"one of {names}" + (f", or None: {whose}" if optional else ""))
+
+
+def _switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError("expected True or False.")
+    return value
+
+
+def _buffers(value: Any) -> Any:
+    if not (isinstance(value, bool) or value == "norms"):
+        raise ValueError("expected True (all, as DDP), 'norms' (running statistics) or False.")
+    return value
+
+
+def _word(value: Any) -> bool | None:
+    if not (value is None or isinstance(value, bool)):
+        raise ValueError("expected True, or None or False to try the optimizer.")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not 0 < value < math.inf  # NaN is neither
+    ):
+        raise ValueError("expected a finite number of seconds above 0.")
+    return value
+
+
+def _units(value: Any) -> tuple[str | type, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, (str, type)):
+        raise ValueError(f"expected a list of module names or classes, such as [{value!r}].")
+    if not isinstance(value, (list, tuple)):  # a set has no order, and the ranks must agree on one
+        raise ValueError(
+            "expected a list or tuple of module names or classes, in the same order on every rank."
+        )
+    wrong = [unit for unit in value if not isinstance(unit, (str, type))]
+    if wrong:
+        raise ValueError(f"expected module names or classes, and {wrong[0]!r} is neither.")
+    return tuple(value)
+
+
+def _group(value: Any) -> Any:
+    if value in (None, "node", FLAT) or _is_size(value):
+        return value
+    raise ValueError(
+        "expected None or 'node' (the launcher's nodes), 'flat' (no groups) or the number of ranks"
+        " of a group, 1 or more."
+    )
+
+
+def _shard_group(value: Any) -> Any:
+    if value in (None, "node") or _is_size(value):
+        return value
+    why = ", since state is divided inside each group" if value == FLAT else ""
+    raise ValueError(f"expected 'node' or the number of ranks of a group, 1 or more{why}.")
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _tier(value: Any) -> Tier:
+    if value is None:
+        return Tier.DEVICE
+    if isinstance(value, str) and value in _TIERS:
+        return _TIERS[value]
+    raise ValueError(
+        f"expected 'cpu', 'nvme', or None to keep it on the device.{_tier_meant(value)}"
+    )
+
+
+def _tier_meant(value: Any) -> str:
+    """A question for a tier by another name, in place of the one that it has here."""
+    name = str(getattr(value, "value", value)).lower()
+    meant = {"cpu": "'cpu'", "host": "'cpu'", "nvme": "'nvme'", "device": "None", "none": "None"}
+    return f" Did you mean {meant[name]}?" if name in meant else ""
+
+
+def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
+    """`offload_optimizer` as (tier, share of the states, bytes of them or None)."""
+    if value is None or (isinstance(value, str) and value in _TIERS) or _tier_meant(value):
+        return _tier(value), 1.0, None
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        raise ValueError(f"expected a tier and an amount in one text: '{value[0]}:{value[1]}'.")
+    if isinstance(value, Mapping):
+        amount = value.get("share", value.get("bytes", 0.6))
+        raise ValueError(
+            "expected a tier, an amount, or both in one text:"
+            f" '{value.get('device', 'cpu')}:{amount}'."
+        )
+    tier, amount = Tier.HOST, value
+    if isinstance(value, str):
+        name, colon, rest = value.partition(":")
+        tier, amount = (_tier(name.strip()), rest) if colon else (tier, value)
+        amount = _number(amount.strip())
+    if isinstance(amount, bool):
+        raise ValueError("expected 'cpu', 'nvme', a share such as 0.6, or a budget such as '6GB'.")
+    if (isinstance(amount, float) and amount <= 1) or amount == 1:
+        if not 0 < amount <= 1:
+            raise ValueError("a share lies above 0 and is at most 1; None keeps all on the device.")
+        return tier, float(amount), None
+    try:
+        return tier, 1.0, _size(amount)
+    except ValueError as error:
+        raise ValueError(
+            f"{str(error).rstrip('.')}; 'cpu' and 'nvme' take all of it, a number from 0 to 1 a"
+            " share."
+        ) from None
+
+
+def _number(text: str) -> Any:
+    """0.6 and 1 as shares, 6000000000 as bytes; what is no number (6GB) as it is."""
+    try:
+        number = float(text)
+    except ValueError:
+        return text
+    return int(number) if number > 1 and number.is_integer() else number
+
+
+def _size(value: Any) -> int:
+    found = (
+        re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][0-9]+)?)\s*([kKmMgGtT]?[iI]?[bB]?)\s*", value)
+        if isinstance(value, str)
+        else None
+    )
+    if found is not None and found.group(2).upper() in _BYTES:
+        number = int(min(float(found.group(1)) * _BYTES[found.group(2).upper()], float(UNLIMITED)))
+    elif (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and value == value
+        and abs(value) <= UNLIMITED
+    ):
+        number = int(value)
+    else:
+        raise ValueError("expected a number of bytes, or a text such as '6GB' or '512MiB'.")
+    if number <= 0:
+        raise ValueError("expected more than 0 bytes.")
+    return number
+
+
+def _size_or_none(value: Any) -> int | None:
+    return None if value is None else _size(value)
+
+
+def _on_the_host(value: Any) -> int | None:
+    if isinstance(value, bool):
+        raise ValueError("expected 'cpu' for as much as it takes, a budget such as '8GB', or None.")
+    if value is None:
+        return None
+    return UNLIMITED if value == "cpu" else _size(value)
+
+
+def _folders(value: Any) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, os.PathLike)) and os.fspath(value):
+        return (os.fspath(value),)
+    if (
+        isinstance(value, (list, tuple))
+        and value
+        and all(isinstance(v, (str, os.PathLike)) and os.fspath(v) for v in value)
+    ):
+        return tuple(os.fspath(v) for v in value)
+    raise ValueError(
+        "expected a folder on the disk to use, or a list of folders on different disks."
+    )
+
+
+def _chunk(value: Any) -> int:
+    if not _is_size(value) or value < 16 * SECTOR or value % SECTOR:
+        raise ValueError(
+            f"expected a number of elements, a multiple of {SECTOR} from {16 * SECTOR} up."
+        )
+    return int(value)
+
+
+def bytes_of(name: str, value: Any) -> int:
+    """A number of bytes, or a text such as "6GB" (10^9 each) or "6GiB" (2^30 each).
+
+    Raises:
+        ValueError: it is neither, or not above 0.
+    """
+    try:
+        return _size(value)
+    except ValueError as error:
+        raise ValueError(f"{name}={value!r}: {error}") from None
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """The values of a type that is a Literal, alone or with None; () for every other type."""
+    parts = [kind]
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    found = parts[0] if len(parts) == 1 else None
+    return typing.get_args(found) if typing.get_origin(found) is Literal else ()
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row.
+
+    Attributes:
+        name: the argument of `Recipe.zero`, and the key of a configuration file.
+        type, default: as in the signature of `Recipe.zero`.
+        check: makes a value what the recipe keeps. Raises ValueError with what was expected.
+        help: a sentence, for --help and the guide.
+        panel: the heading under which options are shown.
+        commands: of `onefold`, that have it.
+    """
+
+    name: str
+    type: Any
+    default: Any
+    check: Callable[[Any], Any]
+    help: str
+    panel: str = ""
+    commands: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the command line takes it several times."""
+        return self.check is _folders
+
+    @property
+    def optional(self) -> bool:
+        return type(None) in typing.get_args(self.type)
+
+    def read(self, value: Any) -> Any:
+        """The value as the recipe keeps it.
+
+        Raises:
+            ValueError: it cannot be; the sentence names the option and says what was expected.
+        """
+        try:
+            return self.check(value)
+        except ValueError as error:
+            raise ValueError(f"{self.name}={value!r}: {error}") from None
+
+    def of_text(self, value: Any) -> Any:
+        """A word of a command line or a file as `Recipe.zero` takes it. "none" takes an option
+        back; what is no text stays as it is.
+
+        Raises:
+            ValueError: it cannot be, with what was expected.
+        """
+        kinds = typing.get_args(self.type) or (self.type,)
+        if isinstance(value, str):
+            text = value.strip()
+            if text == "none" and self.optional:
+                value = None
+            elif text.isdecimal() and (int in kinds or float in kinds):
+                value = int(text)
+            elif float in kinds:
+                value = _number(text)
+            elif self.repeated:
+                value = (value,)
+            elif self.check is _units:
+                value = [part.strip() for part in text.split(",") if part.strip()]
+        elif isinstance(value, (list, tuple)) and not value and self.optional:
+            value = None
+        try:
+            self.check(value)
+        except ValueError as error:
+            raise ValueError(str(error).replace("None", "none")) from None
+        return tuple(value) if isinstance(value, list) else value
+
+
+_BOTH, _TRAIN, _PLAN = ("train", "plan"), ("train",), ("plan",)
+DIVISION, NODES, TIERS, ENGINE = (
+    "How it is divided among the ranks",
+    "Between nodes, where links are slow",
+    "Where state rests",
+    "How the engine works",
+)
+
+
+def _table(
+    panel: str, *rows: tuple[str, Any, Any, Callable[[Any], Any], str, tuple[str, ...]]
+) -> dict[str, Option]:
+    return {row[0]: Option(*row[:5], panel, row[5]) for row in rows}
+
+
+# fmt: off
+OPTIONS: Mapping[str, Option] = {
+    **_table(
+        DIVISION,
+        ("stage", Stage, ..., _one_of(Stage, "0, 1, 2 or 3"), "ZeRO stage: what is divided among the ranks; 0 is DDP.", _BOTH),
+        ("precision", Precision | None, None, _dtype(Precision | None, "as the model is"),
+         "Compute precision (default: as the model is). Master weights and sums are fp32 either way.", _BOTH),
+        ("reduce_at", ReduceAt | None, None, _one_of(ReduceAt | None, "'micro-batch' or 'boundary'"),
+         "When stages 2 and 3 reduce gradients (default: every micro-batch).", _BOTH),
+        ("wire", Dtype | None, None, _dtype(Dtype | None, "as the backward pass makes them"),
+         "Dtype of gradients while they travel (default: as the backward pass makes them).", ()),
+        ("master_dtype", Dtype, "fp32", _dtype(Dtype), "Dtype of the weights that the optimizer steps.", ()),
+        ("accumulate_dtype", Dtype, "fp32", _dtype(Dtype), "Dtype in which gradients are summed and rest.", _PLAN),
+        ("units", Sequence[str | type] | None, None, _units,
+         "Modules that become units, by name or class, comma separated (default: the repeated block).", _TRAIN),
+    ),
+    **_table(
+        NODES,
+        ("group", Group | None, None, _group,
+         "Where groups end, inside and across which everything moves: node (the launcher's), a number of ranks,"
+         " or flat: none (default: node where there are several).", _BOTH),
+        ("shard_group", ShardGroup | None, None, _shard_group,
+         "HSDP, MiCS: divide state inside such groups only, and sum gradients across them once a step.", _BOTH),
+        ("optimizer_over", Literal["all"] | None, None, _one_of(Literal["all"] | None, "'all', or None for the shard_group"),
+         "With a shard group: divide optimizer states over all ranks all the same; stage 3.", _BOTH),
+        ("second_copy", bool, False, _switch,
+         "ZeRO++ hpZ: parameters inside each group too, to gather from there, renewed once a step; stage 3.", _BOTH),
+        ("gather_codec", Codec | None, None, _one_of(Codec | None),
+         "ZeRO++ qwZ: what parameters are encoded in while they travel; stage 3.", _BOTH),
+        ("reduce_codec", Codec | None, None, _one_of(Codec | None),
+         "ZeRO++ qgZ: what gradients are encoded in while they travel; summed in fp32.", _BOTH),
+        ("error_feedback", bool, False, _switch,
+         "Add what encoding a gradient lost to the next one; with a reduce codec.", _BOTH),
+        ("wire_rounding", Rounding, "nearest", _one_of(Rounding), "Rounding of encoded gradients.", _BOTH),
+        ("reduce", Sums, "ordered", _one_of(Sums),
+         "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo).", _BOTH),
+        ("frozen", FrozenCodec | None, None, _one_of(FrozenCodec | None),
+         "What frozen matrices rest and travel in (nf4 under adapters: QLoRA); stage 3.", _BOTH),
+    ),
+    **_table(
+        TIERS,
+        ("offload_optimizer", str | float | None, None, _optimizer_tier,
+         "Where masters and moments rest: cpu, nvme, a share on the host (0.6), a budget there (6GB), or both: nvme:0.6.", _BOTH),
+        ("offload_gradients", OffloadTier | None, None, _tier,
+         "Where gradients wait for the step (default: with the optimizer).", _BOTH),
+        ("offload_param", OffloadTier | None, None, _tier, "Where parameters rest between their uses; stage 3 only.", _BOTH),
+        ("offload_activations", str | int | None, None, _on_the_host,
+         "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).", _BOTH),
+        ("nvme", Folders | None, None, _folders,
+         "Folder on the disk for what rests on NVMe; several are striped over.", _BOTH),
+        ("nvme_threads", int, 4, _whole(1, 64, "a number of threads from 1 to 64"), "Transfers with the disk at a time.", ()),
+        ("chunk", int, 1 << 21, _chunk, "Elements stepped at a time of states on NVMe.", ()),
+        ("tile", str | int | None, None, _size_or_none,
+         "Compute linear and embedding layers whose weight is larger (256MB) in tiles.", _BOTH),
+        ("moments", Moments | None, None, _one_of(Moments | None),
+         "What Adam's moments rest in, on any tier (default: as torch makes them); int8, fp8 and int4 need torchao.", _BOTH),
+        ("stochastic_rounding", bool, False, _switch,
+         "Round moments and masters to bf16 up or down by chance, right on average.", _TRAIN),
+        ("rounding_seed", int, 0, _whole(-math.inf, math.inf, "a whole number"), "Seed of that chance.", ()),
+        ("step_in_backward", bool, False, _switch,
+         "Step offloaded units behind the backward pass; nothing may look at gradients before the step.", _BOTH),
+    ),
+    **_table(
+        ENGINE,
+        ("reshard_after_forward", bool, True, _switch,
+         "Drop sharded parameters after the forward pass and gather them again in backward.", ()),
+        ("prefetch", int, 1, _whole(0, math.inf, "a whole number of units, 0 or more"), "Units gathered ahead of their use.", ()),
+        ("in_flight", int, 2, _whole(0, math.inf, "a whole number of units, 0 or more"),
+         "Reductions under way behind the backward pass.", ()),
+        ("overlap", bool, True, _switch, "False gathers and reduces when asked, for debugging: the same bits.", ()),
+        ("cast_inputs", bool, True, _switch, "Cast floating-point inputs to the precision that is named.", ()),
+        ("sync_buffers", bool | Literal["norms"], True, _buffers,
+         "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", ()),
+        ("elementwise_optimizer", bool | None, None, _word,
+         "Your word that the optimizer steps each element by itself (default: it is tried).", ()),
+        ("stall_timeout", float, 300.0, _seconds,
+         "Seconds a rank waits for the others before every rank gets an error.", _TRAIN),
+    ),
+}
+# fmt: on
+
+#: Former spellings, and what is written now.
+FORMER: Mapping[str, str] = {
+    "activations": "offload_activations",
+    "offload_share": "offload_optimizer=0.6",
+    "offload_bytes": "offload_optimizer='6GB'",
+}
+
+
+def refuse_unknown(asker: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raise ValueError for the first name that is not known, with the one that was meant."""
+    for name in sorted(set(given) & set(FORMER) - set(known)):
+        raise ValueError(f"{asker}: {name} is now {FORMER[name]}.")
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{asker} does not know {', '.join(unknown)}. {did_you_mean(unknown[0], known)}"
+        )
+
+
+def did_you_mean(given: str, known: Collection[str]) -> str:
+    """The known name that is nearest to `given`, as a question; all of them if none is near."""
+    near = difflib.get_close_matches(given, sorted(known), 1)
+    return f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."

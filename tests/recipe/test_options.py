@@ -1,0 +1,255 @@
+"""The table of options and what is made from it agree: the signature of `Recipe.zero`, the fields of
+a recipe, command lines, configuration files, the mapping of DeepSpeed's keys, the guide.
+
+    python tests/recipe/test_options.py     # writes the tables of docs/guide.md anew
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import types
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import typer
+
+from onefold import Recipe
+from onefold.cli.app import app
+from onefold.integrations.deepspeed.config.keys import AIO, OFFLOAD, SECTIONS, TOP
+from onefold.integrations.deepspeed.config.reader import read_deepspeed
+from onefold.quant import registry
+from onefold.recipe import options as table
+from onefold.recipe.core import DTYPES
+from onefold.recipe.moments import FORMATS
+from onefold.recipe.options import OPTIONS, Option, choices_of
+from onefold.train.config import TrainConfig
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+BEGIN = "<!-- made by `make options` from src/onefold/recipe/options.py -->"
+END = "<!-- end of the options -->"
+#: A value that is not the default, for options whose type does not name one.
+OTHER: dict[str, Any] = {
+    "reduce_at": "boundary",
+    "units": ["blocks.0"], "group": 2, "shard_group": 2, "offload_optimizer": "cpu", "offload_activations": "8GB",
+    "nvme": "/disk", "nvme_threads": 8, "chunk": 65536, "tile": "256MB", "rounding_seed": 1, "prefetch": 3, "in_flight": 3,
+    "sync_buffers": "norms", "elementwise_optimizer": True, "stall_timeout": 5.0,
+}  # fmt: skip
+
+
+def another(option: Option) -> Any:
+    """A value that is not the default."""
+    if option.name in OTHER:
+        return OTHER[option.name]
+    if option.type is bool:
+        return not option.default
+    return next(choice for choice in choices_of(option.type) if choice != option.default)
+
+
+# -- the signature and the fields -------------------------------------------------------------------
+
+
+def test_the_signature_has_every_option_with_its_type_and_its_default() -> None:
+    parameters = inspect.signature(Recipe.zero).parameters
+    kinds = typing.get_type_hints(
+        inspect.unwrap(Recipe.zero.__func__),
+        vars(table) | {"Recipe": Recipe},  # type: ignore[attr-defined]
+    )
+    assert list(parameters) == list(OPTIONS)
+    for name, option in OPTIONS.items():
+        if name == "stage":
+            assert kinds[name] == option.type | int
+            continue
+        assert kinds[name] == option.type, (name, kinds[name], option.type)
+        assert parameters[name].default == option.default, name
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_the_fields_of_a_recipe_begin_as_the_options_do() -> None:
+    fields = Recipe.__dataclass_fields__
+    own = {"parameters", "gradients", "optimizer", "offload_share", "offload_bytes", "notes"}
+    assert fields.keys() - OPTIONS.keys() == own
+    for name in fields.keys() & OPTIONS.keys():
+        assert fields[name].default == OPTIONS[name].read(OPTIONS[name].default), name
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "stage"])
+def test_every_option_reaches_the_recipe_or_is_said_to_change_nothing(name: str) -> None:
+    beside: dict[str, Any] = {
+        "optimizer_over": {"shard_group": 2},
+        "offload_gradients": {"offload_optimizer": "nvme", "nvme": "/disk"},
+        "offload_param": {"offload_optimizer": "cpu"},
+        "step_in_backward": {"offload_optimizer": "cpu"},
+        "cast_inputs": {"precision": "bf16"},
+        "nvme_threads": {"offload_optimizer": "nvme", "nvme": "/disk"},
+        "chunk": {"offload_optimizer": "nvme", "nvme": "/disk"},
+        "error_feedback": {"reduce_codec": "int8"},
+        "wire_rounding": {"reduce_codec": "int8"},
+        "stochastic_rounding": {"moments": "bf16"},
+        "rounding_seed": {"moments": "bf16", "stochastic_rounding": True},
+    }.get(name, {})
+    plain, changed = Recipe.zero(3, **beside), Recipe.zero(3, **beside, **{name: another(OPTIONS[name])})  # fmt: skip
+    assert plain != changed or changed.notes
+
+
+def test_the_choices_are_those_of_the_parts_that_execute_them() -> None:
+    assert choices_of(table.Moments) == tuple(FORMATS)
+    assert choices_of(table.Dtype) == tuple(DTYPES)
+    for name in choices_of(table.FrozenCodec):
+        assert registry.codec(name) is not None
+
+
+# -- command lines and configuration files ----------------------------------------------------------
+
+
+def flags_of(command: str) -> dict[str, str]:
+    """{option of `onefold COMMAND`: its help}."""
+    found = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    return {flag: p.help or "" for p in found.params for flag in p.opts if flag.startswith("--")}
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_command_has_the_options_that_the_table_gives_it_and_no_others(command: str) -> None:
+    flags = flags_of(command)
+    for option in OPTIONS.values():
+        assert (option.flag in flags) == (command in option.commands), option.flag
+        if option.flag in flags and option.name not in ("stage", "precision"):
+            assert flags[option.flag].startswith(option.help)
+
+
+def test_a_configuration_file_has_the_options_of_the_command() -> None:
+    fields = TrainConfig.model_fields
+    for name, option in OPTIONS.items():
+        assert (name in fields) == ("train" in option.commands), name
+        if name in fields and name not in ("stage", "precision"):
+            assert fields[name].description == option.help
+            assert fields[name].default == option.default
+            assert TrainConfig(**{name: option.default}).arguments() == {}
+
+
+@pytest.mark.parametrize(
+    "name", [o.name for o in OPTIONS.values() if o.commands and o.optional and o.name != "precision"]
+)  # fmt: skip
+def test_none_takes_an_option_of_a_file_back(name: str) -> None:
+    assert OPTIONS[name].of_text("none") is None
+
+
+def test_the_table_needs_no_torch() -> None:
+    code = "import sys, onefold.recipe.options, onefold.train.config; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], text=True, capture_output=True, env=dict(os.environ)
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+# -- DeepSpeed's keys -------------------------------------------------------------------------------
+
+#: A configuration that sets each key that decides options.
+DEEPSPEED: dict[str, Any] = {
+    "communication_data_type": "fp32",
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "bf16": {"enabled": True, "bf16_optimizer_states": True},
+    "aio": {"queue_depth": 4, "intra_op_parallelism": 2},
+    "zero_optimization": {
+        "stage": 3, "overlap_comm": False, "stage3_prefetch_bucket_size": 0, "sub_group_size": 1 << 20,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/disk"}, "offload_param": {"device": "cpu"},
+        "zero_hpz_partition_size": 2, "zero_quantized_weights": True, "zero_quantized_gradients": True,
+    },
+}  # fmt: skip
+#: What cannot stand beside that.
+DEEPSPEED_TOO: dict[str, Any] = {
+    "fp16": {"enabled": True, "auto_cast": False},
+    "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
+}
+
+
+def decided() -> set[str]:
+    """The options that DeepSpeed's keys are said to decide."""
+    sections = [TOP, AIO, *SECTIONS.values(), *OFFLOAD.values()]
+    return {name for keys in sections for key in keys.values() for name in key.becomes}
+
+
+def test_keys_of_deepspeed_decide_options_of_the_table_and_no_others() -> None:
+    read = [read_deepspeed(config).recipe_arguments for config in (DEEPSPEED, DEEPSPEED_TOO)]
+    assert set().union(*read) == decided() <= OPTIONS.keys()
+    for arguments in read:
+        for name, value in arguments.items():
+            OPTIONS[name].read(value)
+
+
+def test_a_key_that_decides_an_option_is_neither_inert_nor_left_for_later() -> None:
+    for keys in (TOP, AIO, *SECTIONS.values(), *OFFLOAD.values()):
+        for name, key in keys.items():
+            assert not (key.becomes and (key.inert or key.later)), name
+
+
+# -- the guide --------------------------------------------------------------------------------------
+
+
+def may_be(kind: Any) -> str:
+    """A type as a table shows it."""
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        parts = [may_be(part) for part in typing.get_args(kind) if part is not type(None)]
+        return ", ".join(dict.fromkeys(parts))
+    if typing.get_origin(kind) is Literal:
+        return ", ".join(f"`{value!r}`" for value in typing.get_args(kind))
+    if kind is bool:
+        return "`True`, `False`"
+    return "a list" if typing.get_origin(kind) is not None else f"`{kind.__name__}`"
+
+
+def tables() -> str:
+    """The options in Markdown, a table under each heading."""
+    lines = []
+    for panel in dict.fromkeys(option.panel for option in OPTIONS.values()):
+        lines += [f"**{panel}**", "", "| option | may be | default | | command |", "|---|---|---|---|---|"]  # fmt: skip
+        for option in OPTIONS.values():
+            if option.panel == panel:
+                default = "" if option.default is ... else f"`{option.default!r}`"
+                commands = ", ".join(option.commands)
+                words = (f"`{option.name}`", may_be(option.type), default, option.help, commands)
+                lines.append(f"| {' | '.join(words)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def with_tables(page: str) -> str:
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin and end, "the page has no place for the options"
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+def test_the_guide_has_the_table_as_it_is() -> None:
+    page = GUIDE.read_text(encoding="utf-8")
+    assert page == with_tables(page), "write it anew: make options"
+
+
+# -- an option that is missing somewhere is found ---------------------------------------------------
+
+EXTRA = Option("imagined", bool, False, OPTIONS["overlap"].check, "Nothing.", table.ENGINE, ("train", "plan"))  # fmt: skip
+CHECKS: list[Callable[[], None]] = [
+    test_the_signature_has_every_option_with_its_type_and_its_default,
+    test_a_configuration_file_has_the_options_of_the_command,
+    test_the_guide_has_the_table_as_it_is,
+    lambda: test_a_command_has_the_options_that_the_table_gives_it_and_no_others("train"),
+    lambda: test_a_command_has_the_options_that_the_table_gives_it_and_no_others("plan"),
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_an_option_of_the_table_alone_is_missed(
+    check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(OPTIONS, "imagined", EXTRA)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        check()
+
+
+if __name__ == "__main__":
+    GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
