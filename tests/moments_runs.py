@@ -90,15 +90,17 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     Collective.
     """
     import onefold
-    from onefold.checkpoint.on_disk import OnDisk, held
-    from onefold.checkpoint.pieces import States
+    from onefold.checkpoint.parts import States
     from onefold.offload.storage import state_kind
+    from onefold.optim.held import OnDisk, elements, outside
+    from onefold.runtime.stream import interval_of
 
     mine = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        for share, key, value in States(onefold.engine_of(model), [optimizer]).tensors:
-            shape, start, stop = share.stored(key)
-            part = held(share, state_kind(key, value.dtype), value)
+        for entry, key, value in States(onefold.engine_of(model), [optimizer]).tensors:
+            here = interval_of(entry)
+            shape, start, stop = outside(entry, *here, key)
+            part = elements(entry, state_kind(key, value.dtype), value, *here)
             tensor = (
                 torch.cat(list(part.pieces()))
                 if isinstance(part, OnDisk) and stop > start
@@ -107,7 +109,7 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
             # Which cannot be pickled
             tensor = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
             if stop > start:
-                mine.append((f"{share.name}: {key}", shape, start, tensor.clone()))
+                mine.append((f"{entry.part.names[0]}: {key}", shape, start, tensor.clone()))
     said: list[Any] = [mine]
     if dist.is_initialized() and dist.get_world_size() > 1:
         said = [None] * dist.get_world_size()

@@ -44,7 +44,7 @@ def planned(engine: Any) -> dict[str, int]:
         flat
         for index in engine.reduce.order
         for flat in engine.units[index].flats
-        if flat.offloaded is not None
+        if flat.storage.offloaded
     ):
         own, compute = flat.owned[1] - flat.owned[0], flat.dtypes.compute.itemsize
         trained = any(entry.param.requires_grad for entry in flat.entries)

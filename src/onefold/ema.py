@@ -24,23 +24,25 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext
 from onefold.layout import overlap
+from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import state_kind
+from onefold.optim.held import OnDisk, holders, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import plain_state_dict
-from onefold.runtime.stream import from_first, tell_all, to_first
+from onefold.runtime.state import ReadEntry, whole_state_dict
+from onefold.runtime.stream import from_first, tell_all
 from onefold.runtime.unit import Unit
+from onefold.runtime.whole import new_masters, state_context
 
 #: What the averages are called in memory ledgers.
 AVERAGES = "averages"
@@ -54,12 +56,12 @@ class _Share:
     Attributes:
         values: the average of this rank's interval, or (where nothing is divided or cast) of each
             parameter; [] on NVMe.
-        kind: of the region that holds them on NVMe.
+        disk: where they are on NVMe.
         aside: masters of another dtype that the averages have taken the place of.
     """
 
     values: list[torch.Tensor] = field(default_factory=list)
-    kind: str = ""
+    disk: OnDisk | None = None
     aside: torch.Tensor | None = None
 
 
@@ -91,7 +93,7 @@ class EMA:
         held: dict[str, int] = {}
         with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
-                if not flat.route.stored and any(e.param.requires_grad for e in flat.entries):
+                if not flat.storage.encoded and any(e.param.requires_grad for e in flat.entries):
                     share = self._shares[flat.index] = self._made(flat)
                     held[unit.name] = held.get(unit.name, 0) + sum(
                         t.numel() * t.element_size() for t in share.values
@@ -152,47 +154,27 @@ class EMA:
         """
         model, engine = self._module(), self._engine()
         tell_all(engine, _STATE_DICT, None)
-        first = engine.rank == 0
-        joint: dict[str, torch.Tensor] = {}
-        out: dict[Any, torch.Tensor] = {}
-        with disable_torch_function(), torch.no_grad():
-            for _, flat in _flats(engine):
-                share = self._shares.get(flat.index)
-                # Else the masters have it
-                averaged = (
-                    share
-                    if share is not None and not (self._inside and share.aside is None)
-                    else None
-                )
-                masters = flat.load_master() if averaged is None and not flat.unsharded else None
-                for entry in flat.entries:
-                    dtype = self._dtype(flat) if share is not None else flat.dtypes.master
-                    into = None
-                    if first:
-                        part = entry.part
-                        whole = joint.setdefault(
-                            part.names[0], torch.empty(part.shape, dtype=dtype, device="cpu")
-                        )
-                        out |= dict.fromkeys((id(entry.param), *part.names), whole)
-                        into = whole.view(-1)[part.first : part.first + entry.slot.numel]
+        found = whole_state_dict(engine, model, self._values)
+        if engine.rank != 0:
+            return {}
+        return {"n_averaged": torch.tensor(self.updates)} | {
+            f"module.{name}": value for name, value in found.items()
+        }
 
-                    read = partial(self._read, averaged, masters, entry, dtype)
-                    to_first(engine, entry, dtype, read, into, alone=share is not None)
-            if not first:
-                return {}
-            order = {
-                name: value
-                for name, value in plain_state_dict(engine, model).items()
-                if isinstance(value, torch.Tensor)
-            }
-            keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
-            found = {
-                name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone()
-                for name, value in order.items()
-            }
-            return {"n_averaged": torch.tensor(self.updates)} | {
-                f"module.{name}": value for name, value in found.items()
-            }
+    def _values(self, flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
+        """What `state_dict` says of a flat buffer: the averages, or the masters where these are the
+        averages (inside `applied`) or nothing else is.
+        """
+        share = self._shares.get(flat.index)
+        swapped = share is not None and self._inside and share.aside is None
+        averaged = None if swapped else share
+        masters = flat.storage.load() if averaged is None and not flat.unsharded else None
+        dtype = self._dtype(flat) if share is not None else flat.dtypes.master
+
+        def read(entry: Entry, x: int, y: int) -> torch.Tensor:
+            return self._read(averaged, masters, entry, dtype, x, y)
+
+        return dtype, read, share is not None
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load rank 0's whole dict, of `state_dict()` or of torch's `AveragedModel` (other ranks
@@ -232,7 +214,7 @@ class EMA:
                         partial(self._write, share, entry),
                         alone=True,
                     )
-                if share.kind:
+                if share.disk is not None:
                     engine.transfers.flush()
         self.updates = updates
 
@@ -245,10 +227,10 @@ class EMA:
                 [torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries]
             )
         numel = flat.interval[1] - flat.interval[0]
-        if flat.offloaded is not None and flat.offloaded.on_disk:
+        if isinstance(flat.storage, NvmeStorage):
             kind = state_kind(f"average {id(self)}", dtype)
-            flat.offloaded.region(kind, dtype)
-            return _Share(kind=kind)
+            flat.storage.region(kind, dtype)
+            return _Share(disk=OnDisk(flat.storage, kind, *_interval(flat)))
         return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
 
     @staticmethod
@@ -262,8 +244,8 @@ class EMA:
         for _, flat in _flats(engine):
             if (share := self._shares.get(flat.index)) is None:
                 continue
-            if share.kind:
-                self._follow_on_disk(flat, share, copy, weight)
+            if share.disk is not None:
+                self._follow_on_disk(share.disk, copy, weight)
                 continue
             now = (
                 [e.param.detach() for e in flat.entries]
@@ -286,20 +268,18 @@ class EMA:
                     if (a.device, a.dtype) == kind
                 ]
                 torch._foreach_lerp_([a for a, _ in pairs], [w for _, w in pairs], weight)
-        if any(share.kind for share in self._shares.values()):
+        if any(share.disk for share in self._shares.values()):
             engine.transfers.flush()
 
-    def _follow_on_disk(self, flat: Flat, share: _Share, copy: bool, weight: float) -> None:
-        offloaded, dtype = flat.offloaded, self._dtype(flat)
-        assert offloaded is not None
-        for chunk in offloaded.chunks():
-            a, b = overlap(_interval(flat), chunk)
-            if a == b:
-                continue
-            value = offloaded.part("master", a, b).to(dtype)
-            if not copy:
-                value = offloaded.part(share.kind, a, b).lerp_(value, weight)
-            offloaded.write_part(share.kind, a, value)
+    @staticmethod
+    def _follow_on_disk(average: OnDisk, copy: bool, weight: float) -> None:
+        masters = replace(average, kind="master")
+        for chunk in average.storage.chunks():
+            a, b = overlap((average.start, average.stop), chunk)
+            if a < b:
+                a, b = a - average.start, b - average.start
+                value = masters.read(a, b).to(average.dtype)
+                average.write(a, value if copy else average.read(a, b).lerp_(value, weight))
 
     @staticmethod
     def _read(
@@ -324,10 +304,8 @@ class EMA:
                 .to(dtype)
             )
         at = entry.slot.start - flat.interval[0]
-        if share.kind:
-            assert flat.offloaded is not None
-            first = entry.slot.start - flat.owned[0]
-            return flat.offloaded.part(share.kind, first + x, first + y)
+        if share.disk is not None:
+            return share.disk.read(at + x, at + y)
         return share.values[0][at + x : at + y]
 
     @staticmethod
@@ -339,13 +317,11 @@ class EMA:
             whole[x:y].copy_(values)
             if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
                 into.copy_(whole.view(into.shape))
-        elif share.kind:
-            assert flat.offloaded is not None
-            flat.offloaded.write_part(
-                share.kind, entry.slot.start - flat.owned[0] + x, values.cpu()
-            )
+            return
+        at = entry.slot.start - flat.interval[0]
+        if share.disk is not None:
+            share.disk.write(at + x, values)
         else:
-            at = entry.slot.start - flat.interval[0]
             share.values[0][at + x : at + y].copy_(values)
 
     # -- masters and averages change places --------------------------------------------------------
@@ -361,24 +337,20 @@ class EMA:
                         self._change(entry.param.data, average, share)
                         torch.autograd.graph.increment_version(entry.param)
                     continue
-                masters = flat.landing(engine.device)
-                if masters is not flat.master:
-                    masters.copy_(flat.load_master())
+                masters = new_masters(flat, engine.device)
                 a, b = _interval(flat)
-                if share.kind:
-                    assert flat.offloaded is not None
-                    average = flat.offloaded.part(share.kind, a, b)
+                if share.disk is not None:
+                    average = share.disk.read()
                     self._change(masters[a:b], average, share)
-                    flat.offloaded.write_part(share.kind, a, average)
+                    share.disk.write(0, average)
                 else:
                     self._change(masters[a:b], share.values[0], share)
-                if flat.owned != flat.interval and engine.group.size > 1:
-                    holders = engine.group if flat.whole_master else engine.group.inter_group
-                    holders.all_gather(
-                        masters, _place(engine, unit), flat.index, move="state"
-                    ).wait()
-                flat.store_master(masters)
-            if any(share.kind for share in self._shares.values()):
+                if shared(flat):
+                    place = state_context(engine, unit.name)
+                    same = holders(engine, flat)
+                    same.all_gather(masters, place, flat.index, move="state").wait()
+                flat.storage.store(masters)
+            if any(share.disk for share in self._shares.values()):
                 engine.transfers.flush()
             engine.make_stale()
 
@@ -458,7 +430,3 @@ def _flats(engine: Engine) -> list[tuple[Unit, Flat]]:
 def _interval(flat: Flat) -> tuple[int, int]:
     """This rank's interval, counted from the first element that it owns."""
     return flat.interval[0] - flat.owned[0], flat.interval[1] - flat.owned[0]
-
-
-def _place(engine: Engine, unit: Unit) -> CollectiveContext:
-    return CollectiveContext("state", unit.name, engine.step, "state")

@@ -237,8 +237,8 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state dict in master precision on rank 0's host, moved unit by unit; {} on other
-    ranks. Collective.
+    """The whole state dict in master precision on rank 0's host, moved a parameter at a time; {} on
+    other ranks. Collective.
     """
     return state.full_state_dict(engine_of(module), module)
 

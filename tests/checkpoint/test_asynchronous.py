@@ -38,7 +38,7 @@ class Gate:
     """Holds every write of tensor files until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
-        from onefold.checkpoint import saving as module
+        from onefold.checkpoint import parts as module
 
         self._open, self._real, self._module = threading.Event(), module.write_tensors, module
         module.write_tensors = self._write  # type: ignore[assignment]
@@ -197,7 +197,7 @@ def test_a_lone_process_is_told_of_a_failed_save_by_its_next_step_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import onefold
-    from onefold.checkpoint import saving as module
+    from onefold.checkpoint import parts as module
 
     model, optimizer = start(0)
     step(model, optimizer, 0)
@@ -222,7 +222,7 @@ def slow_to_hear(root: str) -> list[str]:
 
     import onefold
     from onefold.checkpoint import Background
-    from onefold.checkpoint import saving as module
+    from onefold.checkpoint import parts as module
 
     model, optimizer = start(1)
     step(model, optimizer, 0)
@@ -263,7 +263,7 @@ def talking(root: str) -> dict[str, Any]:
     import time
 
     import onefold
-    from onefold.checkpoint import saving as module
+    from onefold.checkpoint import parts as module
 
     model, optimizer = start(2)
     step(model, optimizer, 0)
@@ -306,7 +306,7 @@ def goes_home(root: str) -> None:
     import time
 
     import onefold
-    from onefold.checkpoint import saving as module
+    from onefold.checkpoint import parts as module
 
     model, optimizer = start(3)
     step(model, optimizer, 0)

@@ -18,18 +18,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from onefold.checkpoint.crc import combine, joined
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import (
     FileRecord,
     Manifest,
-    Piece,
     Record,
+    StoredPiece,
     read_manifest,
     write_manifest,
 )
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import DTYPES, Planned, TensorFile, write_tensors
+from onefold.checkpoint.tensorfile import (
+    DTYPES,
+    Planned,
+    TensorFile,
+    combine,
+    joined,
+    write_tensors,
+)
 from onefold.checkpoint.values import decode, encode
 
 
@@ -155,7 +161,10 @@ def _manifest() -> Manifest:
         item,
         "F32",
         (4, 3),
-        (Piece("rank-00000.safetensors", 0, 5, 1), Piece("rank-00001.safetensors", 5, 12, 2)),
+        (
+            StoredPiece("rank-00000.safetensors", 0, 5, 1),
+            StoredPiece("rank-00001.safetensors", 5, 12, 2),
+        ),
         ("c",),
     )
     return Manifest(
@@ -193,6 +202,11 @@ def test_pieces_that_do_not_tile_their_tensor_are_refused() -> None:
     with pytest.raises(
         DamagedCheckpoint, match="covers elements 6 to 12, expected one that begins at 5"
     ):
-        Record(Item("parameter", "a"), "F32", (12,), (Piece("f", 0, 5, 0), Piece("f", 6, 12, 0)))
+        Record(
+            Item("parameter", "a"),
+            "F32",
+            (12,),
+            (StoredPiece("f", 0, 5, 0), StoredPiece("f", 6, 12, 0)),
+        )
     with pytest.raises(DamagedCheckpoint, match="cover 5 of its 12 elements"):
-        Record(Item("parameter", "a"), "F32", (12,), (Piece("f", 0, 5, 0),))
+        Record(Item("parameter", "a"), "F32", (12,), (StoredPiece("f", 0, 5, 0),))

@@ -22,10 +22,9 @@ from models import TinyGPT, tokens_of
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint import reshard as resharding
 from onefold.checkpoint.diff import Difference, Tolerance, differences
-from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.manifest import MANIFEST, read_manifest
+from onefold.checkpoint.manifest import MANIFEST, FolderSource, read_manifest
 from onefold.checkpoint.reshard import reshard
-from onefold.checkpoint.source import Item, Stored
+from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.verify import verify
 from onefold.runtime.parameter import disable_torch_function
 from ranks import run_ranks
@@ -250,7 +249,7 @@ def test_a_checkpoint_without_what_the_other_has_differs(saved: Path, tmp_path: 
     assert "scheduler" in {v.where for v in found.values}
 
 
-class Held:
+class Held(Source):
     """Tensors in memory as a source of weights."""
 
     describe = "memory"
@@ -271,14 +270,6 @@ class Held:
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         out.copy_(self._tensors[item].reshape(-1)[start:stop])
-
-    def scalars(self, name: str) -> dict[str, Any]:
-        return {}
-
-    def groups(self) -> None:
-        return None
-
-    def close(self) -> None: ...
 
 
 def held(a: Any, b: Any, **options: Any) -> Difference:

@@ -19,15 +19,14 @@ from saved import Run, Tokenizer, copied
 
 import onefold
 from onefold.checkpoint import CheckpointError
-from onefold.checkpoint.crc import combine, crc32
 from onefold.checkpoint.inspect import glance
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     FileRecord,
     Manifest,
-    Piece,
     Record,
+    StoredPiece,
     checksum_line,
     key_of,
     read_manifest,
@@ -35,7 +34,7 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.reshard import reshard
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import TensorFile, header_of
+from onefold.checkpoint.tensorfile import TensorFile, combine, crc32, header_of
 from onefold.checkpoint.verify import Problem, examine, verify
 
 
@@ -52,7 +51,7 @@ def files_of(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
-def pieces(folder: Path) -> list[tuple[Record, Piece, str]]:
+def pieces(folder: Path) -> list[tuple[Record, StoredPiece, str]]:
     """Every piece with the tensor it is of and its key in the file."""
     return [
         (r, p, key_of(r.item, p.start)) for r in read_manifest(folder).records for p in r.pieces
@@ -241,7 +240,8 @@ def test_tensors_beyond_memory_are_read_through_small_buffers(tmp_path: Path) ->
         name: FileRecord(places["parameter:big@0"].end, hashlib.sha256(head).hexdigest(), True)
     }
     write_manifest(
-        tmp_path, Manifest((Record(item, "F32", (count,), (Piece(name, 0, count, crc),)),), files)
+        tmp_path,
+        Manifest((Record(item, "F32", (count,), (StoredPiece(name, 0, count, crc),)),), files),
     )
     tracemalloc.start()
     verdict = examine(tmp_path)

@@ -270,7 +270,7 @@ def test_extra_states_and_positions_in_the_data_are_not_passed_over(tmp_path: Pa
 def killed_while_saving(root: str) -> None:
     """Rank 1 dies when its file is half written; an older checkpoint of the same name is there."""
     import onefold
-    from onefold.checkpoint import saving as module
+    from onefold.checkpoint import parts as module
 
     model, optimizer = start()
     onefold.save(f"{root}/a", model=model, optimizer=optimizer, step=1)

@@ -1,7 +1,7 @@
 """The table of options and what is made from it agree: the signature of `Recipe.zero`, the fields of
-a recipe, command lines, configuration files, the mapping of DeepSpeed's keys, the guide.
+a recipe, command lines, configuration files, the mapping of DeepSpeed's keys, the page of options.
 
-    python tests/recipe/test_options.py     # writes the tables of docs/guide.md anew
+    python tests/recipe/test_options.py     # writes the tables of docs/options.md anew
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import OPTIONS, Option, choices_of
 from onefold.train.config import TrainConfig
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 BEGIN = "<!-- made by `make options` from src/onefold/recipe/options.py -->"
 END = "<!-- end of the options -->"
 #: A value that is not the default, for options whose type does not name one.
@@ -188,7 +188,7 @@ def test_a_key_that_decides_an_option_is_neither_inert_nor_left_for_later() -> N
             assert not (key.becomes and (key.inert or key.later)), name
 
 
-# -- the guide --------------------------------------------------------------------------------------
+# -- the page ---------------------------------------------------------------------------------------
 
 
 def may_be(kind: Any) -> str:
@@ -225,8 +225,8 @@ def with_tables(page: str) -> str:
     return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
 
 
-def test_the_guide_has_the_table_as_it_is() -> None:
-    page = GUIDE.read_text(encoding="utf-8")
+def test_the_page_has_the_table_as_it_is() -> None:
+    page = PAGE.read_text(encoding="utf-8")
     assert page == with_tables(page), "write it anew: make options"
 
 
@@ -236,7 +236,7 @@ EXTRA = Option("imagined", bool, False, OPTIONS["overlap"].check, "Nothing.", ta
 CHECKS: list[Callable[[], None]] = [
     test_the_signature_has_every_option_with_its_type_and_its_default,
     test_a_configuration_file_has_the_options_of_the_command,
-    test_the_guide_has_the_table_as_it_is,
+    test_the_page_has_the_table_as_it_is,
     lambda: test_a_command_has_the_options_that_the_table_gives_it_and_no_others("train"),
     lambda: test_a_command_has_the_options_that_the_table_gives_it_and_no_others("plan"),
 ]
@@ -252,4 +252,4 @@ def test_an_option_of_the_table_alone_is_missed(
 
 
 if __name__ == "__main__":
-    GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

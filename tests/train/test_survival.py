@@ -351,7 +351,7 @@ def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float],
     """(steps gone back to, losses, whether a save was under way when it went wrong): the last rank
     puts out NaN once, behind a save.
     """
-    from onefold.checkpoint import saving
+    from onefold.checkpoint import parts
 
     ranks = ranks or this_rank()
     given = {
@@ -367,7 +367,7 @@ def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float],
         ranks,
         lambda line: None,
     )
-    keeper, write = Keeper(run, Path(output), Reporter(), begun=time.time()), saving.write_tensors
+    keeper, write = Keeper(run, Path(output), Reporter(), begun=time.time()), parts.write_tensors
     rows: list[Row] = []
     went_back: list[int] = []
     under_way: list[bool] = []
@@ -389,7 +389,7 @@ def goes_back(ranks: Ranks | None, output: str) -> tuple[list[int], list[float],
 
     model: Any = run.model
     model.blocks[1].register_forward_hook(spoiled)
-    with patch.object(saving, "write_tensors", slowly):
+    with patch.object(parts, "write_tensors", slowly):
         train(run, lambda: 0, rows.append, keeper=keeper, forget=forget)
         keeper.close()
     return went_back, [row["loss"] for row in rows], under_way

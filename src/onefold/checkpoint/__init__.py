@@ -8,8 +8,19 @@ bit-equal.
       rank-00000.safetensors    what rank 0 wrote, as one-dimensional pieces; and so on
       config.json, tokenizer... a transformers model's own files
 
-There is no pickle in it. Modules: `saving`, `loading`, `checkpointer` are what people call; `parts`
-collects, `apply` distributes; `tensorfile`, `manifest`, `values`, `crc`, `folder` are the format.
+There is no pickle in it.
+
+| to read about             | modules, in the order of a call                                                          |
+|---------------------------|------------------------------------------------------------------------------------------|
+| a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
+| a load                    | loading ► source (what can be loaded from), manifest, views ► apply (into the model)      |
+| what ranks tell           | together                                                                                 |
+| the format                | folder (whole or absent), manifest, tensorfile, values                                   |
+| commands                  | inspect, verify, diff, reshard                                                           |
+| a Hugging Face folder     | in: huggingface, fitted, hf_names; out: export, streams; adapters of peft: adapters      |
+| torch's own checkpoints   | dcp                                                                                      |
+
+Where masters and states rest, and who holds what, is asked in `onefold.optim.held`.
 """
 
 from onefold.checkpoint.background import Background

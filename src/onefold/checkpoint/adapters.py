@@ -22,14 +22,8 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.export import masters, stream
 from onefold.checkpoint.fitted import Fitted, Outline, some
 from onefold.checkpoint.hf_names import Layout, whole
-from onefold.checkpoint.huggingface import (
-    HuggingFaceSource,
-    each_rank,
-    load_shards,
-    same_everywhere,
-)
+from onefold.checkpoint.huggingface import HuggingFaceSource, load_fitted
 from onefold.checkpoint.streams import Progress, Sheet
-from onefold.checkpoint.together import Together, meet
 from onefold.runtime.registry import engine_of
 
 FILES = "adapter_model"
@@ -119,22 +113,17 @@ def load_adapters(
         CheckpointError: on every rank: there is no such adapter, the folder cannot be read, shapes
             differ, or names do under `strict`.
     """
-    engine = engine_of(model)
-    meet(engine, "load_adapters")
-    together = Together.of(engine)
-    source: HuggingFaceSource | None = None
-    fitted: Fitted | None = None
-    try:
-        with each_rank(together):
-            names = adapter_names(model, adapter)
-            source = HuggingFaceSource(folder, FILES)
-            fitted = _fit(source, model, names, strict)
-        assert fitted is not None
-        same_everywhere(together, fitted)
-        return load_shards(engine, model, fitted)
-    finally:
-        if source is not None:
+
+    def fitted() -> Fitted:
+        names = adapter_names(model, adapter)
+        source = HuggingFaceSource(folder, FILES)
+        try:
+            return _fit(source, model, names, strict)
+        except BaseException:
             source.close()
+            raise
+
+    return load_fitted(model, "load_adapters", fitted)
 
 
 def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:

@@ -10,7 +10,6 @@ nobody is left waiting.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,22 +18,30 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.moments import Recoded
-from onefold.checkpoint.on_disk import read_to_disk
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
-from onefold.comm import CollectiveContext
+from onefold.checkpoint.views import Recoded
 from onefold.layout import overlap
 from onefold.offload.step import stepped_apart
-from onefold.offload.storage import grain_of_kind, state_kind
+from onefold.offload.storage import state_kind
+from onefold.optim.held import (
+    OnDisk,
+    divided,
+    elements,
+    follow_masters,
+    holders,
+    new_state,
+    outside,
+    shared,
+)
 from onefold.quant.moments import rests
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.storageless import StatePlace
-from onefold.runtime.unit import Unit
+from onefold.runtime.stream import held_by
+from onefold.runtime.whole import new_masters, state_context
 
 #: Elements read at a time where they cannot go to their place directly.
 BUFFER = 4 << 20
@@ -44,17 +51,15 @@ LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 @dataclass
 class Wanted:
-    """A tensor of the source and where it goes: `into` has the shape of the optimizer's object of
-    `entry`.
-    """
+    """A state in the source and where it goes: `into` is this rank's elements of it, flattened."""
 
     entry: Entry
     item: Item
-    into: torch.Tensor
+    into: torch.Tensor | OnDisk
 
 
 @dataclass(frozen=True)
-class Fit:
+class ModelFit:
     """How a source and a model go together.
 
     Attributes:
@@ -69,41 +74,66 @@ class Fit:
     unexpected: list[str]
 
 
-def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> Fit:
+def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> ModelFit:
     """Local; changes nothing.
 
     Raises:
         CheckpointError: shapes differ; or names do, under `strict`.
     """
     buffers, _ = beside_parameters(engine, module)
-    found, missing, unexpected, complaint = _match(engine, source, source.items(), buffers)
-    if not complaint and strict and (missing or unexpected):
-        complaint = (
+    items, aliases = source.items(), source.aliases()
+    found: dict[str, Item] = {}
+    missing, wrong = [], []
+    for entry in engine.entries:
+        name, shape = entry.part.names[0], entry.part.shape
+        item = _find(entry.part.names, items, aliases)
+        if item is None:
+            missing.append(name)
+        elif items[item].shape != shape:
+            wrong.append(f"{name}: {items[item].shape} in it, {shape} in the model")
+        else:
+            found[entry.names[0]] = item
+    for name, tensor in buffers.items():
+        stored = items.get(Item("buffer", name))
+        if stored is None:
+            missing.append(name)
+        elif stored.shape != tuple(tensor.shape):
+            wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
+    taken = set(found.values()) | {Item("buffer", name) for name in buffers}
+    unexpected = sorted(
+        item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
+    )
+    # Tiles say the same of their parameter
+    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
+    # What fits nowhere is no item of a source that was cut to fit
+    unexpected += source.unexpected
+    if wrong:
+        raise CheckpointError(
+            f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
+        )
+    if strict and (missing or unexpected):
+        raise CheckpointError(
             f"{source.describe} is of another model: {len(missing)} names are missing in it"
             f" ({', '.join(missing[:5])}), {len(unexpected)} are unknown to this model"
             f" ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
         )
-    if complaint:
-        raise CheckpointError(complaint)
-    return Fit(found, buffers, missing, unexpected)
+    return ModelFit(found, buffers, missing, unexpected)
 
 
-def fill_model(engine: Engine, fit: Fit, reading: Reading) -> None:
+def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
     items = reading.source.items()
     engine.about_to_write()
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                wanted = [
-                    Wanted(e, fit.found[e.names[0]], e.param.data)
-                    for e in flat.entries
-                    if e.names[0] in fit.found
+                found = [
+                    (e, fit.found[e.names[0]]) for e in flat.entries if e.names[0] in fit.found
                 ]
-                reading.masters(unit, flat, wanted)
-                for w in wanted if flat.unsharded else ():
+                reading.masters(flat, found)
+                for entry, _ in found if flat.unsharded else ():
                     # A backward pass over what was there before must not go on
-                    torch.autograd.graph.increment_version(w.entry.param)
+                    torch.autograd.graph.increment_version(entry.param)
         buffers = {
             Item("buffer", name): tensor
             for name, tensor in fit.buffers.items()
@@ -124,60 +154,14 @@ def load_model(
         CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading
             failed (the model is then undefined).
     """
-    together = Together.of(engine)
-    fit, error = None, None
-    try:
+    together, fit = Together.of(engine), None
+    with together.each_rank():
         fit = fit_model(engine, module, source, strict)
-    except CheckpointError as failure:
-        error = failure
-    together.agree(error)
     assert fit is not None
-    reading = Reading(engine, source)
+    reading = StateReader(engine, source)
     fill_model(engine, fit, reading)
     together.agree(reading.error)
     return fit.missing, fit.unexpected
-
-
-def _match(
-    engine: Engine,
-    source: Source,
-    items: Mapping[Item, Stored],
-    buffers: Mapping[str, torch.Tensor],
-) -> tuple[dict[str, Item], list[str], list[str], str]:
-    """({parameter: what it is in the source}, missing, unexpected, what is wrong with the
-    shapes).
-    """
-    aliases, found, missing, wrong = source.aliases(), {}, [], []
-    for entry in engine.entries:
-        item = _find(entry.part.names, items, aliases)
-        if item is None:
-            missing.append(entry.part.names[0])
-        elif items[item].shape != entry.part.shape:
-            wrong.append(
-                f"{entry.part.names[0]}: {items[item].shape} in it, {entry.part.shape} in the model"
-            )
-        else:
-            found[entry.names[0]] = item
-    for name, tensor in buffers.items():
-        stored = items.get(Item("buffer", name))
-        if stored is None:
-            missing.append(name)
-        elif stored.shape != tuple(tensor.shape):
-            wrong.append(f"{name}: {stored.shape} in it, {tuple(tensor.shape)} in the model")
-    taken = set(found.values()) | {Item("buffer", name) for name in buffers}
-    unexpected = sorted(
-        item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
-    )
-    # Tiles say the same of their parameter
-    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
-    # What fits nowhere is no item of a source that was cut to fit
-    unexpected += getattr(source, "unexpected", ())
-    complaint = (
-        f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
-        if wrong
-        else ""
-    )
-    return found, missing, unexpected, complaint
 
 
 def _find(
@@ -190,166 +174,108 @@ def _find(
     return None
 
 
-class Reading:
+class StateReader:
     """Reads for one engine; keeps the first error for the end."""
 
-    def __init__(self, engine: Engine, source: Source) -> None:
-        self.engine, self.source = engine, source
-        self.error: Exception | None = None
+    def __init__(self, engine: Engine, source: Source, error: Exception | None = None) -> None:
+        self.engine, self.source, self.error = engine, source, error
 
-    @contextlib.contextmanager
-    def through(self, source: Source) -> Iterator[None]:
-        """Inside, what is read comes through `source`."""
-        before, self.source = self.source, source
-        try:
-            yield
-        finally:
-            self.source = before
+    def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
+        """Into the master weights of a flat buffer. What `found` does not name stays."""
+        if shared(flat) or flat.storage.encoded:
+            masters = new_masters(flat, self.engine.device)
+            self._own_interval(flat, found, masters)
+            flat.storage.store(masters)
+            return
+        for entry, item in found:
+            into: torch.Tensor | OnDisk = entry.param.data
+            if flat.storage.on_disk:
+                into = elements(entry, "master", entry.param, *held_by(entry, flat.rank))
+            self._held(entry, item, into)
+        if flat.storage.on_disk:
+            follow_masters(flat)
 
-    def masters(self, unit: Unit, flat: Flat, wanted: list[Wanted]) -> None:
-        """Into the master weights of a flat buffer."""
-        if not flat.unsharded and flat.owned != flat.interval:
-            held = flat.landing(self.engine.device)
-            if flat.offloaded is not None or flat.route.stored:  # what `wanted` does not name stays
-                held.copy_(flat.load_master())
-            self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], held)
-            flat.store_master(held)
-        elif flat.route.stored:
-            values = flat.load_master()
+    def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
+        """Into the states `key` of parameters of a flat buffer."""
+        away, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
+        if not shared(flat) or not (packed(key) is None or flat.layout.block or away):
             for w in wanted:
-                a, b = flat.local(w.entry)
-                self._into(
-                    w.item,
-                    *_interval(w.entry, w.item, a, b),
-                    values[a - flat.owned[0] : b - flat.owned[0]],
-                )
-            flat.store_master(values)
-        elif flat.offloaded is not None and flat.offloaded.on_disk:
-            self.to_disk(flat, "master", wanted)
-            flat.offloaded.renew()
-        else:
-            self.local(flat, wanted)
+                self._held(w.entry, w.item, w.into)
+            return
+        numel = (flat.owned[1] - first) // grain
+        buffer = torch.empty(numel, dtype=dtype, device=self.engine.device)
+        self._own_interval(flat, [(w.entry, w.item) for w in wanted], buffer, grain)
+        for w in wanted:
+            a, b = flat.local(w.entry)
+            part = buffer[slice(*items_of(a - first, b - first, grain))]
+            w.into.write(0, part) if isinstance(w.into, OnDisk) else w.into.copy_(part)
 
-    def local(self, flat: Flat, wanted: list[Wanted]) -> None:
-        """Into tensors of the shape of the optimizer's object, where this rank owns what it
-        holds.
+    def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
+        """All elements that this rank holds."""
+        self.read(item, *outside(entry, *held_by(entry, entry.flat.rank), item.state)[1:], into)
+
+    def _own_interval(
+        self, flat: Flat, found: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1
+    ) -> None:
+        """This rank's interval into `buffer` ([owned], or the items for them). Where several ranks
+        hold the same elements each reads its interval, then they gather.
         """
-        for w in wanted:
-            a, b = (w.entry.slot.start, w.entry.slot.end) if flat.unsharded else flat.local(w.entry)
-            self._into(w.item, *_interval(w.entry, w.item, a, b), w.into)
-
-    def to_disk(self, flat: Flat, kind: str, wanted: list[Wanted]) -> None:
-        """Into what the flat buffer's home has on NVMe as `kind`, a chunk at a time."""
-        for w in wanted:
-            a, b = flat.local(w.entry)
-            if a < b and self.error is None:
-                try:
-                    read_to_disk(
-                        self.source,
-                        w.item,
-                        w.entry,
-                        kind,
-                        a - w.entry.slot.start,
-                        b - w.entry.slot.start,
-                    )
-                except Exception as error:
-                    self.error = error
-
-    def replicated_to_disk(
-        self, unit: Unit, flat: Flat, kind: str, wanted: list[Wanted], dtype: torch.dtype
-    ) -> None:
-        """As `replicated`, into what several ranks have on NVMe as `kind`."""
-        grain, first = grain_of_kind(kind), flat.owned[0]
-        buffer = torch.empty(
-            (flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device
-        )
-        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
-        assert flat.offloaded is not None
-        for w in wanted:
-            a, b = flat.local(w.entry)
-            start, stop = items_of(a - first, b - first, grain)
-            flat.offloaded.write_part(kind, start, buffer[start:stop].cpu())
-
-    def replicated(self, unit: Unit, flat: Flat, wanted: list[Wanted], dtype: torch.dtype) -> None:
-        """Into tensors that several ranks hold: each reads its share, then they gather."""
-        grain, first = grain_of(wanted[0].item.state), flat.owned[0]
-        buffer = torch.empty(
-            (flat.owned[1] - first) // grain, dtype=dtype, device=self.engine.device
-        )
-        self._gathered(unit, flat, [(w.entry, w.item) for w in wanted], buffer, grain)
-        for w in wanted:
-            a, b = flat.local(w.entry)
-            w.into.view(-1).copy_(buffer[slice(*items_of(a - first, b - first, grain))])
-
-    def _gathered(
-        self,
-        unit: Unit,
-        flat: Flat,
-        wanted: list[tuple[Entry, Item]],
-        buffer: torch.Tensor,
-        grain: int = 1,
-    ) -> None:
         first = flat.owned[0]
-        for entry, item in wanted:
+        for entry, item in found:
             a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
-            self._into(
-                item,
-                *_interval(entry, item, a, b),
-                buffer[slice(*items_of(a - first, b - first, grain))],
-            )
-        # The wire may not know it
-        buffer = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-        holders = self.engine.group if flat.whole_master else self.engine.group.inter_group
-        holders.all_gather(
-            buffer,
-            CollectiveContext("state", unit.name, self.engine.step, "state"),
-            flat.index,
-            move="state",
-        ).wait()
+            _, start, stop = outside(entry, a - entry.slot.start, b - entry.slot.start, item.state)
+            self.read(item, start, stop, buffer[slice(*items_of(a - first, b - first, grain))])
+        if shared(flat):
+            # The wire may not know float8
+            wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
+            place = state_context(self.engine, flat.unit_name)
+            gather = holders(self.engine, flat).all_gather(wire, place, flat.index, move="state")
+            gather.wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
         if self.engine.rank == 0:
             for item, tensor in wanted.items():
-                self._into(item, 0, tensor.numel(), tensor)
-        self.engine.group.broadcast(
-            list(wanted.values()), CollectiveContext("state", "buffers", self.engine.step, "state")
-        )
+                self.read(item, 0, tensor.numel(), tensor)
+        self.engine.group.broadcast(list(wanted.values()), state_context(self.engine, "buffers"))
 
-    def _into(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
+        """Elements [start, stop) into `out`, of any layout and on any device; nothing after the
+        first error.
+        """
         if stop <= start or self.error is not None:
             return
         try:
-            if out.device.type == "cpu" and out.is_contiguous():
+            if isinstance(out, OnDisk):
+                for at, part in self._parts(item, start, stop, out.dtype):
+                    out.write(at, part)
+            elif out.device.type == "cpu" and out.is_contiguous():
                 self.source.read(item, start, stop, out.detach().view(-1))
-                return
-            whole = (
-                out
-                if out.is_contiguous()
-                else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-            )
-            flat = whole.view(-1)
-            for a in range(start, stop, BUFFER):
-                b = min(stop, a + BUFFER)
-                part = torch.empty(b - a, dtype=out.dtype, device="cpu")
-                self.source.read(item, a, b, part)
-                flat[a - start : b - start].copy_(part)
-            if whole is not out:
-                out.copy_(whole)
+            else:
+                whole = (
+                    out
+                    if out.is_contiguous()
+                    else torch.empty_like(out, memory_format=torch.contiguous_format)
+                )
+                for at, part in self._parts(item, start, stop, out.dtype):
+                    whole.view(-1)[at : at + part.numel()].copy_(part)
+                if whole is not out:
+                    out.copy_(whole)
         except Exception as error:
             self.error = error
 
-
-def _interval(entry: Entry, item: Item, a: int, b: int) -> tuple[int, int]:
-    """Addresses [a, b) in the flat buffer of `entry` as elements of `item`, or the items for them;
-    a tile is a part of its parameter.
-    """
-    offset = entry.part.first - entry.slot.start
-    return items_of(a + offset, b + offset, grain_of(item.state))
+    def _parts(
+        self, item: Item, start: int, stop: int, dtype: torch.dtype
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(where it goes, host tensor) of elements [start, stop), in order."""
+        for a in range(start, stop, BUFFER):
+            part = torch.empty(min(stop, a + BUFFER) - a, dtype=dtype, device="cpu")
+            self.source.read(item, a, a + part.numel(), part)
+            yield a - start, part
 
 
 def fill_optimizers(
-    engine: Engine, optimizers: list[torch.optim.Optimizer], reading: Reading
+    engine: Engine, optimizers: list[torch.optim.Optimizer], reading: StateReader
 ) -> None:
     """States and parameter groups, once `fit_groups` has found that they go together. Collective;
     what goes wrong is kept in `reading`.
@@ -364,15 +290,12 @@ def fill_optimizers(
     for item in known:
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
-    with (
-        reading.through(source),
-        disable_torch_function(),
-        torch.no_grad(),
-        torch.inference_mode(False),
-    ):
+    recoded = StateReader(engine, source, reading.error)
+    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat_states(reading, unit, flat, owner, states, known, aliases)
+                _load_flat_states(recoded, flat, owner, states, known, aliases)
+    reading.error = recoded.error
 
 
 def _recoded(
@@ -470,7 +393,7 @@ def _set_groups(
 
 
 def _load_flat_states(
-    reading: Reading, unit: Unit, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
+    reading: StateReader, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
     states: Mapping[str, list[Item]], known: Mapping[Item, Stored], aliases: Mapping[str, str],
 ) -> None:  # fmt: skip
     """The optimizer's states of the parameters of one flat buffer."""
@@ -498,28 +421,18 @@ def _load_flat_states(
             ):
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             # As the step has it
-            away = _on_disk(flat) and not (
+            away = flat.storage.on_disk and not (
                 how.small(entry) if how is not None else entry.param.dim() == 0
             )
             if packed(item.state) is not None or stored.shape == entry.part.shape:
-                shape = (
-                    entry.param.shape
-                    if packed(item.state) is None
-                    else (-(-entry.param.numel() // grain_of(item.state)),)
-                )
-                state[item.state] = (
-                    StatePlace.of(shape, dtype)
-                    if away
-                    else torch.empty(shape, dtype=dtype, device=entry.param.device)
-                )
-                found.setdefault((item.state, dtype, away), []).append(
-                    Wanted(entry, item, state[item.state])
-                )
-            elif (flat.whole_master or flat.unsharded) and not (flat.tiled or _on_disk(flat)):
-                state[item.state] = torch.empty(
-                    stored.shape, dtype=dtype, device=entry.param.device
-                )
-                reading._into(item, 0, state[item.state].numel(), state[item.state])
+                made = state[item.state] = new_state(entry, item.state, dtype, away)
+                held = held_by(entry, flat.rank)
+                into = elements(entry, state_kind(item.state, dtype), made, *held)
+                found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, into))
+            elif not (divided(flat) or flat.tiled or flat.storage.on_disk):
+                made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
+                reading.read(item, 0, made.numel(), made)
+                state[item.state] = made
             else:
                 reading.error = reading.error or CheckpointError(
                     f"{reading.source.describe}: {item} has a shape of its own, {stored.shape}, and"
@@ -529,28 +442,9 @@ def _load_flat_states(
             optimizer.state[entry.param] = state
         else:
             optimizer.state.pop(entry.param, None)
-    for (key, dtype, away), wanted in sorted(
-        found.items(), key=lambda pair: (pair[0][0], str(pair[0][1]), pair[0][2])
-    ):
-        if away:
-            assert flat.offloaded is not None
-            flat.offloaded.region(state_kind(key, dtype), dtype)
-            if flat.owned != flat.interval:
-                reading.replicated_to_disk(unit, flat, state_kind(key, dtype), wanted, dtype)
-            else:
-                reading.to_disk(flat, state_kind(key, dtype), wanted)
-        elif (
-            not flat.unsharded
-            and flat.owned != flat.interval
-            and (packed(key) is None or flat.layout.block)
-        ):
-            reading.replicated(unit, flat, wanted, dtype)
-        else:
-            reading.local(flat, wanted)
-
-
-def _on_disk(flat: Flat) -> bool:
-    return flat.offloaded is not None and flat.offloaded.on_disk
+    # In the same order on every rank, since some of it is collective
+    for key, dtype, away in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
+        reading.states(flat, key, dtype, found[key, dtype, away])
 
 
 def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from onefold.checkpoint.folder import Lock, checkpoints, in_words, latest, prune
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
+from onefold.comm import CollectiveContext
 from onefold.runtime.registry import engine_of
 
 LOCK = ".lock"
@@ -71,13 +72,9 @@ class Checkpointer:
         self._saving: Background | None = None
         self._lock: Lock | None = None
         self.skipped = 0
-        error: Exception | None = None
-        if self._together.rank == 0:
-            try:
+        with self._together.each_rank():
+            if self._together.rank == 0:
                 self._take()
-            except Exception as failure:
-                error = failure
-        self._together.agree(error)
 
     def _take(self) -> None:
         """The folder for this run alone, without what dead runs have left in it."""
@@ -132,22 +129,12 @@ class Checkpointer:
         return path
 
     def _any_running(self) -> bool:
-        """Whether the save under way goes on on any rank: they must decide alike."""
-        return any(self._together_now(running(self._engine) is not None))
-
-    def _together_now(self, value: bool) -> list[bool]:
-        # The background save talks on the checkpoint's communicator: this question goes through the
-        # training's.
-        import torch
-
-        from onefold.comm import CollectiveContext
-
-        # Of a length of its own
-        payload = torch.tensor([255, value], dtype=torch.uint8, device="cpu")
-        said = self._engine.group.exchange_control(
-            payload, CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
-        )
-        return [bool(s[1].item()) for s in said]
+        """Whether the save under way goes on on any rank: they must decide alike. Asked on the
+        training's communicator, since the save talks on the checkpoint's.
+        """
+        mine = bytes([255, running(self._engine) is not None])  # of a length of its own
+        place = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
+        return bool(self._engine.group.any_of(mine, place)[1])
 
     def wait(self) -> None:
         """Until no save is under way. Raises: CheckpointError: the last one failed."""

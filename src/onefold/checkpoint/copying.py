@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.on_disk import OnDisk
-from onefold.checkpoint.parts import Part, Parts
+from onefold.checkpoint.parts import PieceToWrite, RankState
 from onefold.device import current_stream, guard, has_streams, new_stream, use_stream
 from onefold.memory import empty
+from onefold.optim.held import OnDisk
 from onefold.runtime.engine import Engine
 
 _buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
@@ -39,11 +39,11 @@ class Copying:
     returned.
     """
 
-    def __init__(self, engine: Engine, parts: Parts) -> None:
+    def __init__(self, engine: Engine, parts: RankState) -> None:
         self._parts, self.waited, self._done = parts, 0.0, threading.Event()
         self._device = engine.device
         self._buffer, self._places = _buffer_for(engine, parts)
-        self._copies: dict[int, Part] = {}
+        self._copies: dict[int, PieceToWrite] = {}
         self._event: Any = None
         still = [
             i
@@ -74,7 +74,7 @@ class Copying:
         )
         self._copies[i] = replace(part, tensor=copy)
 
-    def run(self) -> Parts:
+    def run(self) -> RankState:
         """Copy what is left, in whatever thread. Returns the copied parts.
 
         Raises:
@@ -103,9 +103,8 @@ class Copying:
                 " it, so the copy is of two moments. Write to parameters before save_async or"
                 " after its wait(), or use save()."
             )
-        parts = Parts(
-            [self._copies[i] for i in range(len(self._parts.tensors))], self._parts.values
-        )
+        copies = [self._copies[i] for i in range(len(self._parts.tensors))]
+        parts = replace(self._parts, tensors=copies)
         self._parts = parts  # lets go of what was copied
         return parts
 
@@ -117,7 +116,7 @@ class Copying:
             self.waited += time.perf_counter() - begun
 
 
-def _buffer_for(engine: Engine, parts: Parts) -> tuple[torch.Tensor, list[int]]:
+def _buffer_for(engine: Engine, parts: RankState) -> tuple[torch.Tensor, list[int]]:
     """(one buffer on the host, kept for the next time; where each part goes in it)."""
     places, total = [], 0
     for part in parts.tensors:

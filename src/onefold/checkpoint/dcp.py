@@ -22,16 +22,24 @@ reads any.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from math import prod
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
-from onefold.checkpoint.dcp_leaf import Interval
 from onefold.checkpoint.errors import CheckpointError
+from onefold.optim.held import divided
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
@@ -92,7 +100,7 @@ class _State:
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
-        if self.engine.on_disk or any(f.route.stored for u in self.engine.units for f in u.flats):
+        if self.engine.on_disk or any(e.flat.storage.encoded for e in self.engine.entries):
             raise CheckpointError(
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
                 " state rests on NVMe, or encoded: use onefold.save, then load that checkpoint"
@@ -104,16 +112,7 @@ class _State:
                 " torch.distributed.checkpoint: use onefold.save; a recipe without moments= loads"
                 " that checkpoint, and dcp_state_dict writes it."
             )
-        tiled = next(
-            (
-                e.part.names[0]
-                for u in self.engine.units
-                for f in u.flats
-                if f.tiled
-                for e in f.entries
-            ),
-            None,
-        )
+        tiled = next((e.part.names[0] for e in self.engine.entries if e.flat.tiled), None)
         if tiled is not None:
             raise CheckpointError(
                 f"parameter {tiled!r} is computed in tiles, which torch.distributed.checkpoint"
@@ -281,11 +280,11 @@ class OptimizerState(_State):
         """Each group's options from the loaded group that has its parameters, wherever that
         stands.
         """
-        offloaded = {name: at for at, group in enumerate(loaded) for name in group["params"]}
+        group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
         for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
             here = [names[id(p)] for p in group["params"]]
-            found = sorted({offloaded[name] for name in here if name in offloaded})
+            found = sorted({group_of[name] for name in here if name in group_of})
             if here and len(found) != 1:
                 where = f"in its groups {found}" if found else "in none of its groups"
                 raise CheckpointError(
@@ -329,14 +328,14 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
         CheckpointError: on this rank it is a part of something, but not of a tensor of the
             parameter's shape.
     """
-    slot, replicated = entry.slot, entry.flat.whole_master
+    slot, replicated = entry.slot, not divided(entry.flat)
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if replicated or value.dim() == 0:
             return value
         if value.shape == entry.param.shape:
             start = entry.flat.local(entry)[0] - slot.start
-            return Interval(value, slot.shape, start) if slot.numel else value.view(slot.shape)
+            return DCPInterval(value, slot.shape, start) if slot.numel else value.view(slot.shape)
         what = f"a tensor of shape {tuple(value.shape)}"
     elif replicated or not isinstance(value, (list, tuple, Mapping)):
         return value
@@ -352,7 +351,7 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
 
 def _local(entry: Entry, leaf: Any) -> Any:
     """The reverse of `_part`."""
-    if isinstance(leaf, Interval):
+    if isinstance(leaf, DCPInterval):
         return leaf.local
     nothing = isinstance(leaf, torch.Tensor) and leaf.numel() == entry.slot.numel == 0
     return leaf.view(entry.param.shape) if nothing else leaf
@@ -360,7 +359,7 @@ def _local(entry: Entry, leaf: Any) -> Any:
 
 def _take(what: str, target: torch.Tensor, given: Any) -> None:
     """The loaded value into the memory it belongs to, where it does not lie there already."""
-    into, value = (x.local if isinstance(x, Interval) else x for x in (target, given))
+    into, value = (x.local if isinstance(x, DCPInterval) else x for x in (target, given))
     if isinstance(given, (int, float)) and into.dim() == 0:
         into.fill_(given)
     elif _kind(target) != _kind(given):
@@ -371,7 +370,7 @@ def _take(what: str, target: torch.Tensor, given: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, torch.Tensor) and not isinstance(value, Interval):
+    if isinstance(value, torch.Tensor) and not isinstance(value, DCPInterval):
         return f"a tensor of shape {tuple(value.shape)}"
     return repr(value)
 
@@ -409,3 +408,162 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[st
     elif step is not None:
         state["step"] = 0
     return state
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements [start, stop) of a flattened tensor of `shape` as boxes (offsets, sizes), in order;
+    at most 2n - 1 for n dimensions.
+    """
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [((start,), (stop - start,))] if len(shape) else [((), ())]
+    row, rest = prod(shape[1:]), shape[1:]
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+
+    def inside(index: int, a: int, b: int) -> list[Box]:
+        return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(rest, a, b)]
+
+    if first == last:
+        return inside(first, head, tail)
+    out = inside(first, head, row) if head else []
+    first += head > 0
+    if first < last:
+        out.append(((first, *(0 for _ in rest)), (last - first, *rest)))
+    return out + inside(last, 0, tail)
+
+
+class _IntervalMemory:
+    """The interval's memory. DCP stages a state dict for `async_save` by copying whole storages;
+    this has it copy the interval only.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __deepcopy__(self, memo: Any) -> _IntervalMemory:
+        return _IntervalMemory(self.data.to("cpu", copy=True))
+
+
+class DCPInterval(torch.Tensor):
+    """Elements [start, start + len(local)) of a flattened tensor of `shape`. Looks like the whole
+    tensor, holds `local` only.
+
+    DCP accepts nothing but tensors where shards are looked up, hence the subclass; nothing can be
+    computed with it.
+
+    Args:
+        local: [stop - start], contiguous; it is saved from and loaded into in place.
+        shape: of the whole tensor.
+        start: the first element's address in the flattened whole.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _held: _IntervalMemory
+    start: int
+
+    @staticmethod
+    def __new__(
+        cls: type[DCPInterval], local: torch.Tensor, shape: Sequence[int], start: int
+    ) -> DCPInterval:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+
+    def __init__(self, local: torch.Tensor, shape: Sequence[int], start: int) -> None:
+        self._held, self.start = _IntervalMemory(local), start
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The memory of the interval, [stop - start]."""
+        return self._held.data
+
+    def _boxes(self) -> list[Box]:
+        return boxes(self.size(), self.start, self.start + self.local.numel())
+
+    # -- what DCP's planners call ------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            for offsets, sizes in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        at = 0
+        for offsets, sizes in self._boxes():
+            if index.offset is not None and tuple(index.offset) == offsets:
+                return self.local[at : at + prod(sizes)].view(sizes)
+            at += prod(sizes)
+        raise CheckpointError(
+            f"the planner asked for the part of {index.fqn!r} at {index.offset}; this rank holds"
+            f" {self!r}, whose parts begin at {[list(offsets) for offsets, _ in self._boxes()]}. A"
+            " planner of your own must plan with the chunks that __create_chunk_list__ of the"
+            " tensor names."
+        )
+
+    # -- what DCP's stagers call -------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        me, device = args[0], (kwargs or {}).get("device")
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default):
+            return me._like(me.local)
+        if func in (aten.new_empty.default, aten.empty_like.default, aten.zeros_like.default):
+            return me._like(torch.zeros_like(me.local, device=device))
+        if func is aten.clone.default:
+            return me._like(me.local.clone())
+        if func is aten.copy_.default and isinstance(args[1], DCPInterval):
+            me.local.copy_(args[1].local)
+            return me
+        raise CheckpointError(
+            f"{func} was called on {me!r}. It stands for a part of a tensor, for"
+            " torch.distributed.checkpoint to save and to load; nothing can be computed with it."
+            " `.local` is the part itself, one-dimensional."
+        )
+
+    def _like(self, local: torch.Tensor) -> DCPInterval:
+        return DCPInterval(local, self.size(), self.start)
+
+    def __deepcopy__(self, memo: Any) -> DCPInterval:
+        return self._like(self.local.clone())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return (
+            f"elements {self.start} to {self.start + self.local.numel()} of a tensor of shape"
+            f" {tuple(self.size())}"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CheckpointError(
+            f"{self!r} was to be pickled, which would save this rank's part under the name of the"
+            " whole. Save it by torch.distributed.checkpoint.save, with a planner that flattens"
+            " state dicts (the default)."
+        )
+
+
+def _between_processes(leaf: DCPInterval) -> Any:
+    """Memory shared with the process that writes for
+    `async_save(async_checkpointer_type=PROCESS)`.
+    """
+    return DCPInterval, (leaf.local, tuple(leaf.size()), leaf.start)
+
+
+ForkingPickler.register(DCPInterval, _between_processes)

@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.folder_source import compare as verify_read
+from onefold.checkpoint.manifest import FolderSource
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import bytes_of, numel_of
 from onefold.checkpoint.values import decode
@@ -149,10 +148,8 @@ def differences(
         )
         if difference is not None:
             found.tensors.append(difference)
-        for source in (first, second):
-            if isinstance(source, FolderSource):
-                verify_read(source, source.checks)
-                source.checks.clear()
+        first.compare()
+        second.compare()
     if "optimizer" in parts:
         names = dict.fromkeys(
             i.name for i in (*here, *there) if i.kind == "parameter" and wanted(i.name)

@@ -24,22 +24,20 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
-from onefold.checkpoint.folder import flush_file, in_words
-from onefold.checkpoint.folder_source import FolderSource, compare
+from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
-from onefold.checkpoint.huggingface import each_rank
 from onefold.checkpoint.manifest import MANIFEST, path_in
-from onefold.checkpoint.on_disk import OnDisk, held
-from onefold.checkpoint.pieces import shares
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
-from onefold.checkpoint.streams import Export, Progress, Sheet, in_chunks
-from onefold.checkpoint.tensorfile import numel_of
+from onefold.checkpoint.streams import Progress, Sheet
+from onefold.checkpoint.tensorfile import CHUNK, numel_of
 from onefold.checkpoint.together import Together, meet
+from onefold.optim.held import OnDisk, elements, outside
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import beside_parameters
+from onefold.runtime.stream import interval_of
 
 #: Bytes of tensors in one file, unless asked otherwise.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -142,7 +140,7 @@ def export_folder(
     """
     _check_arguments(dtype, max_shard_bytes)
     target = Path(folder)
-    near = Path(beside) if beside is not None else getattr(source, "folder", None)
+    near = Path(beside) if beside is not None else source.folder
     outline = _outline_of(source)
     sheet = plan(
         outline,
@@ -155,31 +153,23 @@ def export_folder(
 
     def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
         for name, item in items.items():
-            count = numel_of(outline.tensors[name][1])
-            yield from in_chunks(
-                name,
-                count,
-                outline.dtypes[name],
-                lambda a, b, out, item=item: source.read(item, a, b, out),  # type: ignore[misc]
-            )
+            count, dtype = numel_of(outline.tensors[name][1]), outline.dtypes[name]
+            step = CHUNK // dtype.itemsize
+            buffer = torch.empty(min(step, count), dtype=dtype)
+            for start in range(0, count, step):
+                part = buffer[: min(step, count - start)]
+                source.read(item, start, start + part.numel(), part)
+                yield name, start, part
 
-    made = Export(target, overwrite)
-    try:
+    with Export(target, overwrite) as made:
         sheet.files.create(made.folder)
         if near is not None:
             _copy(near, (*CONFIGURATION, *TOKENIZER), made.folder)
             _say_dtype(made.folder / "config.json", dtype or _first_dtype(outline))
         total = sheet.nbytes_of((name, 0, numel_of(outline.tensors[name][1])) for name in items)
         sheet.write(made.folder, pieces(), total, progress)
-        if isinstance(source, FolderSource):
-            compare(source, source.checks)
+        source.compare()
         _finish(made, overwrite)
-    except OSError as error:
-        made.discard()
-        raise CheckpointError(f"nothing was exported to {target}: {in_words(error)}.") from error
-    except BaseException:
-        made.discard()
-        raise
     return target
 
 
@@ -207,7 +197,7 @@ def stream(
     made: Export | None = None
     planned: Sheet | None = None
     try:
-        with each_rank(together):
+        with together.each_rank():
             planned = sheet()
             if engine.rank == 0:
                 made = Export(target, overwrite)
@@ -215,7 +205,7 @@ def stream(
                 beside(made.folder)
         assert planned is not None
         there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
-        with each_rank(together), disable_torch_function(), torch.no_grad():
+        with together.each_rank(), disable_torch_function(), torch.no_grad():
             if not there.is_dir():
                 raise CheckpointError(
                     f"{there}, made by the first rank, is not there: export to a folder that all"
@@ -226,7 +216,7 @@ def stream(
                 (name, start, start + data.numel()) for name, start, data in mine
             )
             planned.write(there, _in_memory(mine), total, progress)
-        with each_rank(together):
+        with together.each_rank():
             if made is not None:
                 _finish(made, overwrite)
     except BaseException:
@@ -284,9 +274,11 @@ def masters(engine: Engine) -> dict[str, torch.dtype]:
 
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
-    for share in shares(engine):
-        if share.stop > share.start:
-            yield share.name, share.interval[0], held(share, "master", share.entry.param)
+    for entry in engine.entries:
+        start, stop = interval_of(entry)
+        if stop > start:
+            _, first, _ = outside(entry, start, stop)
+            yield entry.part.names[0], first, elements(entry, "master", entry.param, start, stop)
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 
@@ -307,7 +299,7 @@ def _in_memory(
 def _finish(made: Export, overwrite: bool) -> None:
     for file in made.folder.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":
-            flush_file(file)
+            flush(file)
     made.commit(overwrite)
 
 

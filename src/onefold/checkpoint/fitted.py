@@ -6,16 +6,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.hf_names import Runs, Shape, overlapping
-from onefold.checkpoint.source import Item, Stored
+from onefold.checkpoint.source import Item, Source, Stored, View
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
 from onefold.runtime.state import plain_state_dict
@@ -42,41 +43,29 @@ class Outline:
     def of(cls, module: nn.Module) -> Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
-        entries: dict[Any, Any] = (
-            {id(e.param): e for e in engine.entries} if engine is not None else {}
-        )
-        entries |= (
-            {name: e for e in engine.entries for name in e.part.names} if engine is not None else {}
-        )
-        known: dict[int, list[str]] = {}
+        entries: dict[Any, Entry] = {}
+        for e in engine.entries if engine is not None else ():
+            entries |= dict.fromkeys((id(e.param), *e.part.names), e)
+        ties: dict[int, list[str]] = {}
         with disable_torch_function():
-            found = (
-                module.state_dict(keep_vars=True)
-                if engine is None
-                else plain_state_dict(engine, module)
-            )
-            for name, value in found.items():
+            held = plain_state_dict(engine, module) if engine else module.state_dict(keep_vars=True)
+            for name, value in held.items():
                 if not isinstance(value, torch.Tensor):
                     continue
                 entry = entries.get(id(value), entries.get(name))
-                # A hook of the module has renamed it
-                if entry is not None and name not in entry.part.names:
-                    name = entry.part.names[0]
-                kind = (
-                    "parameter"
-                    if isinstance(value, nn.Parameter) or entry is not None
-                    else "buffer"
-                )
-                out.tensors[name] = (
-                    kind,
-                    tuple(value.shape if entry is None else entry.part.shape),
-                )
-                out.dtypes[name] = value.dtype if entry is None else entry.flat.dtypes.compute
-                if kind == "parameter" and id(value) in known:
-                    known[id(value)].append(name)
+                kind, shape, dtype = "buffer", value.shape, value.dtype
+                if entry is not None:
+                    shape, dtype = torch.Size(entry.part.shape), entry.flat.dtypes.compute
+                    if name not in entry.part.names:  # a hook of the module has renamed it
+                        name = entry.part.names[0]
+                if entry is not None or isinstance(value, nn.Parameter):
+                    kind = "parameter"
+                out.tensors[name], out.dtypes[name] = (kind, tuple(shape)), dtype
+                if kind == "parameter" and id(value) in ties:
+                    ties[id(value)].append(name)
                 else:
-                    known[id(value)] = [name]
-                    out.ties.append(known[id(value)])
+                    ties[id(value)] = [name]
+                    out.ties.append(ties[id(value)])
         return out
 
 
@@ -105,20 +94,7 @@ def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str,
     return base, out
 
 
-class Readable(Protocol):
-    """What a `Fitted` reads from: a source of tensors by their own names."""
-
-    @property
-    def describe(self) -> str: ...
-
-    def stored(self, key: str) -> Stored: ...
-
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Fitted:
+class Fitted(View):
     """A source that shows another's tensors under the names of a model.
 
     Args:
@@ -134,15 +110,15 @@ class Fitted:
 
     def __init__(
         self,
-        source: Readable,
+        source: Source,
         outline: Outline,
         made: Mapping[str, Runs],
         unexpected: Iterable[str] = (),
         rules: Any = None,
     ) -> None:
-        self.source, self.rules = source, rules
+        super().__init__(source)
         self.missing: list[str] = []
-        self.unexpected = sorted(unexpected)
+        self.unexpected, self.rules = sorted(unexpected), rules
         self._items: dict[Item, Stored] = {}
         self._runs: dict[Item, Runs] = {}
         self._twice: dict[Item, list[tuple[str, str, Runs]]] = {}
@@ -154,16 +130,16 @@ class Fitted:
                 self.missing.append(names[0])
                 continue
             item, runs = Item(kind, names[0]), made[there[0]]
-            dtype = source.stored(runs[0].name).dtype if runs else outline.dtypes[names[0]]
+            dtype = (
+                source.stored(Item("parameter", runs[0].name)).dtype
+                if runs
+                else outline.dtypes[names[0]]
+            )
             self._items[item], self._runs[item] = Stored(dtype, shape), runs
             self._aliases |= dict.fromkeys(names[1:], names[0])
             again = [(there[0], other, made[other]) for other in there[1:] if made[other] != runs]
             if again:
                 self._twice[item] = again
-
-    @property
-    def describe(self) -> str:
-        return self.source.describe
 
     def items(self) -> Mapping[Item, Stored]:
         return self._items
@@ -195,15 +171,6 @@ class Fitted:
             into = out[run.at - start : run.at - start + run.length]
             self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
 
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        return {}
-
-    def groups(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self.source.close()
-
     def digest(self) -> bytes:
         """The same for the same tensors, shapes and places of them."""
         text = repr(
@@ -215,5 +182,5 @@ class Fitted:
         return hashlib.sha256(text.encode()).digest()[:16]
 
 
-def some(names: list[str]) -> str:
+def some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -25,6 +25,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
@@ -126,7 +127,8 @@ class Unfinished:
             CheckpointError: somebody else put something there meanwhile.
             OSError: as the system says it.
         """
-        flush_folder(self.folder)
+        # The names of its files, then its own: what is seen under its name is whole after a crash
+        flush(self.folder)
         replaced = False
         try:
             os.rename(self.folder, self.target)
@@ -141,7 +143,7 @@ class Unfinished:
             exchange(self.folder, self.target)
             replaced = True
         (self.target / OWNER).unlink(missing_ok=True)
-        flush_folder(self.target.parent)
+        flush(self.target.parent)
         if replaced:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
@@ -150,6 +152,41 @@ class Unfinished:
         """Leave nothing."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
+
+    def __enter__(self) -> Self:
+        """Inside, whatever goes wrong leaves nothing."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if error is not None:
+            self.discard()
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{self.what} {self.target}: {in_words(error)}.") from None
+
+
+class Export(Unfinished):
+    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
+    export.
+    """
+
+    what = "nothing can be exported to"
+
+    @staticmethod
+    def check(target: Path, overwrite: bool) -> None:
+        """Raises: CheckpointError: something is there that an export must not replace."""
+        check_place(target)
+        if target.is_dir() and any(target.iterdir()):
+            known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
+            if not (overwrite and known):
+                hint = (
+                    "give overwrite=True to replace it, or name another folder"
+                    if known
+                    else "name another folder"
+                )
+                what = "a model" if known else "something else than a model"
+                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
 
 
 def check_place(target: Path) -> None:
@@ -183,16 +220,8 @@ def exchange(a: Path, b: Path) -> None:
     os.rename(aside, a)
 
 
-def flush_folder(folder: Path) -> None:
-    """Have the disk know the names in `folder`."""
-    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def flush_file(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have the disk know the contents of a file, or the names in a folder."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)

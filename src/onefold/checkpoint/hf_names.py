@@ -35,7 +35,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class ElementRun:
     """Elements `[at, at + length)` of a flattened tensor are elements `[start, start + length)` of
     tensor `name` on the other side.
     """
@@ -46,7 +46,7 @@ class Run:
     length: int
 
 
-Runs = tuple[Run, ...]
+Runs = tuple[ElementRun, ...]
 
 
 class NotRows(Exception):
@@ -97,7 +97,7 @@ class Tags:
             )
             if inside or its_width != width or row + end - begin > rows:
                 raise NotRows
-            runs.append(Run(begin * width, name, row * width, (end - begin) * width))
+            runs.append(ElementRun(begin * width, name, row * width, (end - begin) * width))
         return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
 
     def _source(self, number: int) -> tuple[str, int, int]:
@@ -109,17 +109,17 @@ class Tags:
 
 def whole(name: str, shape: Shape) -> Runs:
     """The runs of a tensor that is one other tensor, element for element."""
-    return (Run(0, name, 0, numel_of(shape)),)
+    return (ElementRun(0, name, 0, numel_of(shape)),)
 
 
-def overlapping(runs: Sequence[Run], start: int, stop: int) -> Iterable[Run]:
+def overlapping(runs: Sequence[ElementRun], start: int, stop: int) -> Iterable[ElementRun]:
     """The parts of `runs` (in order of `at`, without gaps) inside elements `[start, stop)`."""
     at = max(0, bisect.bisect_right(runs, start, key=lambda run: run.at) - 1)
     while at < len(runs) and runs[at].at < stop:
         run, at = runs[at], at + 1
         begin, end = max(run.at, start), min(run.at + run.length, stop)
         if begin < end:
-            yield Run(begin, run.name, run.start + begin - run.at, end - begin)
+            yield ElementRun(begin, run.name, run.start + begin - run.at, end - begin)
 
 
 # -- transformers' rules ---------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class Rules:
         self, converter: Any, first: str, shapes: Mapping[str, Shape]
     ) -> dict[str, torch.Tensor]:
         made = converter.convert(
-            first, model=_Outline(shapes, self.module.config), config=self.module.config
+            first, model=_Shapes(shapes, self.module.config), config=self.module.config
         )
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
@@ -183,7 +183,7 @@ class Rules:
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
 
 
-class _Outline:
+class _Shapes:
     """What converters ask of a model: the shapes of its parameters (those of a sharded one are
     intervals).
     """

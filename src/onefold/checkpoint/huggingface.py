@@ -11,12 +11,11 @@ Nothing is unpickled, nothing is held whole, and nobody makes up a value that a 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,14 @@ from onefold.checkpoint.apply import load_model
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Fitted, Outline, some, unwrapped
 from onefold.checkpoint.hf_names import is_transformers, reading
-from onefold.checkpoint.meta_adapters import materialize_adapters
-from onefold.checkpoint.source import Item, Stored
+from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 
 
-class HuggingFaceSource:
+class HuggingFaceSource(Source):
     """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it
     names; or one such file.
 
@@ -46,6 +44,8 @@ class HuggingFaceSource:
     Raises:
         CheckpointError: it holds no safetensors weights, or a part of them is missing or damaged.
     """
+
+    folder: Path
 
     def __init__(self, folder: str | os.PathLike[str], name: str = "model") -> None:
         self.folder = Path(folder)
@@ -98,23 +98,14 @@ class HuggingFaceSource:
         return f"the Hugging Face folder {self.folder}"
 
     def items(self) -> Mapping[Item, Stored]:
-        return {Item("parameter", key): self.stored(key) for key in self._where}
+        return {item: self.stored(item) for item in (Item("parameter", key) for key in self._where)}
 
-    def stored(self, key: str) -> Stored:
-        entry = self._where[key].header[key]
+    def stored(self, item: Item) -> Stored:
+        entry = self._where[item.name].header[item.name]
         return Stored(entry.dtype, entry.shape)
-
-    def aliases(self) -> Mapping[str, str]:
-        return {}
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         self._where[item.name].read(item.name, start, stop, out)
-
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        return {}
-
-    def groups(self) -> None:
-        return None
 
     def close(self) -> None:
         for file in self._files:
@@ -132,7 +123,7 @@ class HuggingFaceSource:
         expected = {
             names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
         }
-        layout = reading({key: self.stored(key).shape for key in self._where}, expected, inner)
+        layout = reading({item.name: s.shape for item, s in self.items().items()}, expected, inner)
         shapes = {name: shape for name, (shape, _) in layout.made.items()}
         wrong = [
             f"{n}: {shape} there, {expected[n]} in the model"
@@ -184,15 +175,33 @@ def load_pretrained(
         CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under
             `strict`.
     """
+
+    def fitted() -> Fitted:
+        found = opened(folder, module)
+        if strict:
+            try:
+                refuse_differences(found)
+            except CheckpointError:
+                found.close()
+                raise
+        return found
+
+    return load_fitted(module, "load_pretrained", fitted)
+
+
+def load_fitted(
+    module: nn.Module, call: str, fit: Callable[[], Fitted]
+) -> tuple[list[str], list[str]]:
+    """Load what `fit` opens, on every rank the same, in the call `call`. Collective. Returns the
+    names that are missing in it and those that fit nowhere.
+    """
     engine = engine_of(module)
-    meet(engine, "load_pretrained")
+    meet(engine, call)
     together = Together.of(engine)
     fitted: Fitted | None = None
     try:
-        with each_rank(together):
-            fitted = opened(folder, module)
-            if strict:
-                refuse_differences(fitted)
+        with together.each_rank():
+            fitted = fit()
         assert fitted is not None
         same_everywhere(together, fitted)
         return load_shards(engine, module, fitted)
@@ -297,7 +306,7 @@ class Weights:
         try:
             meet(engine, "shard(weights=...)")
             together = Together.of(engine)
-            with each_rank(together):
+            with together.each_rank():
                 if self.error is not None:
                     raise self.error
             assert self._fitted is not None
@@ -320,22 +329,6 @@ class Weights:
     def close(self) -> None:
         if self._fitted is not None:
             self._fitted.close()
-
-
-@contextlib.contextmanager
-def each_rank(together: Together) -> Iterator[None]:
-    """Around work that every rank does by itself, without collectives: what goes wrong on one
-    raises on all. Collective.
-    """
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    try:
-        together.agree(error)
-    except CheckpointError as told:
-        raise told from error
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -440,3 +433,52 @@ def _ignored(module: nn.Module, key: str) -> bool:
     if any(name.endswith("position_ids") for name in buffers):
         patterns.append(r"(^|\.)position_ids$")
     return any(re.search(pattern, key) for pattern in patterns)
+
+
+def materialize_adapters(module: nn.Module, device: torch.device) -> None:
+    """Give adapters that were built on the meta device memory, and the values that peft starts them
+    with. Local.
+
+    Raises:
+        CheckpointError: they start from the base model's weights, which are not there yet.
+    """
+    configs: dict[str, Any] = getattr(module, "peft_config", None) or {}
+    for layer in module.modules():
+        if not hasattr(layer, "reset_lora_parameters"):
+            continue
+        for name, config in configs.items():
+            parts = [
+                getattr(layer, part)
+                for part in layer.adapter_layer_names  # type: ignore[union-attr]
+                if name in getattr(layer, part, ())
+            ]
+            tensors = [
+                p
+                for part in parts
+                for p in (
+                    [part[name]]
+                    if isinstance(part[name], torch.Tensor)
+                    else part[name].parameters()
+                )
+            ]
+            if not any(p.is_meta for p in tensors):
+                continue
+            how = config.init_lora_weights
+            if how not in (True, False, "gaussian") or config.use_dora:
+                raise CheckpointError(
+                    f"adapter {name!r} starts from the base model's weights"
+                    f" ({'DoRA' if config.use_dora else repr(how)}), which are not there while the"
+                    " model is on the meta device: build it in memory, or give"
+                    " init_lora_weights=True or 'gaussian'."
+                )
+            for part in parts:
+                if isinstance(part[name], torch.Tensor):
+                    part[name] = nn.Parameter(
+                        torch.zeros_like(part[name], device=device),
+                        requires_grad=part[name].requires_grad,
+                    )
+                else:
+                    part[name].to_empty(device=device)
+                    if hasattr(part[name], "reset_parameters"):
+                        part[name].reset_parameters()
+            layer.reset_lora_parameters(name, how)  # type: ignore[operator]

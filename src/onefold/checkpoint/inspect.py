@@ -10,15 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, path_in, read_manifest
+from onefold.checkpoint.manifest import (
+    CHECKSUM,
+    MANIFEST,
+    STATE,
+    FolderSource,
+    path_in,
+    read_manifest,
+)
 from onefold.checkpoint.source import KINDS, Item, Source
 from onefold.checkpoint.tensorfile import CODES, numel_of
 from onefold.checkpoint.verify import is_like_a_checkpoint
 
 
 @dataclass(frozen=True)
-class Sort:
+class SortSummary:
     """All tensors of one kind, state and dtype: how many, their elements, their bytes."""
 
     kind: str
@@ -30,7 +36,7 @@ class Sort:
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSummary:
     """One tensor. `files`: where its pieces lie."""
 
     item: Item
@@ -42,7 +48,7 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Group:
+class GroupSummary:
     """A parameter group: the optimizer's class and number, its own number, the names in it, their
     elements, its options.
     """
@@ -70,9 +76,9 @@ class Summary:
     step: int | None
     created: str
     saved_by: Mapping[str, Any]
-    sorts: tuple[Sort, ...]
-    tensors: tuple[Tensor, ...]
-    groups: tuple[Group, ...]
+    sorts: tuple[SortSummary, ...]
+    tensors: tuple[TensorSummary, ...]
+    groups: tuple[GroupSummary, ...]
     resumes: Mapping[str, str]
     files: Mapping[str, int]
 
@@ -98,60 +104,37 @@ def summarize(source: Source, path: Path) -> Summary:
         CheckpointError: its values cannot be read.
     """
     own = source if isinstance(source, FolderSource) else None
-    folder = own.folder if own else Path(getattr(source, "folder", path))
-    manifest = own.manifest if own else None
-    tensors = tuple(_tensors(source, own))
+    folder, tensors = source.folder or path, tuple(_tensors(source, own))
+    numels = {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"}
+    files = (p for p in sorted(folder.rglob("*")) if p.is_file())
     return Summary(
         path=folder,
-        form=(
-            "Onefold"
-            if own
-            else "DeepSpeed"
-            if "DeepSpeed" in type(source).__name__
-            else "Hugging Face"
-        ),
-        step=manifest.step if manifest else getattr(source, "step", None),
-        created=manifest.created if manifest else "",
-        saved_by=manifest.saved_by if manifest else {},
+        form=source.form,
+        step=source.step,
+        created=source.created,
+        saved_by=source.saved_by,
         sorts=tuple(_sorts(tensors)),
         tensors=tensors,
-        groups=tuple(
-            _groups(
-                source,
-                own,
-                {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"},
-            )
-        ),
+        groups=tuple(_groups(source, own, numels)),
         resumes=_resumes(own, source),
-        files={
-            p.relative_to(folder).as_posix(): p.stat().st_size
-            for p in sorted(folder.rglob("*"))
-            if p.is_file()
-        },
+        files={p.relative_to(folder).as_posix(): p.stat().st_size for p in files},
     )
 
 
-def _tensors(source: Source, own: FolderSource | None) -> Iterator[Tensor]:
+def _tensors(source: Source, own: FolderSource | None) -> Iterator[TensorSummary]:
     names: dict[str, list[str]] = {}
     for alias, name in source.aliases().items():
         names.setdefault(name, []).append(alias)
     for item, stored in source.items().items():
         aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
-        files = (
-            tuple(dict.fromkeys(piece.file for piece in own.records[item].pieces)) if own else ()
-        )
+        pieces = own.records[item].pieces if own else ()
+        files = tuple(dict.fromkeys(piece.file for piece in pieces))
         code = CODES.get(stored.dtype, str(stored.dtype).removeprefix("torch."))
-        yield Tensor(
-            item,
-            code,
-            tuple(stored.shape),
-            numel_of(stored.shape) * stored.dtype.itemsize,
-            aliases,
-            files,
-        )
+        nbytes = numel_of(stored.shape) * stored.dtype.itemsize
+        yield TensorSummary(item, code, tuple(stored.shape), nbytes, aliases, files)
 
 
-def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
+def _sorts(tensors: Iterable[TensorSummary]) -> list[SortSummary]:
     counts: dict[tuple[str, str, str], list[int]] = {}
     for t in tensors:
         count = counts.setdefault((t.item.kind, t.item.state, t.dtype), [0, 0, 0])
@@ -159,12 +142,14 @@ def _sorts(tensors: Iterable[Tensor]) -> list[Sort]:
             count[i] += n
     order = {kind: i for i, kind in enumerate(KINDS)}
     return [
-        Sort(*key, *counts[key])
+        SortSummary(*key, *counts[key])
         for key in sorted(counts, key=lambda k: (order.get(k[0], len(order)), *k[1:]))
     ]
 
 
-def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int]) -> Iterator[Group]:
+def _groups(
+    source: Source, own: FolderSource | None, numels: Mapping[str, int]
+) -> Iterator[GroupSummary]:
     stored = source.groups() or []
     classes = [o.get("class", "") for o in own.state.get("optimizers", [])] if own else []
     for number, groups in enumerate(stored):
@@ -172,14 +157,8 @@ def _groups(source: Source, own: FolderSource | None, numels: Mapping[str, int])
             names = tuple(group["params"])
             options = {key: value for key, value in group.items() if key != "params"}
             name = classes[number] if number < len(classes) else ""
-            yield Group(
-                name or "optimizer",
-                number,
-                index,
-                names,
-                sum(numels.get(n, 0) for n in names),
-                options,
-            )
+            numel = sum(numels.get(n, 0) for n in names)
+            yield GroupSummary(name or "optimizer", number, index, names, numel, options)
 
 
 def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
@@ -189,7 +168,8 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
         out["optimizer"] = ", ".join(states) if states else "groups alone: it has not stepped"
     state = own.state if own is not None else {}
     for name in ("scheduler", "scaler"):
-        value = state.get(name) if own is not None else getattr(source, name, None)
+        # As it stands in the file: its tensors are not fetched
+        value = state.get(name) if own is not None else source.value(name)
         if value is not None:
             out[name] = _in_short(value)
     if own is None:

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-import onefold.checkpoint.rng as random_states
+import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.apply import (
-    Fit,
-    Reading,
+    ModelFit,
+    StateReader,
     fill_model,
     fill_optimizers,
     fit_groups,
@@ -25,15 +25,14 @@ from onefold.checkpoint.apply import (
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import checkpoints, latest, of_run
-from onefold.checkpoint.folder_source import FolderSource, compare
 from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
-from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.prefetch import Prefetched
-from onefold.checkpoint.residuals import Lost
+from onefold.checkpoint.manifest import MANIFEST, FolderSource
+from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
 from onefold.checkpoint.source import Item, Source, read_by_another
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
+from onefold.checkpoint.views import Prefetched
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
@@ -87,22 +86,23 @@ def load(
         scheduler, scaler, data: things with load_state_dict().
         strict: names must agree.
         rng: restore the random generators (Python, numpy, torch, CUDA); see
-            `onefold.checkpoint.rng` for other numbers of ranks.
+            `onefold.checkpoint.per_rank` for other numbers of ranks.
 
     Raises:
         CheckpointError: on every rank. Model and optimizer are as they were if there is no such
             checkpoint or it is of another model; if bytes were found damaged while they were read,
             both are undefined, and an earlier checkpoint must be loaded.
     """
+    things = {"scheduler": scheduler, "scaler": scaler, "data": data}
     if model is None:
-        return _without_model(Path(path), optimizer, scheduler, scaler, data)
+        return _without_model(Path(path), optimizer, *things.values())
     engine = engine_of(model)
     refuse_changes(engine, "load")
     meet(engine, "load")
     settle(engine)
     source = _open(engine, Path(path))
     try:
-        return _apply(engine, model, source, None, optimizer, scheduler, scaler, data, strict, rng)
+        return _apply(engine, model, source, None, optimizer, things, strict, rng)
     finally:
         source.close()
 
@@ -161,13 +161,9 @@ def load_async(
     meet(engine, "load_async")
     settle(engine)
     source = _open(engine, Path(path))
-    error: Exception | None = None
     try:
-        ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
-    except Exception as failure:
-        error = failure
-    try:
-        Together.of(engine).agree(error)
+        with Together.of(engine).each_rank():
+            ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
     except CheckpointError:
         source.close()
         raise
@@ -175,7 +171,8 @@ def load_async(
     def finish(error: Exception | None) -> Loaded:
         # Ranks read at different speeds: they wait longer here than `meet` would
         Together.of(engine).agree(error)
-        return _apply(engine, model, source, ahead, optimizer, scheduler, scaler, data, strict, rng)
+        things = {"scheduler": scheduler, "scaler": scaler, "data": data}
+        return _apply(engine, model, source, ahead, optimizer, things, strict, rng)
 
     return Loading(engine, source, ahead, finish, begun, Path(path))
 
@@ -220,28 +217,20 @@ def _open(engine: Engine, path: Path) -> Source:
     """Collective: all ranks read the same checkpoint, and all raise if one cannot."""
     together = Together.of(engine)
     source: Source | None = None
-    error: Exception | None = None
     try:
-        source = source_of(path)
-    except (CheckpointError, OSError) as failure:
-        error = failure
-    said = together.all_gather(
-        (None if error is None else worded(error), source.describe if source is not None else "")
-    )
-    try:
-        raise_first([e for e, _ in said])
-    except CheckpointError:
+        with together.each_rank():
+            source = source_of(path)
+        assert source is not None
+        seen = sorted(set(together.all_gather(source.describe)))
+        if len(seen) > 1:
+            raise CheckpointError(
+                f"{path}: ranks see different checkpoints ({', '.join(seen)}). It must be on a file"
+                " system that all share."
+            )
+    except BaseException:
         if source is not None:
             source.close()
         raise
-    assert source is not None
-    seen = [name for _, name in said]
-    if len(set(seen)) > 1:
-        source.close()
-        raise CheckpointError(
-            f"{path}: ranks see different checkpoints ({', '.join(sorted(set(seen)))}). It must be"
-            " on a file system that all share."
-        )
     return source
 
 
@@ -253,120 +242,103 @@ def _named_as(model: nn.Module, source: Source) -> Source:
 
 
 def _apply(
-    engine: Engine, model: nn.Module, source: Source, ahead: Source | None, optimizer: Any, scheduler: Any, scaler: Any, data: Any,
-    strict: bool, rng: bool,
+    engine: Engine, model: nn.Module, source: Source, ahead: Source | None, optimizer: Any, things: dict[str, Any], strict: bool,
+    rng: bool,
 ) -> Loaded:  # fmt: skip
     """`ahead`: what was read of `source` before, under the model's names. Collective."""
     together, optimizers = Together.of(engine), optimizers_of(optimizer)
-    error: Exception | None = None
+    own = (
+        source if isinstance(source, FolderSource) else None
+    )  # it has more than weights and states
     values: dict[str, Any] = {}
     reader: Source = source if ahead is None else ahead
-    fit: Fit | None = None
-    try:  # everything that can be wrong, before anything is changed
-        values = _values(source, together, scheduler, scaler, data)
-        _check_things(scheduler=scheduler, scaler=scaler, data=data)
+    fit: ModelFit | None = None
+    with together.each_rank():  # everything that can be wrong, before anything is changed
+        values = _values(source, together, things)
         check_moment(engine, "load", optimizer)
         if ahead is None:
             reader = _named_as(model, source)
         fit = fit_model(engine, model, reader, strict)
-        if isinstance(source, FolderSource):
-            _fit_extra_state(engine, model, source, fit, strict)
+        if own is not None:
+            _fit_extra_state(engine, model, own, fit, strict)
         if optimizers:
             fit_groups(engine, optimizers, reader)
-    except Exception as failure:
-        error = failure
-    together.agree(error)
     assert fit is not None
-    reading = Reading(engine, reader)
+    reading = StateReader(engine, reader)
     fill_model(engine, fit, reading)
     if optimizers:
         fill_optimizers(engine, optimizers, reading)
-    beside, lost = _Beside(), None
-    if isinstance(source, FolderSource) and reading.error is None:
+    beside, lost = _Beside(extra=source.extra), None
+    if own is not None and reading.error is None:
         try:  # each rank reads its own: what one meets is told to all below
-            beside = _Beside.of(source, together, rng)
+            beside = _Beside.of(own, together, rng)
         except Exception as failure:
             reading.error = failure
-    if isinstance(source, FolderSource) and optimizers:
-        lost = Lost.read(engine, source, together, reading)
-    _verify(together, source, reading.error)
-    rules = getattr(reader, "rules", None)
-    if rules is not None:
-        rules.remember()  # an export goes back through them
-    if isinstance(source, FolderSource):
-        _set_extra_state(model, beside.odd)
+    if own is not None and optimizers:
+        lost = Lost.read(engine, own, together, reading)
+    # From here on all of it was read, and is sound
+    _verify(together, own, reading.error)
+    if reader.rules is not None:
+        reader.rules.remember()  # an export goes back through them
+    _set_extra_state(model, beside.extra_state)
     if lost is not None:
         lost.apply()
     else:
         engine.residuals.forget()
     if beside.random is not None:
-        random_states.restore(beside.random, together.rank, beside.streams)
-    try:
-        for name, thing in (("scheduler", scheduler), ("scaler", scaler), ("data", data)):
-            if thing is not None:
-                thing.load_state_dict(values[name])
-    except Exception as failure:
-        error = failure
-    together.agree(error)
-    names = tuple(fit.missing), tuple(fit.unexpected)
-    if not isinstance(source, FolderSource):
-        return Loaded(
-            Path(getattr(source, "folder", "")),
-            getattr(source, "step", None),
-            getattr(source, "extra", None),
-            {},
-            None,
-            *names,
-        )
-    notes = (lost.note,) if lost is not None and lost.note else ()
+        per_rank.restore(beside.random, together.rank, beside.streams)
+    with together.each_rank():
+        for name, value in values.items():
+            things[name].load_state_dict(value)
     return Loaded(
-        source.folder,
-        source.state["step"],
+        Path(source.folder or ""),
+        source.step,
         beside.extra,
-        source.manifest.saved_by,
+        source.saved_by,
         beside.data,
-        *names,
-        notes,
+        tuple(fit.missing),
+        tuple(fit.unexpected),
+        (lost.note,) if lost is not None and lost.note else (),
     )
 
 
 @dataclass(frozen=True)
 class _Beside:
     """What a checkpoint has for this rank beside weights and states; `streams`: of how many ranks
-    it has generators.
+    it has generators. `data`: None where it cannot be told which rank's is this one's.
     """
 
     random: dict[str, Any] | None = None
     streams: int = 0
     extra: Any = None
-    odd: dict[str, Any] = field(default_factory=dict)
+    extra_state: dict[str, Any] = field(default_factory=dict)
     data: Any = None
 
     @classmethod
     def of(cls, source: FolderSource, together: Together, rng: bool) -> _Beside:
-        streams = sum(item.kind == "rng" for item in source.records)
-        random = _random(source, together.rank % streams) if rng and streams else None
-        return cls(
-            random,
-            streams,
-            source.value("extra"),
-            source.value("extra_state") or {},
-            _own_data(source, together),
-        )
+        streams, random = sum(item.kind == "rng" for item in source.records), None
+        if rng and streams:
+            text = bytes(source.whole(Item("rng", str(together.rank % streams))).numpy())
+            random = decode(json.loads(text))
+        data = source.value("data") or {"all": None}
+        if "all" not in data and len(data["ranks"]) == together.size:
+            data["all"] = data["ranks"][together.rank]
+        extra, extra_state = source.value("extra"), source.value("extra_state") or {}
+        return cls(random, streams, extra, extra_state, data.get("all"))
 
 
-def _verify(together: Together, source: Source, error: Exception | None) -> None:
+def _verify(together: Together, own: FolderSource | None, error: Exception | None) -> None:
     """Whether all ranks could read, and, on the first of them, whether what all have read is what
     the manifest says.
     """
-    checks = source.checks if isinstance(source, FolderSource) else []
+    checks = own.checks if own is not None else []
     said = together.gather((None if error is None else worded(error), checks))
     told: Said | None = None
     if together.rank == 0:
         try:
             raise_first([e for e, _ in said])
-            if isinstance(source, FolderSource):
-                compare(source, [check for _, some in said for check in some])
+            if own is not None:
+                own.compare_with([check for _, some in said for check in some])
         except CheckpointError as failure:
             told = worded(failure)
     checks.clear()
@@ -375,51 +347,32 @@ def _verify(together: Together, source: Source, error: Exception | None) -> None
         raise told.raised()
 
 
-def _values(
-    source: Source, together: Together, scheduler: Any, scaler: Any, data: Any
-) -> dict[str, Any]:
-    """The stored states of what was given."""
+def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[str, Any]:
+    """The stored states of the `things` that were given, by name."""
     out: dict[str, Any] = {}
-    for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
+    for name, thing in things.items():
         if thing is None:
             continue
-        found = (
-            source.value(name) if isinstance(source, FolderSource) else getattr(source, name, None)
-        )
+        if not callable(getattr(thing, "load_state_dict", None)):
+            raise CheckpointError(f"{name}={thing!r}: expected something with load_state_dict().")
+        found = source.value(name)
         if found is None:
-            raise CheckpointError(f"{source.describe} holds no {name}; leave {name} out of load().")
-        out[name] = found
-    if data is not None:
-        stored = source.state.get("data") if isinstance(source, FolderSource) else None
-        if stored is None:
+            what = "position in the data" if name == "data" else name
+            raise CheckpointError(f"{source.describe} holds no {what}; leave {name} out of load().")
+        if name == "data" and "ranks" in found and len(found["ranks"]) != together.size:
             raise CheckpointError(
-                f"{source.describe} holds no position in the data; leave data out of load()."
-            )
-        if "ranks" in stored and len(stored["ranks"]) != together.size:
-            raise CheckpointError(
-                f"{source.describe}: each of its {len(stored['ranks'])} ranks was elsewhere in its"
+                f"{source.describe}: each of its {len(found['ranks'])} ranks was elsewhere in its"
                 f" data, which cannot be divided among {together.size}. Load on as many ranks, or"
                 " leave data out and give a position that is the same on every rank when saving."
             )
-        out["data"] = decode(stored["all"] if "all" in stored else stored["ranks"][together.rank])
+        if name == "data":
+            found = found["all"] if "all" in found else found["ranks"][together.rank]
+        out[name] = found
     return out
 
 
-def _own_data(source: FolderSource, together: Together) -> Any:
-    """What this rank, or every rank, had given as data; None where it cannot be told."""
-    stored = source.state.get("data") or {}
-    ranks = stored.get("ranks", ())
-    return decode(
-        stored["all"]
-        if "all" in stored
-        else ranks[together.rank]
-        if len(ranks) == together.size
-        else None
-    )
-
-
 def _fit_extra_state(
-    engine: Engine, model: nn.Module, source: FolderSource, fit: Fit, strict: bool
+    engine: Engine, model: nn.Module, source: FolderSource, fit: ModelFit, strict: bool
 ) -> None:
     """Compare the modules with extra state (get_extra_state), and enter differences in `fit`.
     Raises: CheckpointError: under `strict`.
@@ -439,24 +392,11 @@ def _fit_extra_state(
     fit.unexpected.extend(sorted(theirs - ours))
 
 
-def _check_things(**things: Any) -> None:
-    for name, thing in things.items():
-        if thing is not None and not callable(getattr(thing, "load_state_dict", None)):
-            raise CheckpointError(f"{name}={thing!r}: expected something with load_state_dict().")
-
-
 def _set_extra_state(model: nn.Module, odd: dict[str, Any]) -> None:
     for name, value in odd.items():
         owner = dict(model.named_modules()).get(name.removesuffix("_extra_state").rstrip("."))
         if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
             owner.set_extra_state(value)
-
-
-def _random(source: FolderSource, rank: int) -> dict[str, Any]:
-    """The random generators as `rank` had them."""
-    stored = source.whole(Item("rng", str(rank)))
-    state: dict[str, Any] = decode(json.loads(bytes(stored.numpy())))
-    return state
 
 
 def _without_model(path: Path, *things: Any) -> Loaded:
@@ -468,11 +408,6 @@ def _without_model(path: Path, *things: Any) -> Loaded:
     try:
         if not isinstance(source, FolderSource):
             return Loaded(path)
-        return Loaded(
-            source.folder, source.state["step"], source.value("extra"), source.manifest.saved_by
-        )
+        return Loaded(source.folder, source.step, source.value("extra"), source.saved_by)
     finally:
         source.close()
-
-
-__all__ = ["Loaded", "Loading", "load", "load_async", "source_of"]

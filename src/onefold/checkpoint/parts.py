@@ -3,37 +3,47 @@ of all ranks' reports.
 
     every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
     first rank   reports ─► records ─► manifest;  values ─► state.json
+
+What is divided is written by its owner. What every rank holds whole (stage 0) is divided for
+writing by the same layout, so that each element is written once over all ranks and a checkpoint
+does not show which stage it came from.
+
+    parameter 'h.0.weight'      0 ......................... 768
+    stage 3, rank 1 holds                 [300 ... 768)             writes 300 .. 768
+    stage 0, rank 1 holds       [0 ....................... 768)     writes 300 .. 768
 """
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-import onefold.checkpoint.residuals as residuals
-import onefold.checkpoint.rng as rng
+import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.manifest import Piece, Record, code, key_of, rank_file
-from onefold.checkpoint.on_disk import OnDisk, held
-from onefold.checkpoint.pieces import States, shares
+from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
-from onefold.checkpoint.tensorfile import DTYPES, Planned, numel_of
+from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
 from onefold.offload.storage import state_kind
+from onefold.optim.held import OnDisk, divided, elements, outside
+from onefold.recipe.moments import packed
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
+from onefold.runtime.stream import interval_of
 
 
 @dataclass(frozen=True)
-class Part:
+class PieceToWrite:
     """A piece that this rank writes: `tensor` is [stop - start], wherever it rests."""
 
     item: Item
@@ -45,55 +55,61 @@ class Part:
 
 
 @dataclass
-class Parts:
+class RankState:
     """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first
-    rank.
+    rank. `extras`: large tensors that `values` refer to by number.
     """
 
-    tensors: list[Part] = field(default_factory=list)
+    tensors: list[PieceToWrite] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
+    extras: int = 0
 
     @property
     def nbytes(self) -> int:
         return sum(part.tensor.numel() * part.tensor.element_size() for part in self.tensors)
+
+    def add_own(self, item: Item, value: torch.Tensor) -> None:
+        """A tensor that this rank stores whole."""
+        flat = value.detach().reshape(-1)
+        self.tensors.append(PieceToWrite(item, tuple(value.shape), 0, value.numel(), flat))
+
+    def keep(self, value: torch.Tensor) -> int:
+        """A large tensor among the values. Returns its number."""
+        self.add_own(Item("extra", str(self.extras)), value)
+        self.extras += 1
+        return self.extras - 1
 
 
 def collect(
     engine: Engine,
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
-    scheduler: Any,
-    scaler: Any,
-    data: Any,
-    extra: Any,
-) -> Parts:
-    """This rank's part of everything. Local; nothing is copied but what is not contiguous.
+    things: Mapping[str, Any],
+) -> RankState:
+    """This rank's part of everything; `things`: what else there is (scheduler, scaler, data,
+    extra), or None. Local; nothing is copied but what is not contiguous.
 
     Raises:
         CheckpointError: something that cannot be stored.
     """
-    out, first = Parts(), engine.rank == 0
+    out, first = RankState(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
-        for share in shares(engine):
-            part, ours = share.entry.part, held(share, "master", share.entry.param)
-            _add(
-                out,
-                Item("parameter", share.name),
-                part.shape,
-                *share.interval,
-                ours,
-                first,
-                part.names[1:],
-            )
         states = States(engine, optimizers)
-        for share, key, value in states.tensors:
-            ours = held(share, state_kind(key, value.dtype), value)
-            _add(out, Item("state", share.name, key), *share.stored(key), ours, first)
-        own = _Own(out)
+        held = [(entry, "", entry.param) for entry in engine.entries]
+        for entry, key, value in [*held, *states.tensors]:
+            start, stop = interval_of(entry)
+            if stop > start or first:  # who also says what is there where nobody holds an element
+                names = entry.part.names
+                item = Item("state", names[0], key) if key else Item("parameter", names[0])
+                kind = state_kind(key, value.dtype) if key else "master"
+                shape, a, b = outside(entry, start, stop, key)
+                ours = elements(entry, kind, value, start, stop)
+                aliases = () if key else names[1:]
+                out.tensors.append(PieceToWrite(item, shape, a, b, ours, aliases))
         if first:
-            for share, key, value in states.wholes:
-                own.add(Item("state", share.name, key), value)
-            _collect_first(out, own, engine, module, scheduler, scaler, extra)
+            for entry, key, value in states.wholes:
+                out.add_own(Item("state", entry.part.names[0], key), value)
+            _collect_first(out, engine, module, things)
             out.values["optimizers"] = [
                 {
                     "class": type(o).__name__,
@@ -108,14 +124,14 @@ def collect(
             for name, scalars in states.scalars.items()
         }
         if optimizers:
-            for item, lost in residuals.kept(engine).items():
-                own.add(item, lost)
-            if first and (said := residuals.value(engine)) is not None:
+            for item, lost in per_rank.lost_here(engine).items():
+                out.add_own(item, lost)
+            if first and (said := per_rank.wire_values(engine)) is not None:
                 out.values["wire"] = said
-        if data is not None:
-            out.values["data"] = encode(state_of(data, "data"), "data")
-        text = json.dumps(encode(rng.capture(), "the random state")).encode()
-        own.add(
+        if things["data"] is not None:
+            out.values["data"] = encode(state_of(things["data"], "data"), "data")
+        text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
+        out.add_own(
             Item("rng", str(engine.rank)),
             torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()),
         )
@@ -123,54 +139,111 @@ def collect(
 
 
 def _collect_first(
-    out: Parts,
-    own: _Own,
+    out: RankState,
     engine: Engine,
     module: nn.Module,
-    scheduler: Any,
-    scaler: Any,
-    extra: Any,
+    things: Mapping[str, Any],
 ) -> None:
     """What only the first rank stores: buffers, and values that are the same on every rank."""
     buffers, odd = beside_parameters(engine, module)
     for name, buffer in buffers.items():
-        own.add(Item("buffer", name), buffer)
+        out.add_own(Item("buffer", name), buffer)
     if odd:
         out.values["extra_state"] = {
-            name: encode(value, f"the extra state {name!r} of the model", own.keep)
+            name: encode(value, f"the extra state {name!r} of the model", out.keep)
             for name, value in odd.items()
         }
-    for name, thing in (("scheduler", scheduler), ("scaler", scaler)):
-        if thing is not None:
-            out.values[name] = encode(state_of(thing, name), name)
-    if extra is not None:
-        out.values["extra"] = encode(extra, "extra", own.keep)
+    for name in ("scheduler", "scaler"):
+        if things[name] is not None:
+            out.values[name] = encode(state_of(things[name], name), name)
+    if things["extra"] is not None:
+        out.values["extra"] = encode(things["extra"], "extra", out.keep)
 
 
-class _Own:
-    """Tensors that this rank stores whole."""
+class States:
+    """What optimizers hold for the parameters of an engine.
 
-    def __init__(self, out: Parts) -> None:
-        self._out, self._kept = out, 0
+    Attributes:
+        tensors: (entry, key, tensor) of element-wise state, and of codes and scales. wholes: the
+            same of state with a shape of its own.
+        scalars: {parameter: {key: value}} of the rest.
+        groups: for each optimizer its groups as plain values, "params" being names.
+    """
 
-    def add(self, item: Item, value: torch.Tensor) -> None:
-        _add(
-            self._out, item, tuple(value.shape), 0, value.numel(), value.detach().reshape(-1), True
-        )
+    def __init__(self, engine: Engine, optimizers: list[torch.optim.Optimizer]) -> None:
+        self.tensors: list[tuple[Entry, str, torch.Tensor]] = []
+        self.wholes: list[tuple[Entry, str, torch.Tensor]] = []
+        self.scalars: dict[str, dict[str, Any]] = {}
+        self.groups: list[list[dict[str, Any]]] = []
+        known = {id(entry.param): entry for entry in engine.entries}
+        for optimizer in optimizers:
+            self.groups.append([])
+            for number, group in enumerate(optimizer.param_groups):
+                found = [known.get(id(p)) for p in group["params"]]
+                if None in found:
+                    raise CheckpointError(
+                        f"parameter {found.index(None)} in group {number} of"
+                        f" {type(optimizer).__name__} belongs to another model than the one given:"
+                        " make the optimizer of model.parameters() after shard(), and give both to"
+                        " one save or load."
+                    )
+                # The tiles of a parameter have one name
+                names = list(
+                    dict.fromkeys(entry.part.names[0] for entry in found if entry is not None)
+                )
+                self.groups[-1].append(
+                    {**{k: v for k, v in group.items() if k != "params"}, "params": names}
+                )
+            self._sort(optimizer, known)
 
-    def keep(self, value: torch.Tensor) -> int:
-        self._kept += 1
-        self.add(Item("extra", str(self._kept - 1)), value)
-        return self._kept - 1
-
-
-def _add(
-    out: Parts, item: Item, shape: Iterable[int], start: int, stop: int, tensor: torch.Tensor | OnDisk, first: bool,
-    aliases: Iterable[str] = (),
-) -> None:  # fmt: skip
-    # The first rank also says what is there where nobody holds an element
-    if stop > start or first:
-        out.tensors.append(Part(item, tuple(shape), start, stop, tensor, tuple(aliases)))
+    def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Entry]) -> None:
+        foreign = [key for key, state in optimizer.state.items() if id(key) not in known and state]
+        if foreign:
+            what = (
+                f"a tensor of shape {tuple(foreign[0].shape)}"
+                if isinstance(foreign[0], torch.Tensor)
+                else repr(foreign[0])
+            )
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps state under {what}, which is no parameter of the"
+                " model, and nothing could give it back. Keep it in a parameter group, or save it"
+                " with extra=."
+            )
+        held = [
+            (known[id(p)], p, key, v)
+            for p, state in optimizer.state.items()
+            if id(p) in known
+            for key, v in state.items()
+        ]
+        # By key over all parameters: a parameter of no dimensions looks like a step count, but its
+        # neighbours tell them apart.
+        odd = {
+            key
+            for _, p, key, v in held
+            if isinstance(v, torch.Tensor) and (v.shape != p.shape or key == "step")
+        }
+        for entry, p, key, value in held:
+            name = entry.part.names[0]
+            if packed(key) is not None:
+                self.tensors.append((entry, key, value))
+            elif not isinstance(value, torch.Tensor) or (
+                key in odd and value.numel() == 1 and (value.ndim == 0 or value.shape != p.shape)
+            ):
+                # Every rank has it; the one that holds the parameter's elements says it, the first
+                # one for parameters without any.
+                start, stop = interval_of(entry)
+                if stop > start or entry.slot.numel == 0:
+                    self.scalars.setdefault(name, {})[key] = value
+            elif value.shape == p.shape:
+                self.tensors.append((entry, key, value))
+            elif not (divided(entry.flat) or entry.flat.tiled):
+                self.wholes.append((entry, key, value))
+            else:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for"
+                    f" parameter {name!r}: neither one number nor one for each element, so it"
+                    " cannot be cut for another number of ranks."
+                )
 
 
 def state_of(thing: Any, name: str) -> Any:
@@ -186,66 +259,57 @@ def state_of(thing: Any, name: str) -> Any:
     return thing.state_dict()
 
 
-def planned(parts: Parts) -> Iterator[Planned]:
-    """The tensors of this rank's file, each fetched to the host when its turn comes."""
-    for part in parts.tensors:
-        if part.stop > part.start:
-            fetch = (
-                part.tensor.pieces
-                if isinstance(part.tensor, OnDisk)
-                else lambda t=part.tensor: t.contiguous().cpu()
-            )
-            yield Planned(
-                key_of(part.item, part.start), part.tensor.dtype, (part.stop - part.start,), fetch
-            )
+#: A piece that a rank has written, of which tensor: item, dtype, shape, its other names.
+Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
 
 
-Report = list[tuple[Item, str, tuple[int, ...], int, int, int, tuple[str, ...]]]
-
-
-def report(parts: Parts, crcs: dict[str, int]) -> Report:
-    """What this rank has written, for the first rank."""
-    return [
-        (
-            p.item,
-            code(p.tensor.dtype),
-            p.shape,
-            p.start,
-            p.stop,
-            crcs.get(key_of(p.item, p.start), 0),
-            p.aliases,
-        )
+def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
+    """Write this rank's file, each tensor fetched to the host when its turn comes. Returns what the
+    first rank needs to know of it.
+    """
+    planned = [
+        Planned(key_of(p.item, p.start), p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
         for p in parts.tensors
+        if p.stop > p.start
     ]
+    written = write_tensors(folder / name, planned)
+    reports = []
+    for p in parts.tensors:
+        piece = StoredPiece(name, p.start, p.stop, written.crcs.get(key_of(p.item, p.start), 0))
+        reports.append((p.item, CODES[p.tensor.dtype], p.shape, p.aliases, piece))
+    return FileRecord(written.nbytes, written.head, head_only=True), reports
 
 
-def records(reports: list[Report]) -> tuple[Record, ...]:
+def _fetch(tensor: torch.Tensor | OnDisk) -> Callable[[], torch.Tensor | Iterable[torch.Tensor]]:
+    return tensor.pieces if isinstance(tensor, OnDisk) else lambda: tensor.contiguous().cpu()
+
+
+def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
     """All ranks' reports as the tensors of a manifest.
 
     Raises:
         CheckpointError: they do not fit together.
     """
-    found: dict[Item, tuple[str, tuple[int, ...], list[Piece], tuple[str, ...]]] = {}
+    found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[StoredPiece]]] = {}
     for rank, said in enumerate(reports):
-        for item, dtype, shape, start, stop, crc, aliases in said:
-            known = found.setdefault(item, (dtype, shape, [], aliases))
+        for item, dtype, shape, aliases, piece in said:
+            known = found.setdefault(item, (dtype, shape, aliases, []))
             if known[:2] != (dtype, shape):
                 raise CheckpointError(
                     f"{item} is {DTYPES[dtype]} {shape} on rank {rank} and {DTYPES[known[0]]}"
                     f" {known[1]} on another."
                 )
-            if stop > start:
-                known[2].append(Piece(rank_file(rank), start, stop, crc))
+            if piece.stop > piece.start:
+                known[3].append(piece)
     made = []
-    for item, (dtype, shape, parts, aliases) in found.items():
-        if sum(p.stop - p.start for p in parts) != numel_of(shape) and item.kind == "state":
+    for item, (dtype, shape, aliases, pieces) in found.items():
+        if sum(p.stop - p.start for p in pieces) != numel_of(shape) and item.kind == "state":
             raise CheckpointError(
                 f"{item}: only some of the ranks have it. An optimizer must have stepped on all"
                 " ranks alike."
             )
-        made.append(
-            Record(item, dtype, shape, tuple(sorted(parts, key=lambda p: p.start)), aliases)
-        )
+        in_order = tuple(sorted(pieces, key=lambda p: p.start))
+        made.append(Record(item, dtype, shape, in_order, aliases))
     return tuple(made)
 
 

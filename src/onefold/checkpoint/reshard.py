@@ -16,6 +16,7 @@ and sound.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,15 +25,15 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import Unfinished, flush_file, in_words
-from onefold.checkpoint.folder_source import FolderSource, compare
+from onefold.checkpoint.folder import Unfinished, flush
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     FileRecord,
+    FolderSource,
     Manifest,
-    Piece,
     Record,
+    StoredPiece,
     key_of,
     path_in,
     rank_file,
@@ -76,25 +77,11 @@ def reshard(
     if ranks < 1:
         raise CheckpointError(f"a checkpoint for {ranks} ranks was asked for; expected 1 or more.")
     target, opened = Path(target), FolderSource(Path(source))
-    try:
-        unfinished = Unfinished(target, overwrite)
-    except CheckpointError:
-        opened.close()
-        raise
-    try:
-        write_manifest(
-            unfinished.folder, _write(opened, unfinished.folder, ranks, advance or (lambda n: None))
-        )
+    with contextlib.closing(opened), Unfinished(target, overwrite) as made:
+        write_manifest(made.folder, _write(opened, made.folder, ranks, advance or (lambda n: None)))
         for name in (MANIFEST, CHECKSUM):
-            flush_file(unfinished.folder / name)
-        unfinished.commit(overwrite)
-    except BaseException as error:
-        unfinished.discard()
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{target} cannot be written: {in_words(error)}.") from None
-        raise
-    finally:
-        opened.close()
+            flush(made.folder / name)
+        made.commit(overwrite)
     return target
 
 
@@ -102,7 +89,7 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
     """All files but the manifest, which is returned."""
     manifest = source.manifest
     files: dict[str, FileRecord] = {}
-    pieces: dict[Item, list[Piece]] = {record.item: [] for record in manifest.records}
+    pieces: dict[Item, list[StoredPiece]] = {record.item: [] for record in manifest.records}
     for rank, cuts in enumerate(_cuts(manifest, ranks)):
         name = rank_file(rank)
         blocks = [block for cut in cuts for block in _blocks(*cut)]
@@ -118,8 +105,8 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
         written = write_tensors(folder / name, planned)
         files[name] = FileRecord(written.nbytes, written.head, head_only=True)
         for r, a, b in blocks:
-            pieces[r.item].append(Piece(name, a, b, written.crcs[key_of(r.item, a)]))
-    compare(source, source.checks)
+            pieces[r.item].append(StoredPiece(name, a, b, written.crcs[key_of(r.item, a)]))
+    source.compare()
     for name, recorded in manifest.files.items():
         if not recorded.head_only:
             files[name] = _copy(source.folder, folder, name, recorded)
@@ -193,5 +180,5 @@ def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRe
             f"{source / name} is damaged. Run `onefold checkpoint verify {source}` to see what"
             " else is."
         )
-    flush_file(folder / name)
+    flush(folder / name)
     return recorded

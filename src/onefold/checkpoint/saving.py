@@ -14,6 +14,7 @@ import json
 import operator
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,25 @@ from torch import nn
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import OWNER, Unfinished, flush_file, flush_folder
-from onefold.checkpoint.manifest import STATE, FileRecord, Manifest, rank_file, write_manifest
-from onefold.checkpoint.parts import Parts, collect, planned, records, report, saved_by, values_of
-from onefold.checkpoint.tensorfile import TensorFile, write_tensors
+from onefold.checkpoint.folder import OWNER, Unfinished, flush
+from onefold.checkpoint.manifest import (
+    STATE,
+    FileRecord,
+    Manifest,
+    Record,
+    rank_file,
+    write_manifest,
+)
+from onefold.checkpoint.parts import (
+    RankState,
+    Report,
+    collect,
+    records,
+    saved_by,
+    values_of,
+    write_parts,
+)
+from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
@@ -70,23 +86,8 @@ def save(
         CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an
             older one.
     """
-    engine = engine_of(model)
-    refuse_changes(engine, "save")
-    work = _begin(
-        engine,
-        path,
-        model,
-        optimizer,
-        scheduler,
-        scaler,
-        data,
-        extra,
-        step,
-        tokenizer,
-        overwrite,
-        copy=False,
-    )
-    work()
+    things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
+    _begin("save", path, model, optimizer, things, step, tokenizer, overwrite)()
     return Path(path)
 
 
@@ -120,52 +121,38 @@ def save_async(
         failure that nobody waits for is raised by the next optimizer step.
     """
     begun = time.perf_counter()
+    things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
+    work = _begin("save_async", path, model, optimizer, things, step, tokenizer, overwrite)
     engine = engine_of(model)
-    refuse_changes(engine, "save")
-    work = _begin(
-        engine,
-        path,
-        model,
-        optimizer,
-        scheduler,
-        scaler,
-        data,
-        extra,
-        step,
-        tokenizer,
-        overwrite,
-        copy=True,
-    )
     if engine.on_disk:
         work()
-        return Background(engine, Path(path), _nothing, begun)
+        return Background(engine, Path(path), lambda: None, begun)
     return Background(engine, Path(path), work, begun, work.copying)
 
 
-def _nothing() -> None:
-    """What is left to do behind the training of a save that could not go on behind it."""
-
-
 def _begin(
-    engine: Engine, path: str | Path, model: nn.Module, optimizer: Optimizers, scheduler: Any, scaler: Any, data: Any, extra: Any,
-    step: int | None, tokenizer: Any, overwrite: bool, copy: bool,
+    call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
+    overwrite: bool,
 ) -> _Writing:  # fmt: skip
     """All that needs the training to stand still, and the errors that can be found before anything
     is written.
     """
-    meet(engine, "save_async" if copy else "save")
+    engine = engine_of(model)
+    refuse_changes(engine, "save")
+    meet(engine, call)
     settle(engine)
     together, target = Together.of(engine), Path(path).absolute()
+    given = optimizers_of(optimizer)
     error: Exception | None = None
-    parts, place, copying = Parts(), None, None
+    parts, place, copying = RankState(), None, None
     engine.unset.look(engine)
     try:
         step = step_of(step)
         check_moment(engine, "save", optimizer)
         engine.unset.refuse("save() would write")
         engine.transfers.check()
-        parts = collect(engine, model, optimizers_of(optimizer), scheduler, scaler, data, extra)
-        copying = Copying(engine, parts) if copy else None
+        parts = collect(engine, model, given, things)
+        copying = Copying(engine, parts) if call == "save_async" else None
         if together.rank == 0:
             place = Unfinished(target, overwrite)
     except Exception as failure:
@@ -173,9 +160,10 @@ def _begin(
     mine = {
         "path": str(target),
         "step": step,
-        "optimizers": len(optimizers_of(optimizer)),
+        "optimizers": len(given),
         "overwrite": overwrite,
     }
+    # All ranks hear of all errors, and of the folder, before anything is written
     said = together.all_gather(
         (None if error is None else worded(error), str(place.folder) if place else "", mine)
     )
@@ -190,11 +178,16 @@ def _begin(
         raise
     finally:
         error = None  # its traceback holds this frame, and with it the model
-    config = getattr(model, "config", None) if together.rank == 0 else None
-    texts = _texts(model, config, tokenizer, together)
-    return _Writing(
-        together, parts, copying, Path(said[0][1]), place, overwrite, step, saved_by(engine), texts
-    )
+    texts: list[Any] = []  # what writes HF's files
+    if together.rank == 0:
+        config, generation = (getattr(model, f"{n}config", None) for n in ("", "generation_"))
+        texts = [
+            thing
+            for thing in (config, generation, tokenizer)
+            if callable(getattr(thing, "save_pretrained", None))
+        ]
+    folder, saver = Path(said[0][1]), saved_by(engine)
+    return _Writing(together, parts, copying, folder, place, overwrite, step, saver, texts)
 
 
 def step_of(step: Any) -> int | None:
@@ -236,58 +229,42 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
 
 
-def _texts(model: nn.Module, config: Any, tokenizer: Any, together: Together) -> Mapping[str, Any]:
-    """What writes HF's files, on the first rank."""
-    if together.rank != 0:
-        return {}
-    found = {
-        "config": config,
-        "generation config": getattr(model, "generation_config", None),
-        "tokenizer": tokenizer,
-    }
-    return {
-        name: thing
-        for name, thing in found.items()
-        if callable(getattr(thing, "save_pretrained", None))
-    }
-
-
+@dataclass
 class _Writing:
-    """The part of a save that needs nothing of the training any more."""
+    """The part of a save that needs nothing of the training any more.
 
-    def __init__(
-        self, together: Together, parts: Parts, copying: Copying | None, folder: Path, place: Unfinished | None, overwrite: bool,
-        step: int | None, saver: dict[str, Any], texts: Mapping[str, Any],
-    ) -> None:  # fmt: skip
-        self.together, self.parts, self.copying, self.folder, self.place = (
-            together,
-            parts,
-            copying,
-            folder,
-            place,
-        )
-        self.overwrite, self.step, self.saver, self.texts = overwrite, step, saver, texts
+    Attributes:
+        folder: where all ranks write. place: the same, on the first rank, who gives it its name.
+        saver: who saves, for people. texts: what writes a transformers model's own files.
+    """
+
+    together: Together
+    parts: RankState
+    copying: Copying | None
+    folder: Path
+    place: Unfinished | None
+    overwrite: bool
+    step: int | None
+    saver: dict[str, Any]
+    texts: list[Any]
 
     def __call__(self) -> None:
         """Collective. Raises: CheckpointError: on every rank."""
         error: Said | None = None
-        written, me = None, self.together.rank
+        written: FileRecord | None = None
+        pieces: list[Report] = []
+        me = self.together.rank
         try:
             if self.copying is not None:
                 self.parts = self.copying.run()
-            written = write_tensors(self.folder / rank_file(me), list(planned(self.parts)))
+            written, pieces = write_parts(self.folder, rank_file(me), self.parts)
         except Exception as failure:
             error = worded(failure)
         except BaseException:  # Ctrl-C: nothing is left
             if self.place is not None:
                 self.place.discard()
             raise
-        said = (
-            error,
-            written,
-            report(self.parts, written.crcs) if written else [],
-            self.parts.values if me == 0 or written else {},
-        )
+        said = (error, written, pieces, self.parts.values if me == 0 or written else {})
         try:
             reports = self.together.gather(said)
             error = self._finish(reports) if me == 0 else None
@@ -306,13 +283,9 @@ class _Writing:
         assert self.place is not None
         try:
             raise_first([error for error, *_ in reports])
-            files = {
-                rank_file(rank): FileRecord(w.nbytes, w.head, True)
-                for rank, (_, w, _, _) in enumerate(reports)
-            }
-            found = records([said for *_, said, _ in reports])
-            state = values_of([values for *_, values in reports])
-            self._write(found, files, state)
+            files = {rank_file(rank): written for rank, (_, written, _, _) in enumerate(reports)}
+            found = records([pieces for _, _, pieces, _ in reports])
+            self._write(found, files, values_of([values for *_, values in reports]))
             self._look(files)
             self.place.commit(self.overwrite)
         except Exception as failure:
@@ -320,11 +293,13 @@ class _Writing:
             return worded(failure)
         return None
 
-    def _write(self, found: Any, files: dict[str, FileRecord], state: dict[str, Any]) -> None:
+    def _write(
+        self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
+    ) -> None:
         (self.folder / STATE).write_text(
             json.dumps({**state, "step": self.step}) + "\n", encoding="utf-8"
         )
-        for thing in self.texts.values():
+        for thing in self.texts:
             thing.save_pretrained(str(self.folder))
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
@@ -334,11 +309,10 @@ class _Writing:
                 )
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
+        # Before the folder gets its name: a name must not reach the disk ahead of what it stands for
         for path in self.folder.rglob("*"):
-            if path.is_dir():
-                flush_folder(path)
-            elif not path.name.startswith("rank-"):  # those were flushed by who wrote them
-                flush_file(path)
+            if not path.name.startswith("rank-"):  # those were flushed by who wrote them
+                flush(path)
 
     def _look(self, files: Mapping[str, FileRecord]) -> None:
         """Every rank's file is here, whole, before the folder gets its name."""

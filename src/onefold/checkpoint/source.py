@@ -8,16 +8,16 @@ library's checkpoint.
 | state     | the parameter's name         | such as exp_avg  | the parameter's, or the state's own      |
 | rng       | the rank it was saved on     |                  | [bytes]                                  |
 | extra     | a number                     |                  | its own                                  |
-| residual  | the rank it was saved on     | flat.start.hop   | [elements], see residuals.py             |
+| residual  | the rank it was saved on     | flat.start.hop   | [elements], see per_rank.py              |
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -44,41 +44,99 @@ class Stored:
     shape: tuple[int, ...]
 
 
-class Source(Protocol):
-    """Something to load from. `describe` names it in messages. Everything raises
-    CheckpointError.
+class Source:
+    """Something to load from. A subclass answers `describe`, `items` and `read`, and what else it
+    has. Everything raises CheckpointError.
+
+    Attributes:
+        form: whose it is, for people. folder: where it lies. created: ISO date and time, UTC; ""
+            if it is not known. step, extra, saved_by: see `Loaded`.
+        unexpected: tensors that fit nowhere in the model, of a source that was cut to fit one.
+        rules: transformers' rules that its names went through, if any.
     """
 
+    form: str = "Hugging Face"
+    folder: Path | None = None
+    created: str = ""
+    step: int | None = None
+    extra: Any = None
+    saved_by: Mapping[str, Any] = {}
+    unexpected: Sequence[str] = ()
+    rules: Any = None
+
     @property
-    def describe(self) -> str: ...
+    def describe(self) -> str:
+        """What it is, in messages."""
+        raise NotImplementedError
 
     def items(self) -> Mapping[Item, Stored]:
         """Every tensor there is."""
-        ...
+        raise NotImplementedError
 
-    def aliases(self) -> Mapping[str, str]:
-        """{another name of a tied parameter: the name it is stored under}."""
-        ...
+    def stored(self, item: Item) -> Stored:
+        return self.items()[item]
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         """Elements `[start, stop)` of the flattened tensor into `out` ([stop - start], on the
         host), as out's dtype.
         """
-        ...
+        raise NotImplementedError
+
+    def aliases(self) -> Mapping[str, str]:
+        """{another name of a tied parameter: the name it is stored under}."""
+        return {}
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of parameter `name` that is no tensor, or of no dimensions, such as
         {"step": tensor(3.)}.
         """
-        ...
+        return {}
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
         """For each optimizer its parameter groups: the options, and under "params" the names. None:
         there is no optimizer in it.
         """
-        ...
+        return None
 
-    def close(self) -> None: ...
+    def value(self, name: str) -> Any:
+        """The state of the run's "scheduler" or "scaler"; None: it has none."""
+        return getattr(self, name, None)
+
+    def compare(self) -> None:
+        """Compare what was read so far with the checksums, where there are any."""
+
+    def close(self) -> None:
+        """Let go of the files."""
+
+
+class View(Source):
+    """A source in front of another, which answers what this one does not."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.folder, self.unexpected, self.rules = source.folder, source.unexpected, source.rules
+
+    @property
+    def describe(self) -> str:
+        return self.source.describe
+
+    def items(self) -> Mapping[Item, Stored]:
+        return self.source.items()
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        self.source.read(item, start, stop, out)
+
+    def aliases(self) -> Mapping[str, str]:
+        return self.source.aliases()
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        return self.source.scalars(name)
+
+    def groups(self) -> list[list[dict[str, Any]]] | None:
+        return self.source.groups()
+
+    def close(self) -> None:
+        self.source.close()
 
 
 def read_by_another(path: Path) -> Source | None:

@@ -1,6 +1,6 @@
 """Safetensors files that many write at once: every place in them is known before a byte is.
 
-    shapes ──► Files.plan ──► model-00001-of-00002.safetensors   |head|a        |b    |
+    shapes ──► PlannedFiles.plan ──► model-00001-of-00002.safetensors   |head|a        |b    |
                               model-00002-of-00002.safetensors   |head|c  |d          |
     first rank   makes the files, at their full length, with their heads
     every rank   writes its intervals of a, b, c, d at their places, in the file's dtype, a few MiB at a time
@@ -13,19 +13,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import Unfinished, check_place
-from onefold.checkpoint.hf_names import Layout, Run, Shape, overlapping
-from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.tensorfile import CHUNK, Entry, bytes_of, header_of, numel_of
+from onefold.checkpoint.hf_names import ElementRun, Layout, Shape, overlapping
+from onefold.checkpoint.tensorfile import CHUNK, TensorSpan, bytes_of, header_of, numel_of
 
 #: (bytes done, bytes to do) of what this rank writes.
 Progress = Callable[[int, int], object]
@@ -34,7 +31,7 @@ Pieces = Iterable[tuple[str, int, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Files:
+class PlannedFiles:
     """Attributes:
     heads: {file: its first bytes}. lengths: {file: its bytes}. places: {tensor: (file, where in
     it)}."""
@@ -42,12 +39,12 @@ class Files:
     name: str
     heads: Mapping[str, bytes]
     lengths: Mapping[str, int]
-    places: Mapping[str, tuple[str, Entry]]
+    places: Mapping[str, tuple[str, TensorSpan]]
 
     @classmethod
     def plan(
         cls, tensors: Sequence[tuple[str, torch.dtype, Shape]], name: str, limit: int
-    ) -> Files:
+    ) -> PlannedFiles:
         """Files called after `name`, of at most `limit` bytes of tensors each (a larger tensor has
         a file of its own).
 
@@ -68,7 +65,7 @@ class Files:
             filled += nbytes
         heads: dict[str, bytes] = {}
         lengths: dict[str, int] = {}
-        places: dict[str, tuple[str, Entry]] = {}
+        places: dict[str, tuple[str, TensorSpan]] = {}
         for number, group in enumerate(groups, 1):
             file = (
                 f"{name}.safetensors"
@@ -120,8 +117,8 @@ class Sheet:
     that it becomes (one list a copy).
     """
 
-    files: Files
-    goes: Mapping[str, Sequence[Sequence[Run]]]
+    files: PlannedFiles
+    goes: Mapping[str, Sequence[Sequence[ElementRun]]]
 
     @classmethod
     def of(
@@ -137,20 +134,22 @@ class Sheet:
         dtypes: {such a name: its dtype in the files}.
         copies: {tensor that is given: the names that it is written under}.
         """
-        backward: dict[str, list[Run]] = {}
+        backward: dict[str, list[ElementRun]] = {}
         tensors = []
         for key, (shape, runs) in layout.made.items():
             first = runs[0].name if runs else key
             tensors.append((key, dtypes.get(first, torch.float32), shape))
             for run in runs:
-                backward.setdefault(run.name, []).append(Run(run.start, key, run.at, run.length))
+                backward.setdefault(run.name, []).append(
+                    ElementRun(run.start, key, run.at, run.length)
+                )
         for runs_there in backward.values():
             runs_there.sort(key=lambda run: run.at)
         goes = {
             given: [backward[name] for name in names if name in backward]
             for given, names in copies.items()
         }
-        return cls(Files.plan(tensors, name, limit), goes)
+        return cls(PlannedFiles.plan(tensors, name, limit), goes)
 
     def write(self, folder: Path, pieces: Pieces, total: int, progress: Progress | None) -> None:
         """Write `pieces` at their places, and have the disk know them. Raises: OSError."""
@@ -177,7 +176,9 @@ class Sheet:
 class _Writer:
     """Writes into files that are there."""
 
-    def __init__(self, folder: Path, files: Files, total: int, progress: Progress | None) -> None:
+    def __init__(
+        self, folder: Path, files: PlannedFiles, total: int, progress: Progress | None
+    ) -> None:
         self._folder, self._files, self._total, self._progress = folder, files, total, progress
         self._open: dict[str, int] = {}
         self._done = 0
@@ -214,38 +215,3 @@ class _Writer:
             for file in self._open.values():
                 os.close(file)
             self._open.clear()
-
-
-class Export(Unfinished):
-    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
-    export.
-    """
-
-    what = "nothing can be exported to"
-
-    @staticmethod
-    def check(target: Path, overwrite: bool) -> None:
-        """Raises: CheckpointError: something is there that an export must not replace."""
-        check_place(target)
-        if target.is_dir() and any(target.iterdir()):
-            known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
-            if not (overwrite and known):
-                hint = (
-                    "give overwrite=True to replace it, or name another folder"
-                    if known
-                    else "name another folder"
-                )
-                what = "a model" if known else "something else than a model"
-                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
-
-
-def in_chunks(
-    name: str, count: int, dtype: torch.dtype, read: Callable[[int, int, torch.Tensor], Any]
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """A tensor of `count` elements as pieces of at most 4 MiB, each read into the same buffer."""
-    step = CHUNK // dtype.itemsize
-    buffer = torch.empty(min(step, count), dtype=dtype)
-    for start in range(0, count, step):
-        part = buffer[: min(step, count - start)]
-        read(start, start + part.numel(), part)
-        yield name, start, part

@@ -6,6 +6,12 @@
 The format's own library writes a file from tensors in memory at once, and reads without checksums.
 A checkpoint's files are written tensor by tensor while the checksum is taken, and read by ranges,
 straight into the memory that keeps them. What is written here every reader of safetensors opens.
+
+[Note: a checksum from parts] Ranks that load at another world size each read a part of what one
+rank wrote. Their parts' CRC-32s combine to the one in the manifest, so every byte is checked
+although no rank reads more than it needs. A checksum is a polynomial over GF(2) modulo the CRC-32
+generator, lowest power in the highest bit. Appending n bytes multiplies what came before by x^(8n);
+hence crc(a + b) = crc(a) · x^(8·len(b)) + crc(b), where the conditioning at both ends cancels.
 """
 
 from __future__ import annotations
@@ -15,13 +21,14 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+from zlib import crc32
 
 import torch
 
-from onefold.checkpoint.crc import crc32
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 
 #: Bytes handed to the kernel at a time: checksum and copy then find them in the cache.
@@ -53,7 +60,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorSpan:
     """Where a tensor lies in a file: bytes `[begin, end)` from the start of the file."""
 
     dtype: torch.dtype
@@ -76,7 +83,7 @@ def numel_of(shape: Sequence[int]) -> int:
 
 def header_of(
     planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorSpan]]:
     """The first bytes of a file with these tensors in this order, and where each lies.
 
     Raises:
@@ -104,9 +111,22 @@ def header_of(
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return head, {
-        key: Entry(dtype, shape, len(head) + a, len(head) + b)
+        key: TensorSpan(dtype, shape, len(head) + a, len(head) + b)
         for key, (dtype, shape, a, b) in places.items()
     }
+
+
+def parse_header(head: bytes) -> tuple[dict[str, str], dict[str, TensorSpan]]:
+    """The metadata in a file's first bytes, and where each tensor lies. What is damaged raises
+    whatever it comes to.
+    """
+    table = json.loads(head[8:])
+    metadata = table.pop("__metadata__", {})
+    spans = {}
+    for key, t in table.items():
+        begin, end = (len(head) + t["data_offsets"][i] for i in (0, 1))
+        spans[key] = TensorSpan(DTYPES[t["dtype"]], tuple(t["shape"]), begin, end)
+    return metadata, spans
 
 
 @dataclass(frozen=True)
@@ -208,20 +228,9 @@ class TensorFile:
             )
         return os.pread(self._file, 8 + length, 0)
 
-    def _parse(self) -> tuple[dict[str, str], dict[str, Entry]]:
+    def _parse(self) -> tuple[dict[str, str], dict[str, TensorSpan]]:
         try:
-            table = json.loads(self.head[8:])
-            metadata = table.pop("__metadata__", {})
-            base = len(self.head)
-            header = {
-                key: Entry(
-                    DTYPES[t["dtype"]],
-                    tuple(t["shape"]),
-                    base + t["data_offsets"][0],
-                    base + t["data_offsets"][1],
-                )
-                for key, t in table.items()
-            }
+            metadata, header = parse_header(self.head)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedCheckpoint(
                 f"{self.path} has a header that is none of the safetensors format"
@@ -301,3 +310,41 @@ class TensorFile:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+_GENERATOR = 0xEDB88320
+_ONE = 1 << 31  # x^0
+
+
+def _times(a: int, b: int) -> int:
+    """The product of two polynomials."""
+    product = 0
+    for power in range(31, -1, -1):
+        if a >> power & 1:
+            product ^= b
+        b = b >> 1 ^ _GENERATOR if b & 1 else b >> 1  # b · x
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _x_to(exponent: int) -> int:
+    """x^exponent, by squaring."""
+    result, square = _ONE, _ONE >> 1
+    while exponent:
+        if exponent & 1:
+            result = _times(result, square)
+        square, exponent = _times(square, square), exponent >> 1
+    return result
+
+
+def combine(first: int, second: int, second_length: int) -> int:
+    """The CRC-32 of a + b from those of a and of b; `second_length` is b's length in bytes."""
+    return _times(_x_to(8 * second_length), first) ^ second
+
+
+def joined(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC-32 of a sequence of parts, each `(crc, length in bytes)`, in order."""
+    whole = 0
+    for crc, length in parts:
+        whole = combine(whole, crc, length)
+    return whole

@@ -4,9 +4,10 @@ own, beside the training's.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,23 @@ class Together:
             CheckpointError: on every rank, with what each rank met.
         """
         raise_first(self.all_gather(None if error is None else worded(error)))
+
+    @contextlib.contextmanager
+    def each_rank(self) -> Iterator[None]:
+        """Around work that every rank does by itself, without collectives: what goes wrong on one
+        raises on all, once all have come to its end.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        try:
+            self.agree(error)
+        except CheckpointError as told:
+            raise told from error
+        finally:
+            error = None  # its traceback holds this frame
 
     def _talk(self, out: list[torch.Tensor], mine: torch.Tensor) -> None:
         engine = self._engine()

@@ -32,6 +32,15 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of
 #: Bytes up to which a tensor stands in the JSON file itself.
 INLINE = 16 << 10
 
+#: What is one value in JSON: types, tag, how it is written, how it is read.
+_SIMPLE: list[tuple[type | tuple[type, ...], str, Callable[[Any], Any], Callable[[Any], Any]]] = [
+    ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode(), base64.b64decode),
+    (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
+    (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch."), lambda v: getattr(torch, v)),
+    (torch.device, "$device", str, torch.device),
+    (PurePath, "$path", str, PurePath),
+]
+
 Keep = Callable[[torch.Tensor], int]
 Fetch = Callable[[int], torch.Tensor]
 
@@ -58,14 +67,7 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
         return {"$tuple": [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]}
     if isinstance(value, (set, frozenset)):
         return {"$set": [encode(v, f"{where}{{}}", keep) for v in sorted(value, key=repr)]}
-    simple: list[tuple[type | tuple[type, ...], str, Callable[[Any], Any]]] = [
-        ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode()),
-        (complex, "$complex", lambda v: [v.real, v.imag]),
-        (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch.")),
-        (torch.device, "$device", str),
-        (PurePath, "$path", str),
-    ]
-    for kind, name, write in simple:
+    for kind, name, write, _ in _SIMPLE:
         if isinstance(value, kind):
             return {name: write(value)}
     raise CheckpointError(
@@ -126,26 +128,16 @@ def decode(value: Any, fetch: Fetch | None = None) -> Any:
 def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
     if name in ("$tensor", "$array", "$scalar"):
         tensor = _decode_tensor(inner, fetch)
-        return (
-            tensor
-            if name == "$tensor"
-            else tensor.numpy()
-            if name == "$array"
-            else tensor.numpy()[()]
-        )
+        if name == "$tensor":
+            return tensor
+        return tensor.numpy() if name == "$array" else tensor.numpy()[()]
     if name in ("$dict", "$counter"):
         pairs = {decode(k, fetch): decode(v, fetch) for k, v in inner}
         return Counter(pairs) if name == "$counter" else pairs
-    readers: dict[str, Callable[[Any], Any]] = {
-        "$float": float,
-        "$tuple": lambda v: tuple(decode(x, fetch) for x in v),
-        "$set": lambda v: {decode(x, fetch) for x in v},
-        "$bytes": base64.b64decode,
-        "$complex": lambda v: complex(*v),
-        "$dtype": lambda v: getattr(torch, v),
-        "$device": torch.device,
-        "$path": lambda v: PurePath(v),
-    }
+    if name in ("$tuple", "$set"):
+        values = (decode(v, fetch) for v in inner)
+        return tuple(values) if name == "$tuple" else set(values)
+    readers = {"$float": float} | {tag: read for _, tag, _, read in _SIMPLE}
     if name not in readers:
         raise CheckpointError(
             f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does"

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from onefold.checkpoint.crc import crc32, joined
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, in_words
 from onefold.checkpoint.manifest import (
@@ -30,13 +29,22 @@ from onefold.checkpoint.manifest import (
     VERSION,
     FileRecord,
     Manifest,
-    Piece,
     Record,
+    StoredPiece,
     checksum_line,
     key_of,
     path_in,
 )
-from onefold.checkpoint.tensorfile import CHUNK, DTYPES, LARGEST_HEADER, Entry, numel_of
+from onefold.checkpoint.tensorfile import (
+    CHUNK,
+    DTYPES,
+    LARGEST_HEADER,
+    TensorSpan,
+    crc32,
+    joined,
+    numel_of,
+    parse_header,
+)
 
 #: Bytes of a tensor that one thread checks at a time.
 SEGMENT = 64 << 20
@@ -45,6 +53,8 @@ _ALIKE = 40
 _FORM = re.compile(rb"[0-9a-f]{64}  " + re.escape(MANIFEST.encode()) + rb"\n")
 
 Advance = Callable[[int], object]
+#: A piece that lies in a file, and of which tensor it is.
+Inside = tuple[Record, StoredPiece]
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,7 @@ class Problem:
 
 
 @dataclass
-class Verdict:
+class Examination:
     """What came of reading a checkpoint: its problems, what is no problem but worth a word, and how
     much was read.
     """
@@ -74,8 +84,11 @@ class Verdict:
     tensors: int = 0
     nbytes: int = 0
 
-    def add(self, file: str, tensor: str, what: str) -> None:
-        self.problems.append(Problem(file, tensor, what))
+    def add(self, file: str, what: str, tensor: object = "") -> None:
+        self.problems.append(Problem(file, str(tensor), what))
+
+    def note(self, file: str, what: str, tensor: str = "") -> None:
+        self.notes.append(Problem(file, tensor, what))
 
 
 def verify(folder: Path | str, advance: Advance | None = None) -> list[Problem]:
@@ -83,7 +96,7 @@ def verify(folder: Path | str, advance: Advance | None = None) -> list[Problem]:
     return examine(folder, advance).problems
 
 
-def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
+def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
     """Read every byte of the checkpoint in `folder`.
 
     Args:
@@ -94,51 +107,26 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Verdict:
         CheckpointError: there is no such folder, it is no checkpoint at all, or one from a later
             version.
     """
-    folder = Path(folder)
-    verdict = Verdict(folder)
-    manifest = _manifest(verdict)
+    out = Examination(Path(folder))
+    manifest = _manifest(out)
     if manifest is None:
-        return verdict
-    if not verdict.problems:
-        _check_files(verdict, manifest, advance)
-        return verdict
+        return out
+    doubtful = bool(out.problems)
     try:
-        _check_files(verdict, manifest, advance)
+        _check_files(out, manifest, advance)
     except (ValueError, TypeError, KeyError, OverflowError) as error:
+        if not doubtful:
+            raise
         # A number that has become something else
-        verdict.notes.append(
-            Problem(
-                MANIFEST, "", f"not all could be checked by it: {type(error).__name__}: {error}"
-            )
-        )
-    _shake(verdict)
-    return verdict
-
-
-def _check_files(verdict: Verdict, manifest: Manifest, advance: Advance | None) -> None:
-    """Everything but the manifest itself."""
-    verdict.tensors = len(manifest.records)
-    inside: dict[str, list[tuple[Record, Piece]]] = {}
-    for record in manifest.records:
-        for piece in record.pieces:
-            if piece.file not in manifest.files:
-                verdict.add(
-                    MANIFEST,
-                    str(record.item),
-                    f"a piece of it lies in {piece.file}, which the manifest does not list.",
-                )
-            inside.setdefault(piece.file, []).append((record, piece))
-    with _Reader(advance) as reader:
-        for name, recorded in manifest.files.items():
-            _check_file(verdict, name, recorded, inside.get(name, []), reader)
-    _note_others(verdict, manifest)
+        out.note(MANIFEST, f"not all could be checked by it: {type(error).__name__}: {error}")
+    if doubtful:
+        _doubt_manifest(out)
+    return out
 
 
 def is_like_a_checkpoint(folder: Path) -> bool:
     """Whether `folder` is a checkpoint or what is left of one."""
-    if not folder.is_dir():
-        return False
-    return (
+    return folder.is_dir() and (
         (folder / MANIFEST).exists()
         or (folder / CHECKSUM).exists()
         or any(folder.glob("rank-[0-9]*.safetensors"))
@@ -148,9 +136,9 @@ def is_like_a_checkpoint(folder: Path) -> bool:
 # -- the manifest ----------------------------------------------------------------------------------
 
 
-def _manifest(verdict: Verdict) -> Manifest | None:
-    """The manifest as far as it can be read; problems go into the verdict."""
-    folder = verdict.folder
+def _manifest(out: Examination) -> Manifest | None:
+    """The manifest as far as it can be read."""
+    folder = out.folder
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder} is a file; name a checkpoint's folder."
@@ -159,40 +147,40 @@ def _manifest(verdict: Verdict) -> Manifest | None:
         )
     if not is_like_a_checkpoint(folder):
         raise CheckpointError(f"{folder} is no Onefold checkpoint: it has no {MANIFEST}.")
-    text, line = _small(verdict, MANIFEST), _small(verdict, CHECKSUM)
+    text, line = _small(out, MANIFEST), _small(out, CHECKSUM)
     if text is None:
         return None
     sound = line is not None and line == checksum_line(text).encode()
     if line is not None and not sound:
-        _blame(verdict, text, line)
+        _blame(out, text, line)
     try:
         return Manifest.from_text(text.decode(), folder / MANIFEST)
     except CheckpointError as error:
         if sound and _is_later(text):
             raise
-        verdict.add(MANIFEST, "", f"it cannot be read: {error}")
+        out.add(MANIFEST, f"it cannot be read: {error}")
     except UnicodeDecodeError as error:
-        verdict.add(MANIFEST, "", f"it cannot be read: byte {error.start} is no UTF-8.")
+        out.add(MANIFEST, f"it cannot be read: byte {error.start} is no UTF-8.")
     return None
 
 
-def _small(verdict: Verdict, name: str) -> bytes | None:
+def _small(out: Examination, name: str) -> bytes | None:
     try:
-        data = path_in(verdict.folder, name).read_bytes()
+        data = path_in(out.folder, name).read_bytes()
     except CheckpointError as error:
-        verdict.add(name, "", str(error))
+        out.add(name, str(error))
         return None
     except FileNotFoundError:
-        verdict.add(name, "", "it is missing.")
+        out.add(name, "it is missing.")
         return None
     except OSError as error:
-        verdict.add(name, "", f"it cannot be read: {in_words(error)}.")
+        out.add(name, f"it cannot be read: {in_words(error)}.")
         return None
-    verdict.files, verdict.nbytes = verdict.files + 1, verdict.nbytes + len(data)
+    out.files, out.nbytes = out.files + 1, out.nbytes + len(data)
     return data
 
 
-def _blame(verdict: Verdict, text: bytes, line: bytes) -> None:
+def _blame(out: Examination, text: bytes, line: bytes) -> None:
     """The two do not agree: which one is damaged?
 
     A checksum that lost some digits still has the others in common with the right one. A manifest
@@ -202,35 +190,26 @@ def _blame(verdict: Verdict, text: bytes, line: bytes) -> None:
     right = checksum_line(text).encode()
     alike = sum(a == b for a, b in zip(right[:64], line[:64], strict=False))
     if alike >= _ALIKE or not _FORM.fullmatch(line):
-        verdict.add(
-            CHECKSUM, "", f"it should read {right.decode().strip()!r}, and reads {_shown(line)}."
-        )
+        out.add(CHECKSUM, f"it should read {right.decode().strip()!r}, and reads {_shown(line)}.")
     else:
-        verdict.add(
-            MANIFEST,
-            "",
-            f"its SHA-256 is {right[:64].decode()}, {CHECKSUM} says {_shown(line[:64])}.",
-        )
+        says = f"{CHECKSUM} says {_shown(line[:64])}."
+        out.add(MANIFEST, f"its SHA-256 is {right[:64].decode()}, {says}")
 
 
-def _shake(verdict: Verdict) -> None:
+def _doubt_manifest(out: Examination) -> None:
     """The manifest does not agree with its checksum. Say what that means for all that was found by
     it.
     """
-    own = [p for p in verdict.problems if p.file in (MANIFEST, CHECKSUM)]
-    rest = [p for p in verdict.problems if p.file not in (MANIFEST, CHECKSUM)]
+    own = [p for p in out.problems if p.file in (MANIFEST, CHECKSUM)]
+    rest = [p for p in out.problems if p.file not in (MANIFEST, CHECKSUM)]
     if not any(p.file == MANIFEST for p in own):
         return
     if not rest and len(own) == 1:
-        own.append(
-            Problem(
-                CHECKSUM,
-                "",
-                "or it is this file that is not the right one: all other files agree with"
-                f" {MANIFEST}.",
-            )
+        what = (
+            f"or it is this file that is not the right one: all other files agree with {MANIFEST}."
         )
-    verdict.problems = own + [
+        own.append(Problem(CHECKSUM, "", what))
+    out.problems = own + [
         Problem(p.file, p.tensor, f"{p.what} So says the manifest, which is damaged itself.")
         for p in rest
     ]
@@ -252,147 +231,109 @@ def _is_later(text: bytes) -> bool:
 # -- the other files -------------------------------------------------------------------------------
 
 
+def _check_files(out: Examination, manifest: Manifest, advance: Advance | None) -> None:
+    """Everything but the manifest itself."""
+    out.tensors = len(manifest.records)
+    inside: dict[str, list[Inside]] = {}
+    for record in manifest.records:
+        for piece in record.pieces:
+            if piece.file not in manifest.files:
+                what = f"a piece of it lies in {piece.file}, which the manifest does not list."
+                out.add(MANIFEST, what, record.item)
+            inside.setdefault(piece.file, []).append((record, piece))
+    with _ChecksumThreads(advance) as threads:
+        for name, recorded in manifest.files.items():
+            _check_file(out, name, recorded, inside.get(name, []), threads)
+    # A kill right after the commit leaves the owner
+    known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}
+    for path in sorted(out.folder.rglob("*")):
+        name = path.relative_to(out.folder).as_posix()
+        if name not in known and not path.is_dir():
+            out.note(name, "the manifest does not know this file: nothing reads it.")
+
+
 def _check_file(
-    verdict: Verdict,
-    name: str,
-    recorded: FileRecord,
-    inside: list[tuple[Record, Piece]],
-    reader: _Reader,
-) -> None:
+    out: Examination, name: str, recorded: FileRecord, inside: list[Inside], threads: _ChecksumThreads
+) -> None:  # fmt: skip
     try:
-        path = path_in(verdict.folder, name)
+        path = path_in(out.folder, name)
         size = path.stat().st_size
         if not path.is_file():
-            verdict.add(name, "", "it is a folder; expected a file.")
+            out.add(name, "it is a folder; expected a file.")
             return
-    except CheckpointError as error:
-        verdict.add(name, "", str(error))
-        return
-    except FileNotFoundError:
-        names = ", ".join(str(r.item) for r, _ in inside[:3])
-        holds = (
-            f" It holds a part of {len(inside)} tensors:"
-            f" {names}{', ...' if len(inside) > 3 else ''}."
-            if inside
-            else ""
-        )
-        verdict.add(name, "", f"it is missing.{holds}")
-        return
-    except OSError as error:
-        verdict.add(name, "", f"it cannot be read: {in_words(error)}.")
-        return
-    verdict.files += 1
-    if size != recorded.nbytes:
-        how = "it was cut short" if size < recorded.nbytes else "something was added"
-        verdict.add(name, "", f"it has {size} bytes and should have {recorded.nbytes}: {how}.")
-    try:
+        out.files += 1
+        if size != recorded.nbytes:
+            how = "it was cut short" if size < recorded.nbytes else "something was added"
+            out.add(name, f"it has {size} bytes and should have {recorded.nbytes}: {how}.")
         if recorded.head_only:
-            _check_tensors(verdict, name, recorded, inside, reader)
+            _check_tensors(out, name, recorded, inside, threads)
         else:
-            _check_whole(verdict, name, recorded, named=size == recorded.nbytes)
+            _check_whole(out, name, recorded, named=size == recorded.nbytes)
+    except CheckpointError as error:
+        out.add(name, str(error))
+    except FileNotFoundError:
+        names = ", ".join(str(r.item) for r, _ in inside[:3]) + (", ..." if inside[3:] else "")
+        holds = f" It holds a part of {len(inside)} tensors: {names}." if inside else ""
+        out.add(name, f"it is missing.{holds}")
     except OSError as error:
-        verdict.add(name, "", f"it cannot be read: {in_words(error)}.")
+        out.add(name, f"it cannot be read: {in_words(error)}.")
 
 
-def _check_whole(verdict: Verdict, name: str, recorded: FileRecord, named: bool) -> None:
+def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool) -> None:
     """A file with one checksum. `named`: say so if it is wrong; otherwise that is clear already."""
     digest = hashlib.sha256()
-    with (verdict.folder / name).open("rb") as file:
+    with (out.folder / name).open("rb") as file:
         while block := file.read(CHUNK):
             digest.update(block)
-            verdict.nbytes += len(block)
+            out.nbytes += len(block)
     if digest.hexdigest() != recorded.sha256:
         if named:
-            verdict.add(
-                name,
-                "",
-                f"its bytes are not those that were saved (SHA-256 {digest.hexdigest()}, saved"
-                f" {recorded.sha256}).",
-            )
+            sums = f"(SHA-256 {digest.hexdigest()}, saved {recorded.sha256})"
+            out.add(name, f"its bytes are not those that were saved {sums}.")
     elif name == STATE:
         try:
-            json.loads((verdict.folder / name).read_bytes())
+            json.loads((out.folder / name).read_bytes())
         except ValueError as error:
-            verdict.add(name, "", f"it is no JSON: {error}.")
+            out.add(name, f"it is no JSON: {error}.")
 
 
 def _check_tensors(
-    verdict: Verdict,
-    name: str,
-    recorded: FileRecord,
-    inside: list[tuple[Record, Piece]],
-    reader: _Reader,
-) -> None:
+    out: Examination, name: str, recorded: FileRecord, inside: list[Inside], threads: _ChecksumThreads
+) -> None:  # fmt: skip
     """A tensor file: its head, then every piece."""
-    path = verdict.folder / name
+    path = out.folder / name
     length = recorded.nbytes - sum((p.stop - p.start) * DTYPES[r.dtype].itemsize for r, p in inside)
     with path.open("rb") as file:
         head = file.read(min(max(0, length), LARGEST_HEADER, recorded.nbytes))
-    verdict.nbytes += len(head)
+    out.nbytes += len(head)
     if hashlib.sha256(head).hexdigest() != recorded.sha256:
-        verdict.add(
-            name,
-            "",
-            f"its head (the first {length} bytes: names and places of its {len(inside)} tensors) is"
-            " damaged.",
-        )
+        of = f"(the first {length} bytes: names and places of its {len(inside)} tensors)"
+        out.add(name, f"its head {of} is damaged.")
         return
-    entries = _entries(head)
+    _, spans = parse_header(head)  # the file behind it may be shorter than it says
     pieces = []
     for record, piece in inside:
         key = key_of(record.item, piece.start)
-        entry = entries.pop(key, None)
-        if entry is None:
-            verdict.add(name, str(record.item), f"the file has no tensor {key!r}.")
-        elif (
-            entry.dtype != DTYPES[record.dtype] or numel_of(entry.shape) != piece.stop - piece.start
-        ):
-            verdict.add(
-                name,
-                str(record.item),
-                f"it is {entry.dtype} {list(entry.shape)} there, the manifest says {record.dtype}.",
-            )
+        span = spans.pop(key, None)
+        if span is None:
+            out.add(name, f"the file has no tensor {key!r}.", record.item)
+        elif span.dtype != DTYPES[record.dtype] or numel_of(span.shape) != piece.stop - piece.start:
+            there = f"{span.dtype} {list(span.shape)}"
+            what = f"it is {there} there, the manifest says {record.dtype}."
+            out.add(name, what, record.item)
         else:
-            pieces.append((record, piece, entry))
-    for key in entries:
-        verdict.notes.append(
-            Problem(name, key, "the manifest does not know this tensor: nothing reads it.")
-        )
-    for record, piece, what in reader.wrong(path, pieces):
-        verdict.add(name, str(record.item), f"elements {piece.start} to {piece.stop}: {what}")
-    verdict.nbytes += reader.taken()
-
-
-def _entries(head: bytes) -> dict[str, Entry]:
-    """The tensors that a sound head names; the file behind it may be shorter than it says."""
-    table = json.loads(head[8:])
-    table.pop("__metadata__", None)
-    return {
-        key: Entry(
-            DTYPES[t["dtype"]],
-            tuple(t["shape"]),
-            len(head) + t["data_offsets"][0],
-            len(head) + t["data_offsets"][1],
-        )
-        for key, t in table.items()
-    }
-
-
-def _note_others(verdict: Verdict, manifest: Manifest) -> None:
-    # A kill right after the commit leaves the owner
-    known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}
-    for path in sorted(verdict.folder.rglob("*")):
-        name = path.relative_to(verdict.folder).as_posix()
-        if name not in known and not path.is_dir():
-            verdict.notes.append(
-                Problem(name, "", "the manifest does not know this file: nothing reads it.")
-            )
+            pieces.append((record, piece, span))
+    for key in spans:
+        out.note(name, "the manifest does not know this tensor: nothing reads it.", key)
+    for record, piece, what in threads.wrong(path, pieces):
+        out.add(name, f"elements {piece.start} to {piece.stop}: {what}", record.item)
+    out.nbytes += threads.taken()
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class _Reader:
+class _ChecksumThreads:
     """Threads that take checksums, each with a buffer of its own."""
 
     def __init__(self, advance: Advance | None) -> None:
@@ -402,7 +343,7 @@ class _Reader:
         self._local, self._lock = threading.local(), threading.Lock()
         self._advance, self._bytes = advance, 0
 
-    def __enter__(self) -> _Reader:
+    def __enter__(self) -> _ChecksumThreads:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -415,14 +356,14 @@ class _Reader:
         return taken
 
     def wrong(
-        self, path: Path, pieces: Iterable[tuple[Record, Piece, Entry]]
-    ) -> Iterator[tuple[Record, Piece, str]]:
+        self, path: Path, pieces: Iterable[tuple[Record, StoredPiece, TensorSpan]]
+    ) -> Iterator[tuple[Record, StoredPiece, str]]:
         """The pieces whose bytes are not those that were saved, and what is wrong with them."""
         file = os.open(path, os.O_RDONLY)
         try:
             waiting = [
-                (r, piece, [self._pool.submit(self._crc, file, a, b) for a, b in _segments(entry)])
-                for r, piece, entry in pieces
+                (r, piece, [self._pool.submit(self._crc, file, a, b) for a, b in _segments(span)])
+                for r, piece, span in pieces
             ]
             for record, piece, segments in waiting:
                 try:
@@ -433,14 +374,8 @@ class _Reader:
                     yield record, piece, f"they cannot be read: {in_words(error)}."
                 else:
                     if found != piece.crc:
-                        yield (
-                            record,
-                            piece,
-                            (
-                                f"the bytes are not those that were saved (CRC-32 {found:08x},"
-                                f" saved {piece.crc:08x})."
-                            ),
-                        )
+                        sums = f"(CRC-32 {found:08x}, saved {piece.crc:08x})"
+                        yield record, piece, f"the bytes are not those that were saved {sums}."
         finally:
             os.close(file)
 
@@ -462,6 +397,6 @@ class _Reader:
         return crc, end - begin
 
 
-def _segments(entry: Entry) -> Iterator[tuple[int, int]]:
-    for begin in range(entry.begin, entry.end, SEGMENT):
-        yield begin, min(begin + SEGMENT, entry.end)
+def _segments(span: TensorSpan) -> Iterator[tuple[int, int]]:
+    for begin in range(span.begin, span.end, SEGMENT):
+        yield begin, min(begin + SEGMENT, span.end)

@@ -237,7 +237,7 @@ def reshard_command(
     it loads on any number as it is.
     """
     with _told(as_json):
-        from onefold.checkpoint.folder_source import FolderSource
+        from onefold.checkpoint.manifest import FolderSource
         from onefold.checkpoint.reshard import reshard
 
         with _opened(path) as source:
@@ -413,7 +413,7 @@ def _written(
 
 def _made(source: Source) -> dict[str, Any]:
     """How and when a checkpoint was made: for people, never compared."""
-    from onefold.checkpoint.folder_source import FolderSource
+    from onefold.checkpoint.manifest import FolderSource
 
     if not isinstance(source, FolderSource):
         return {}

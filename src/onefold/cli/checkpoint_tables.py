@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from onefold.checkpoint.diff import Difference, TensorDifference
-from onefold.checkpoint.inspect import Listed, Summary, Tensor
-from onefold.checkpoint.verify import Verdict
+from onefold.checkpoint.inspect import Listed, Summary, TensorSummary
+from onefold.checkpoint.verify import Examination
 from onefold.cli.tables import plain_table
 from onefold.plan.tables import _print, count
 
@@ -61,7 +61,7 @@ def show_list(root: Path, found: Sequence[Listed]) -> None:
     out.print("[dim]onefold checkpoint verify reads every byte.[/dim]")
 
 
-def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
+def show_summary(summary: Summary, tensors: Sequence[TensorSummary] | None) -> None:
     """All of a checkpoint; its tensors one by one if they are given."""
     out = _console()
     step = f"step {summary.step}" if summary.step is not None else "no step given"
@@ -137,7 +137,7 @@ def show_summary(summary: Summary, tensors: Sequence[Tensor] | None) -> None:
         _print(out, table)
 
 
-def show_verdict(verdict: Verdict, seconds: float) -> None:
+def show_verdict(verdict: Examination, seconds: float) -> None:
     """Whole, or all that is not."""
     out = _console()
     name = escape(str(verdict.folder))

@@ -13,14 +13,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
-from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.stream import tell_all
+from onefold.runtime.whole import gather_whole
 
+_CALL = "unsharded()"
 #: Optimizers that have stepped sharded parameters.
 seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 #: What a rank knows of one state: the name of its dtype if it has an element for each of the
@@ -64,7 +65,7 @@ def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, di
 
 
 def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
-    told = _all(engine, [(type(o).__name__, len(_params(o))) for o in optimizers])
+    told = tell_all(engine, _CALL, [(type(o).__name__, len(_params(o))) for o in optimizers])
     if any(each != told[0] for each in told):
         words = "; ".join(
             f"rank {r}: {', '.join(f'{n} of {k} parameters' for n, k in each)}"
@@ -77,15 +78,6 @@ def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
     return optimizers
 
 
-def _all(engine: Engine, said: Any) -> list[Any]:
-    """What every rank says, in the order of ranks."""
-    if engine.world_size == 1 or engine.group.fake:
-        return [said]
-    out: list[Any] = [None] * engine.world_size
-    dist.all_gather_object(out, said, group=engine.group.control_group)
-    return out
-
-
 def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     known = {
         entry.number: state
@@ -93,8 +85,8 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
         if (state := optimizer.state.get(entry.param))
     }
     told: dict[int, _Told] = {}
-    for each in _all(
-        engine, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}
+    for each in tell_all(
+        engine, _CALL, {n: _tell(optimizer, engine.entries[n], state) for n, state in known.items()}
     ):
         for number, states in each.items():
             if len(states) > len(told.get(number, ())):
@@ -155,8 +147,7 @@ def _wholes(
         part = known.get(entry.number, {}).get(key)
         if part is not None and b > a:
             full[a:b].copy_(part)
-    place = CollectiveContext("state", flat.unit_name, engine.step, "state")
-    flat.owners_group.all_gather(full, place, flat.index, move="state").wait()
+    gather_whole(engine, flat, full)
     return [(entry, flat.view(full, entry).clone()) for entry in entries]
 
 

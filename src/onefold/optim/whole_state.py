@@ -43,12 +43,21 @@ from torch.optim.optimizer import Optimizer
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
 from onefold.offload.storage import state_kind
-from onefold.recipe.moments import SIGNED, grain_of, items_of, packed
+from onefold.optim.held import OnDisk, divided, elements, new_state
+from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function, leaf_asked_by
-from onefold.runtime.storageless import StatePlace
-from onefold.runtime.stream import dist_rank, from_first, held_by, interval_of, tell_all, to_first
+from onefold.runtime.stream import (
+    Put,
+    Read,
+    dist_rank,
+    from_first,
+    held_by,
+    interval_of,
+    tell_all,
+    to_first,
+)
 
 #: A top-level key of `local_state_dict`, by which the other loader knows it.
 LOCAL = "onefold_local"
@@ -244,7 +253,7 @@ class _Outline:
         self.engines = list(engines.values())
         self.engine = self.engines[0] if engines else None
         entries = [e for param in self.params for e in param.entries]
-        self.divided = any(not (e.flat.unsharded or e.flat.whole_master) for e in entries)
+        self.divided = any(divided(e.flat) for e in entries)
         self.special = self.divided or any(_special(optimizer, e, e.engine()) for e in entries)
         if any(sorted(e.group.ranks) != sorted(self.engines[0].group.ranks) for e in self.engines):
             raise ValueError(
@@ -255,8 +264,8 @@ class _Outline:
 
 
 def _special(optimizer: Optimizer, entry: Entry, engine: Any) -> bool:
-    on_disk = entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
-    return on_disk or entry.flat.tiled or _rests(optimizer, entry, engine) is not None
+    tiled = entry.flat.tiled
+    return entry.flat.storage.on_disk or tiled or _rests(optimizer, entry, engine) is not None
 
 
 def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.MomentPolicy | None:
@@ -267,9 +276,9 @@ def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.Moment
 
 def _held_shape(entry: Entry) -> tuple[int, ...]:
     """The shape of what the optimizer has of a parameter."""
-    if entry.flat.unsharded or entry.flat.whole_master:
+    if not divided(entry.flat):
         return tuple(entry.slot.shape)
-    a, b = entry.flat.local(entry)
+    a, b = held_by(entry, entry.flat.rank)
     return (b - a,)
 
 
@@ -294,14 +303,7 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         first = engine.rank == 0 or not outline.divided
         state, error = _bring(optimizer, outline, plan, first)
         if outline.divided:
-            error = next(
-                (
-                    f"rank {rank}: {told}"
-                    for rank, told in enumerate(tell_all(engine, _STATE_DICT, error))
-                    if told
-                ),
-                None,
-            )
+            error = _first_of(tell_all(engine, _STATE_DICT, error))
         if error is not None:
             raise RuntimeError(f"{_STATE_DICT}: the states could not be read. {error}")
         others = {
@@ -317,6 +319,11 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
             "param_groups": _whole_groups(optimizer, outline),
             **others,
         }
+
+
+def _first_of(errors: list[str | None]) -> str | None:
+    """The first error of the ranks, with who met it."""
+    return next((f"rank {rank}: {told}" for rank, told in enumerate(errors) if told), None)
 
 
 def _check_moment(engine: Engine, call: str) -> None:
@@ -433,7 +440,7 @@ def _bring(
     anything did.
     """
     state: dict[int, Any] = {}
-    reader = _Reader(optimizer)
+    reader = _PartReader(optimizer)
     for number, (param, said) in enumerate(zip(outline.params, plan, strict=True)):
         if said is None:
             continue
@@ -452,7 +459,7 @@ def _bring(
     return state, reader.error
 
 
-class _Reader:
+class _PartReader:
     """Reads this rank's parts; keeps the first error for the end, so that no other rank is left
     waiting.
     """
@@ -461,7 +468,7 @@ class _Reader:
         self.optimizer = optimizer
         self.error: str | None = None
 
-    def of(self, entry: Entry, key: str, dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
+    def of(self, entry: Entry, key: str, dtype: torch.dtype) -> Read:
         def read(x: int, y: int) -> torch.Tensor:
             try:
                 return _part(self.optimizer, entry, key, x, y).to(dtype)
@@ -476,11 +483,9 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
     """Elements [x, y) of `entry`, counted from its first, of the state `key`; they begin with a
     block where there are blocks.
     """
-    state, flat = optimizer.state.get(entry.param, {}), entry.flat
-    base, _ = held_by(entry, flat.rank)  # what the optimizer's object begins with
     found = {
         name: value
-        for name, value in state.items()
+        for name, value in optimizer.state.get(entry.param, {}).items()
         if name == key or ((part := packed(name)) is not None and part.key == key)
     }
     if not found:
@@ -488,16 +493,8 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
         return torch.zeros(y - x)
     parts: dict[str, torch.Tensor] = {}
     for name, value in found.items():
-        grain = grain_of(name)
-        if value.device.type == "meta":
-            offloaded = flat.offloaded
-            assert offloaded is not None
-            at = entry.slot.start - flat.owned[0]
-            parts[name] = offloaded.part(
-                state_kind(name, value.dtype), *items_of(at + x, at + y, grain)
-            )
-        else:
-            parts[name] = value.detach().reshape(-1)[slice(*items_of(x - base, y - base, grain))]
+        held = elements(entry, state_kind(name, value.dtype), value, x, y)
+        parts[name] = held.read() if isinstance(held, OnDisk) else held
     if key in parts:
         return parts[key]
     how = _rests(optimizer, entry, _engine(entry))
@@ -533,14 +530,21 @@ def _engine(entry: Entry) -> Engine:
 
 @dataclass
 class _Landing:
-    """A state on its way into the optimizer: `put` is given elements [x, y) of `entry`, in
-    order.
+    """A state on its way into the optimizer: given elements [x, y) of `entry`, in order. An error
+    is kept for the end, so that no other rank is left waiting.
     """
 
     entry: Entry
-    key: str
     parts: dict[str, torch.Tensor]
-    put: Callable[[int, int, torch.Tensor], None]
+    put: Put
+    error: str | None = None
+
+    def __call__(self, x: int, y: int, values: torch.Tensor) -> None:
+        if self.error is None:
+            try:
+                self.put(x, y, values)
+            except Exception as error:
+                self.error = f"{type(error).__name__}: {error}"
 
 
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -704,12 +708,8 @@ def _cannot_be_cut(outline: _Outline, param: _Param, value: Any) -> bool:
     return (
         outline.divided
         or param.entries[0].flat.tiled
-        or (value.numel() > 1 and any(_on_disk(e) for e in param.entries))
+        or (value.numel() > 1 and any(e.flat.storage.on_disk for e in param.entries))
     )
-
-
-def _on_disk(entry: Entry) -> bool:
-    return entry.flat.offloaded is not None and entry.flat.offloaded.on_disk
 
 
 @dataclass(frozen=True)
@@ -789,7 +789,8 @@ def _take(
                     flat = whole.detach().reshape(-1)[
                         entry.part.first : entry.part.first + entry.slot.numel
                     ]
-                put = _Guarded(_landing(optimizer, entry, key, value.dtype), landing)
+                put = _landing(optimizer, entry, key, value.dtype)
+                landing.append(put)
                 if scattered:
                     from_first(_engine(entry), entry, value.dtype, flat, put)
                 elif flat is not None:
@@ -801,14 +802,7 @@ def _take(
             each.transfers.flush() if each.on_disk else None
     engine = outline.engine
     assert engine is not None
-    wrong = next(
-        (
-            f"rank {rank}: {told}"
-            for rank, told in enumerate(tell_all(engine, _LOAD, error))
-            if told
-        ),
-        None,
-    )
+    wrong = _first_of(tell_all(engine, _LOAD, error))
     if wrong is not None:
         _landed.pop(optimizer, None)
         raise RuntimeError(f"{_LOAD}: the states could not be put in their places. {wrong}")
@@ -827,51 +821,24 @@ def _local_names(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
             group["param_names"] = ours.get("param_names", group["param_names"])
 
 
-class _Guarded:
-    """Calls a landing; an error is kept for the end, so that no other rank is left waiting."""
-
-    def __init__(self, landing: _Landing, done: list[_Landing]) -> None:
-        self.landing = landing
-        self.error: str | None = None
-        done.append(landing)
-
-    def __call__(self, x: int, y: int, values: torch.Tensor) -> None:
-        if self.error is None:
-            try:
-                self.landing.put(x, y, values)
-            except Exception as error:
-                self.error = f"{type(error).__name__}: {error}"
-
-
 def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -> _Landing:
     """Where the state `key` of `entry` goes on this rank: memory, or NVMe; as it is, rounded, or
     packed.
     """
     flat, device = entry.flat, entry.param.device
-    base, stop = held_by(entry, flat.rank)
     how = _rests(optimizer, entry, _engine(entry)) if key in SIGNED else None
     if entry.flat.dtypes.master.is_floating_point:
         dtype = flat.dtypes.master  # as torch's own load has it
     format = how.of(entry) if how is not None else None
     dtypes = {key: dtype} if format is None else {key: format.dtype}
     if format is not None and format.packed:
-        dtypes = {}
-        for name in format.keys(key):
-            part = packed(name)
-            assert part is not None
-            dtypes[name] = part.dtype
-    away = _on_disk(entry) and not (how.small(entry) if how is not None else not entry.slot.shape)
-    parts: dict[str, torch.Tensor] = {}
-    for name, kind in dtypes.items():
-        shape = (
-            _held_shape(entry) if packed(name) is None else (-(-(stop - base) // grain_of(name)),)
-        )
-        if away:
-            assert flat.offloaded is not None
-            flat.offloaded.region(state_kind(name, kind), kind)
-        parts[name] = (
-            StatePlace.of(shape, kind) if away else torch.zeros(shape, dtype=kind, device=device)
-        )
+        dtypes = {
+            name: part.dtype for name in format.keys(key) if (part := packed(name)) is not None
+        }
+    disk = flat.storage.on_disk and not (
+        how.small(entry) if how is not None else not entry.slot.shape
+    )
+    parts = {name: new_state(entry, name, kind, disk) for name, kind in dtypes.items()}
 
     def put(x: int, y: int, values: torch.Tensor) -> None:
         new = {key: values}
@@ -884,15 +851,10 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
             piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
             moments.pack(replace(how, seed=None), piece, key, values, torch.zeros(()), again=True)
         for name, value in new.items():
-            grain, kind = grain_of(name), dtypes[name]
-            if away:
-                assert flat.offloaded is not None
-                at, _ = items_of(entry.slot.start - flat.owned[0] + x, 0, grain)
-                flat.offloaded.write_part(state_kind(name, kind), at, value.to("cpu", kind))
-            else:
-                parts[name].view(-1)[slice(*items_of(x - base, y - base, grain))].copy_(value)
+            into = elements(entry, state_kind(name, dtypes[name]), parts[name], x, y)
+            into.write(0, value) if isinstance(into, OnDisk) else into.copy_(value)
 
-    return _Landing(entry, key, parts, put)
+    return _Landing(entry, parts, put)
 
 
 def _after_load(optimizer: Optimizer) -> None:

@@ -249,7 +249,7 @@ class Recipe:
         elementwise_optimizer: bool | None = None,
         stall_timeout: float = 300.0,
     ) -> Recipe:
-        """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5). The guide has a table of
+        """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5). docs/options.md has a table of
         all options, made from recipe/options.py.
 
         Raises:

@@ -3,7 +3,7 @@
     row ─► the check of the value            `Recipe.zero`, a recipe made row by row, `Recipe.replace`
         ─► --option, with its help           `onefold train`, `onefold plan` (cli/options.py)
         ─► key of a configuration file       `onefold train --config` (train/config.py)
-        ─► the table in docs/guide.md        `make options` (tests/recipe/test_options.py)
+        ─► the tables of docs/options.md     `make options` (tests/recipe/test_options.py)
 
 Type and default stand in the signature of `Recipe.zero` too, so that an editor knows them; a test
 holds the two together. What can be told of one value is told here, what of several in
@@ -310,7 +310,7 @@ class Option:
         name: the argument of `Recipe.zero`, and the key of a configuration file.
         type, default: as in the signature of `Recipe.zero`.
         check: makes a value what the recipe keeps. Raises ValueError with what was expected.
-        help: a sentence, for --help and the guide.
+        help: a sentence, for --help and docs/options.md.
         panel: the heading under which options are shown.
         commands: of `onefold`, that have it.
     """

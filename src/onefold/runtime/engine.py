@@ -687,11 +687,10 @@ class Engine:
             self.sync = before
 
     def whole(self, entry: Entry) -> torch.Tensor:
-        unit = self.unit_of[entry.number]
         if self.unset:
             self.unset.look(self)
             self.unset.refuse_entry(entry)
-        return entry.flat.view(whole_masters(self, unit, entry.flat), entry).clone()
+        return entry.flat.view(whole_masters(self, entry.flat), entry).clone()
 
     def summary(self) -> str:
         """The recipe and the units as a readable table; padding as a share of the elements."""

@@ -330,26 +330,6 @@ class Flat:
         """The ranks whose masters together are the whole, each once."""
         return self.group.intra_group if self.owned == self.shard else self.group
 
-    # TEMPORARY
-    @property
-    def offloaded(self) -> Any:
-        return self.storage if self.storage.offloaded else None
-
-    @property
-    def route(self) -> Any:
-        from types import SimpleNamespace
-
-        return SimpleNamespace(stored=self.storage.encoded)
-
-    def load_master(self) -> torch.Tensor:
-        return self.storage.load()
-
-    def landing(self, device: torch.device) -> torch.Tensor:
-        return self.storage.landing(device)
-
-    def store_master(self, values: torch.Tensor) -> None:
-        self.storage.store(values)
-
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
         return self.spec.owned_by(position)

@@ -6,16 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Collection, Iterator, Mapping
-from math import prod
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from onefold.comm import CollectiveContext
-from onefold.layout import overlap
 from onefold.memory import GATHERED
 from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.checks import refuse_changes
@@ -23,17 +20,18 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.interval import Interval
 from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.stream import from_first, tell_all, to_first
 from onefold.runtime.tile import first_tiles
 from onefold.runtime.unit import Unit
 from onefold.runtime.unset import value_of
-from onefold.runtime.whole import place_of, whole_masters
+from onefold.runtime.whole import new_masters, state_context, whole_masters
 
 
 def scatter_masters(
-    engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
+    engine: Engine, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
 ) -> None:
     """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
-    group, place = engine.group, place_of(engine, unit)
+    group, place = engine.group, state_context(engine, flat.unit_name)
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
@@ -46,10 +44,10 @@ def scatter_masters(
             group.exchange([], [(0, master)], place, flat.index, move="state").wait()
 
 
-def _rewrite(engine: Engine, unit: Unit, flat: Flat, full: torch.Tensor | None) -> None:
+def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
     """Rank 0's `full` becomes everybody's masters, wherever these rest."""
     landing = flat.storage.landing(engine.device)
-    scatter_masters(engine, unit, flat, full, landing)
+    scatter_masters(engine, flat, full, landing)
     flat.storage.store(landing)
 
 
@@ -86,7 +84,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
             for flat in unit.flats:
                 if flat.unsharded:
                     continue
-                full = whole_masters(engine, unit, flat)
+                full = whole_masters(engine, flat)
                 held.append((unit, flat, None if flat.tiled else full))
                 engine.memory.add(
                     GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
@@ -112,7 +110,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 for entry in flat.entries:
                     flat.swap(entry, entry.param)
                 if write:
-                    _rewrite(engine, unit, flat, kept if kept is not None else _apart(joint, flat))
+                    _rewrite(engine, flat, kept if kept is not None else _apart(joint, flat))
                 engine.memory.add(
                     GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
                 )
@@ -167,48 +165,68 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host of rank 0, unit by unit; {} on other ranks. See
-    `onefold.full_state_dict`.
-    """
+    """Whole tensors on the host of rank 0; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.unsharded:
         refuse_changes(engine, "full_state_dict")
         for name, buffer in module.named_buffers():
             refuse_parts(name, buffer)  # on every rank, not on the one that writes them
-    group = engine.group
     engine.unset.look(engine)
     engine.unset.refuse("full_state_dict() would hold")
-    # By the parameter's identity and names: hooks of a module may rename or copy it in its state
-    # dict
+    return whole_state_dict(engine, module, _masters_of, by_name=not engine.unsharded)
+
+
+#: Elements [x, y) of an entry, counted from its first.
+ReadEntry = Callable[[Entry, int, int], torch.Tensor]
+
+
+def whole_state_dict(
+    engine: Engine, module: nn.Module, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]], by_name: bool = True
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """The module's state dict on rank 0's host, with whole tensors for parameters; {} on other
+    ranks. Collective.
+
+    Args:
+        values: of a flat buffer the dtype, what reads the elements that this rank holds, and
+            `alone` as in `to_first`.
+        by_name: parameters are known by their names too, not only by their identity: hooks of a
+            module may rename or copy them in its state dict.
+    """
+    first = engine.rank == 0
+    wholes: dict[str, torch.Tensor] = {}
     out: dict[Any, torch.Tensor] = {}
-    joint: dict[str, torch.Tensor] = {}
     with disable_torch_function(), torch.no_grad():
-        for unit in engine.units:
-            for flat in unit.flats:
-                full = _to_rank_0(engine, unit, flat)
-                for entry in flat.entries if group.rank == 0 else ():
-                    value = entry.param.detach() if flat.unsharded else flat.view(full, entry)  # type: ignore[arg-type]
-                    if flat.tiled:
-                        _place_in(
-                            joint, entry, torch.empty(0, dtype=value.dtype, device="cpu")
-                        ).copy_(value)
-                        whole = joint[entry.part.names[0]].view(entry.part.shape)
-                    else:
-                        whole = value.cpu().clone()
-                    # The model's own, where somebody has put another in its place
-                    names = () if engine.unsharded else entry.part.names
-                    out |= dict.fromkeys((id(entry.param), *names), whole)
-    if group.rank != 0:
-        return {}
-    order = {
-        name: value
-        for name, value in plain_state_dict(engine, module).items()
-        if isinstance(value, torch.Tensor)
-    }
-    keys = {name: id(value) if id(value) in out else name for name, value in order.items()}
-    return {
-        name: out[keys[name]] if keys[name] in out else value.detach().cpu().clone()
-        for name, value in order.items()
-    }
+        for flat in (flat for unit in engine.units for flat in unit.flats):
+            dtype, read, alone = values(flat)
+            for entry in flat.entries:
+                part, into = entry.part, None
+                if first:  # the tiles of a parameter share a whole
+                    if part.names[0] not in wholes:
+                        wholes[part.names[0]] = torch.empty(part.shape, dtype=dtype, device="cpu")
+                    whole = wholes[part.names[0]]
+                    out |= dict.fromkeys((id(entry.param), *(part.names if by_name else ())), whole)
+                    into = whole.view(-1)[part.first : part.first + entry.slot.numel]
+                to_first(engine, entry, dtype, partial(read, entry), into, alone)
+        if not first:
+            return {}
+        return {
+            name: out[key]
+            if (key := id(value) if id(value) in out else name) in out
+            else value.detach().cpu().clone()
+            for name, value in plain_state_dict(engine, module).items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def _masters_of(flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
+    masters = None if flat.unsharded else flat.storage.load()
+
+    def read(entry: Entry, x: int, y: int) -> torch.Tensor:
+        if masters is None:
+            return entry.param.detach().reshape(-1)[x:y]
+        at = entry.slot.start - flat.owned[0]
+        return masters[at + x : at + y]
+
+    return flat.dtypes.master, read, False
 
 
 def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
@@ -250,35 +268,6 @@ def beside_parameters(
     return buffers, extra
 
 
-def _to_rank_0(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor | None:
-    if flat.unsharded:
-        return None
-    if flat.whole_master:
-        return flat.storage.load()
-    group, place = engine.group, place_of(engine, unit)
-    if group.rank != 0:
-        known = flat.owned == flat.owned_by(0)  # a replica of what rank 0 has
-        group.exchange(
-            [] if known else [(0, flat.storage.load().to(engine.device))],
-            [],
-            place,
-            flat.index,
-            move="state",
-        ).wait()
-        return None
-    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
-    full[flat.owned[0] : flat.owned[1]].copy_(flat.storage.load())
-    sent = [flat.owned_by(p) for p in range(1, group.size)]
-    group.exchange(
-        [],
-        [(p, full[a:b]) for p, (a, b) in enumerate(sent, 1) if a != flat.owned[0]],
-        place,
-        flat.index,
-        move="state",
-    ).wait()
-    return full
-
-
 def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
@@ -296,23 +285,18 @@ def load_full_state_dict(
         n: e for n, v in expected.items() if (e := known.get(id(v), by_name.get(n))) is not None
     }
     shapes = {n: e.part.shape for n, e in named.items()}
-    verdict: list[Any] = [None]
-    if engine.rank == 0:
-        verdict = [_compare(expected, shapes, state, strict)]
-    if engine.world_size > 1:
-        dist.broadcast_object_list(
-            verdict, src=engine.group.ranks[0], group=engine.group.control_group
-        )
-    missing, unexpected, complaint = verdict[0]
+    verdict = _compare(expected, shapes, state, strict) if engine.rank == 0 else None
+    missing, unexpected, complaint = tell_all(engine, "load_full_state_dict()", verdict)[0]
     if complaint:
         raise ValueError(complaint)
+    coming = {e.part.names[0] for n, e in named.items() if n not in missing}
     given = {
         e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state
     }
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat(engine, unit, flat, given)
+                _load_flat(engine, flat, coming, given)
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
         engine.unset.given(
@@ -398,27 +382,33 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
     return None
 
 
-def _load_flat(engine: Engine, unit: Unit, flat: Flat, state: Mapping[str, torch.Tensor]) -> None:
-    """`state`: whole tensors by the first name of the parameter."""
+def _load_flat(
+    engine: Engine, flat: Flat, coming: Collection[str], state: Mapping[str, torch.Tensor]
+) -> None:
+    """What is `coming`, by the first name of the parameter; the rest stays. `state`: rank 0's whole
+    tensors by that name.
+    """
+    masters = None if flat.unsharded else new_masters(flat, engine.device)
+    for entry in flat.entries:
+        part, whole = entry.part, None
+        if part.names[0] not in coming:
+            continue
+        if engine.rank == 0:
+            whole = state[part.names[0]].reshape(-1)[part.first : part.first + entry.slot.numel]
+        if masters is None:
+            assert whole is not None
+            entry.param.copy_(whole.view(entry.param.shape))
+        else:
+            put = partial(_put, masters, entry)
+            from_first(engine, entry, flat.dtypes.master, whole, put)
+    if masters is not None:
+        flat.storage.store(masters)
 
-    def given(entry: Entry) -> torch.Tensor | None:
-        whole, part = state.get(entry.part.names[0]), entry.part
-        if whole is None or not flat.tiled:
-            return whole
-        row = part.first // prod(part.shape[1:])
-        return whole[row : row + entry.slot.shape[0]]
 
-    if flat.unsharded:
-        for entry in flat.entries:
-            if (value := given(entry)) is not None:
-                entry.param.copy_(value)
-        return
-    full = whole_masters(engine, unit, flat)  # keeps what `state` does not name
-    if engine.rank == 0:
-        for entry in flat.entries:
-            if (value := given(entry)) is not None:
-                flat.view(full, entry).copy_(value)
-    _rewrite(engine, unit, flat, full if engine.rank == 0 else None)
+def _put(masters: torch.Tensor, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+    """Elements [x, y) of `entry` into this rank's `masters`, [owned]."""
+    at = entry.slot.start - entry.flat.owned[0]
+    masters[at + x : at + y].copy_(values)
 
 
 def _load_buffers(
@@ -427,9 +417,7 @@ def _load_buffers(
     for name, buffer in buffers.items():
         if engine.rank == 0 and name in state:
             buffer.copy_(state[name])
-    engine.group.broadcast(
-        list(buffers.values()), CollectiveContext("state", "buffers", engine.step, "state")
-    )
+    engine.group.broadcast(list(buffers.values()), state_context(engine, "buffers"))
 
 
 def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
@@ -445,7 +433,9 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                 master.zero_()
                 for entry in flat.entries:
                     if entry.slot.name not in coming:
-                        _scatter_entry(engine, unit, entry, master)
+                        whole = _source(entry).detach().reshape(-1) if engine.rank == 0 else None
+                        put = partial(_put, master, entry)
+                        from_first(engine, entry, flat.dtypes.master, whole, put)
                     elif master.is_floating_point() and not flat.storage.encoded:
                         # See [Note: marks of what is unset] in runtime/unset.py
                         a, b = flat.local(entry)
@@ -459,7 +449,7 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
                 for entry in flat.entries:
                     source = _source(entry)
                     flat.view(full, entry).copy_(source.detach())
-            scatter_masters(engine, unit, flat, full, master)
+            scatter_masters(engine, flat, full, master)
 
         with disable_torch_function(), torch.no_grad():
             flat.build(fill, engine.device)
@@ -472,20 +462,3 @@ def _source(entry: Entry) -> torch.Tensor:
     source = parameters[attribute] if source is None else source  # one without elements
     assert source is not None
     return source
-
-
-def _scatter_entry(engine: Engine, unit: Unit, entry: Entry, master: torch.Tensor) -> None:
-    """Rank 0's value of one parameter into every rank's `master` ([owned]) of its flat buffer."""
-    flat, group, slot = entry.flat, engine.group, entry.slot
-    a, b = flat.local(entry)
-    mine = master[a - flat.owned[0] : b - flat.owned[0]]
-    if group.rank != 0:
-        group.exchange([], [(0, mine)], place_of(engine, unit), flat.index, move="state").wait()
-        return
-    whole = _source(entry).detach().to(engine.device, flat.dtypes.master).reshape(-1)
-    sends = []
-    for peer in range(1, 1 if group.fake else group.size):
-        start, end = overlap((slot.start, slot.end), flat.owned_by(peer))
-        sends.append((peer, whole[start - slot.start : end - slot.start]))
-    group.exchange(sends, [], place_of(engine, unit), flat.index, move="state").wait()
-    mine.copy_(whole[a - slot.start : b - slot.start])

@@ -1,8 +1,8 @@
 """One parameter's elements between the ranks that hold them and rank 0's host, some at a time, and
 what the ranks say around that.
 
-    to_first     each rank's interval ──► rank 0: a host tensor of the whole
-    from_first   rank 0's whole ──► each rank: the elements that it holds
+    to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, states of optimizers, averages
+    from_first   rank 0's whole ──► each rank: the elements that it holds        what loads them
 
 On the device there are never more than `CHUNK` elements of it, on other hosts than rank 0's no more
 than the rank's own. Where rank 0 holds all itself (stage 0, one rank) `to_first` moves nothing.
@@ -23,6 +23,7 @@ from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.whole import state_context
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20
@@ -76,17 +77,12 @@ def dist_rank(engine: Engine) -> int:
     return engine.group.ranks[engine.group.rank]
 
 
-def place_of(engine: Engine, entry: Entry) -> CollectiveContext:
-    return CollectiveContext("state", entry.flat.unit_name, engine.step, "state")
-
-
-def interval_of(entry: Entry) -> tuple[int, int]:
-    """The elements of `entry` that this rank answers for, counted from its first: each element on
-    exactly one rank.
+def interval_of(entry: Entry, position: int | None = None) -> tuple[int, int]:
+    """The elements of `entry` that this rank (or that at `position`) accounts for, counted from its
+    first: each element on exactly one rank.
     """
-    if entry.flat.unsharded:
-        return 0, entry.slot.numel
-    a, b = entry.flat.layout.local(entry.slot, entry.flat.rank)
+    rank = entry.flat.rank if position is None else position
+    a, b = entry.flat.layout.local(entry.slot, rank)
     return a - entry.slot.start, b - entry.slot.start
 
 
@@ -94,8 +90,6 @@ def held_by(entry: Entry, position: int) -> tuple[int, int]:
     """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what
     other ranks hold as well.
     """
-    if entry.flat.unsharded:
-        return 0, entry.slot.numel
     a, b = overlap((entry.slot.start, entry.slot.end), entry.flat.owned_by(position))
     return a - entry.slot.start, b - entry.slot.start
 
@@ -116,7 +110,7 @@ def to_first(
         alone: `read` gives nothing but this rank's interval, also where the optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    here = held_by(entry, 0) if not alone else _interval_at(entry, 0)
+    here = interval_of(entry, 0) if alone else held_by(entry, 0)
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         mine = overlap(here, (x, y))
@@ -126,7 +120,7 @@ def to_first(
             continue
         sends, recvs, landing = [], [], []
         for peer in _owners(entry, x, y):
-            a, b = overlap(_interval_at(entry, peer), (x, y))
+            a, b = overlap(interval_of(entry, peer), (x, y))
             if a == b or peer == 0 or overlap((a, b), here) == (a, b):
                 continue
             if group.rank == 0:
@@ -134,7 +128,9 @@ def to_first(
                 landing.append((a, b))
             elif group.rank == peer:
                 sends.append((0, read(a, b).to(engine.device).contiguous()))
-        group.exchange(sends, recvs, place_of(engine, entry), flat.index, move="state").wait()
+        group.exchange(
+            sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+        ).wait()
         for (a, b), (_, part) in zip(landing, recvs, strict=True):
             assert out is not None
             out[a:b].copy_(part)
@@ -155,7 +151,7 @@ def from_first(
         alone: each rank is given nothing but its interval, also where its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    held = _interval_at if alone else held_by
+    held = interval_of if alone else held_by
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         a, b = overlap(held(entry, group.rank), (x, y))
@@ -170,19 +166,14 @@ def from_first(
                     if i < j:
                         sends.append((peer, chunk[i - x : j - x]))
             part = whole[a:b]
-        elif a < b:
+        elif a < b and not group.fake:
             part = torch.empty(b - a, dtype=dtype, device=engine.device)
             recvs.append((0, part))
-        group.exchange(sends, recvs, place_of(engine, entry), flat.index, move="state").wait()
+        group.exchange(
+            sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+        ).wait()
         if a < b and part is not None:
             put(a, b, part.to(dtype))
-
-
-def _interval_at(entry: Entry, position: int) -> tuple[int, int]:
-    if entry.flat.unsharded:
-        return 0, entry.slot.numel
-    a, b = entry.flat.layout.local(entry.slot, position)
-    return a - entry.slot.start, b - entry.slot.start
 
 
 def _owners(entry: Entry, x: int, y: int) -> range:

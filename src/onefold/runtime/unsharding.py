@@ -11,7 +11,7 @@ from torch import nn
 
 from onefold.runtime import gradient_hooks
 from onefold.runtime.parameter import ShardedParameter, disable_torch_function
-from onefold.runtime.state import whole_masters
+from onefold.runtime.whole import whole_masters
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -63,7 +63,7 @@ def make_plain(engine: Engine) -> None:
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                full = None if flat.unsharded else whole_masters(engine, unit, flat)
+                full = None if flat.unsharded else whole_masters(engine, flat)
                 for entry in flat.entries if full is not None else ():
                     gradient_hooks.give_back(entry)
                     entry.param.grad = None

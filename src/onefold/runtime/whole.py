@@ -1,4 +1,4 @@
-"""All masters of a flat buffer in one tensor, outside a forward pass."""
+"""Whole flat buffers on every rank, outside a forward pass."""
 
 from __future__ import annotations
 
@@ -12,19 +12,33 @@ from onefold.runtime.interval import disable_torch_function
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
-    from onefold.runtime.unit import Unit
 
 
-def place_of(engine: Engine, unit: Unit) -> CollectiveContext:
-    return CollectiveContext("state", unit.name, engine.step, "state")
+def state_context(engine: Engine, unit_name: str) -> CollectiveContext:
+    """What errors and the ledger say of a move of parameters or states of a unit."""
+    return CollectiveContext("state", unit_name, engine.step, "state")
 
 
-def whole_masters(engine: Engine, unit: Unit, flat: Flat) -> torch.Tensor:
-    """A new buffer [numel] with all masters of `flat`, the same on every rank."""
+def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
+    """All masters of this rank, [owned], as they are: to be changed in part, and given to
+    `flat.storage.store` then.
+    """
+    masters = flat.storage.landing(device)
+    return masters if masters is flat.master else masters.copy_(flat.storage.load())
+
+
+def gather_whole(engine: Engine, flat: Flat, full: torch.Tensor) -> torch.Tensor:
+    """`full` ([numel], with this rank's [owned] in place) with those of all ranks. Collective."""
+    owners, place = flat.owners_group, state_context(engine, flat.unit_name)
+    owners.all_gather(full, place, flat.index, move="state").wait()
+    return full
+
+
+def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
+    """A new buffer [numel] with all masters of `flat`, the same on every rank. Collective."""
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
     with disable_torch_function(), torch.no_grad():
         if flat.whole_master:
             return full.copy_(flat.storage.load())
         full[flat.owned[0] : flat.owned[1]].copy_(flat.storage.load())
-        flat.owners_group.all_gather(full, place_of(engine, unit), flat.index, move="state").wait()
-    return full
+        return gather_whole(engine, flat, full)

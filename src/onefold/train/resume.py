@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder import OF_RUN, checkpoints
-from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
-from onefold.checkpoint.manifest import MANIFEST
+from onefold.checkpoint.manifest import MANIFEST, FolderSource
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError
 from onefold.train.wires import OPTIONS

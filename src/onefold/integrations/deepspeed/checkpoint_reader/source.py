@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.source import Item, Stored
+from onefold.checkpoint.source import Item, Source, Stored
 from onefold.integrations.deepspeed.checkpoint_reader.folder import find
 from onefold.integrations.deepspeed.checkpoint_reader.layout import (
     CutsOfEach,
@@ -56,7 +56,7 @@ class Counts:
     ranks: int
 
 
-class DeepSpeedSource:
+class DeepSpeedSource(Source):
     """Weights, fp32 masters, optimizer states and the rest, of ZeRO stage 1, 2 or 3, saved on any
     number of ranks.
 
@@ -84,6 +84,8 @@ class DeepSpeedSource:
         CheckpointError: parts are missing, damaged or contradictory, of a kind that is not read, or
             not safe to read.
     """
+
+    form = "DeepSpeed"
 
     def __init__(self, path: Path | str, tag: str | None = None) -> None:
         self.files = find(path, tag)

@@ -1,4 +1,7 @@
-"""Moments in one format, read as if they had been saved in another.
+"""Sources in front of others: what a load reads of one, read as it is wanted here (`Recoded`), or
+ahead of time (`Prefetched`).
+
+Moments in one format, read as if they had been saved in another:
 
     stored                             asked for                         comes back
     exp_avg.int8, exp_avg.int8.scale   the same                          bit-equal: not even unpacked
@@ -12,27 +15,29 @@ whatever it reads of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 
-from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
+from onefold.optim.held import outside
 from onefold.quant.moment_packing import Codec
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
+from onefold.runtime.engine import Engine
+from onefold.runtime.stream import interval_of
 
 #: Elements unpacked at a time; a multiple of BLOCK.
 CHUNK = 1 << 20
 _CPU = torch.device("cpu")
 
 
-class Recoded:
+class Recoded(View):
     """`source` with the moments of each parameter in the format that `wanted` gives for (its name,
     its elements).
     """
 
     def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
-        self.source = source
+        super().__init__(source)
         self._items = dict(source.items())
         # Asked for: (the moment as if it were plain, its format there, elements)
         self._made: dict[Item, tuple[Item, Format, int]] = {}
@@ -65,24 +70,8 @@ class Recoded:
                 self._items[Item("state", item.name, key)] = shown
                 self._made[Item("state", item.name, key)] = plain, there, numel_of(shape)
 
-    @property
-    def describe(self) -> str:
-        return self.source.describe
-
     def items(self) -> Mapping[Item, Stored]:
         return self._items
-
-    def aliases(self) -> Mapping[str, str]:
-        return self.source.aliases()
-
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        return self.source.scalars(name)
-
-    def groups(self) -> list[list[dict[str, Any]]] | None:
-        return self.source.groups()
-
-    def close(self) -> None:
-        self.source.close()
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         if item not in self._made:
@@ -129,3 +118,45 @@ class Recoded:
         if format.name not in self._codecs:
             self._codecs[format.name] = Codec(format, _CPU)
         return self._codecs[format.name]
+
+
+class Prefetched(View):
+    """A source in front of another: what this rank will ask for lies in memory, the rest is passed
+    on.
+
+    Args:
+        source: with the model's own names.
+        states: the optimizer's too.
+    """
+
+    def __init__(self, engine: Engine, source: Source, states: bool) -> None:
+        super().__init__(source)
+        self._held: dict[tuple[Item, int, int], torch.Tensor] = {}
+        items, aliases = source.items(), source.aliases()
+        by_name: dict[str, list[Item]] = {}
+        for item in items:
+            if item.kind == "parameter" or (item.kind == "state" and states):
+                by_name.setdefault(item.name, []).append(item)
+        self._wanted: list[tuple[Item, int, int]] = []
+        for entry in engine.entries:
+            start, stop = interval_of(entry)
+            names = [
+                n for name in entry.part.names for n in (name, aliases.get(name)) if n in by_name
+            ]
+            for item in by_name[names[0]] if names and stop > start else ():
+                if items[item].shape == entry.part.shape:
+                    self._wanted.append((item, *outside(entry, start, stop)[1:]))
+
+    def read_all(self) -> None:
+        items = self.source.items()
+        for item, start, stop in self._wanted:
+            tensor = torch.empty(stop - start, dtype=items[item].dtype, device="cpu")
+            self.source.read(item, start, stop, tensor)
+            self._held[item, start, stop] = tensor
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        held = self._held.pop((item, start, stop), None)
+        if held is not None:
+            out.copy_(held)
+        else:
+            self.source.read(item, start, stop, out)

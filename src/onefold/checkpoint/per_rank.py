@@ -1,28 +1,67 @@
-"""What encoded gradients carry from one step to the next: what encoding lost (error feedback), and
-where random rounding stands.
+"""What each rank stores of its own, and what becomes of it on other ranks: random generators, and
+what encoded gradients carry from one step to the next.
 
-What encoding lost is each rank's own, in fp32: as long as what it encodes, which is all gradients
-on the first hop and a shard of them on the second. It is saved as it is, beside the optimizer's
-states, and given back to as many ranks in the same groups. On others error
-feedback begins anew: what one rank lost of its own gradients says nothing of how another's are cut.
+Rank r of the loading run takes over the generators of rank r of the saving one. Ranks that there
+were none of take those of rank r modulo the old number, and draw from them a seed of their own, so
+that no two ranks share a stream and a second load gives the same.
+
+What encoding lost (error feedback) is each rank's own, in fp32: as long as what it encodes, which
+is all gradients on the first hop and a shard of them on the second. It is saved as it is, beside
+the optimizer's states, and given back to as many ranks in the same groups. On others error feedback
+begins anew, since what one rank lost of its own gradients says nothing of how another's are cut;
 `Loaded.notes` then says so.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
-    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}; drawn: where random rounding stands
 """
 
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
+import numpy as np
 import torch
 
-from onefold.checkpoint.apply import Reading
-from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.apply import StateReader
+from onefold.checkpoint.manifest import FolderSource
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.together import Together
+from onefold.device import default_device, rng_state, set_rng_state
 from onefold.runtime.engine import Engine
+
+
+def capture() -> dict[str, Any]:
+    """Python's, numpy's, torch's and this rank's accelerator's generator."""
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    here = default_device()
+    state = rng_state(here)
+    if state is not None:
+        found[here.type] = state
+    return found
+
+
+def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
+    """Set the generators of `rank` from those of rank `rank % saved_ranks`."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    here = default_device()
+    if here.type != "cpu" and here.type in state:
+        set_rng_state(state[here.type], here)
+    if rank >= saved_ranks:
+        draws = np.random.SeedSequence(
+            [*np.random.randint(0, 2**31, 4).tolist(), rank]
+        ).generate_state(3)
+        random.seed(int(draws[0]))
+        np.random.seed(int(draws[1]))
+        torch.manual_seed(int(draws[2]))
+
 
 Key = tuple[int, int, int]
 ANEW, LEFT_OUT = (
@@ -31,13 +70,13 @@ ANEW, LEFT_OUT = (
 )
 
 
-def kept(engine: Engine) -> dict[Item, torch.Tensor]:
+def lost_here(engine: Engine) -> dict[Item, torch.Tensor]:
     """What encoding has lost on this rank."""
     found = engine.residuals.kept
     return {_item(engine, key): lost for key, lost in found.items() if lost.numel()}
 
 
-def value(engine: Engine) -> dict[str, Any] | None:
+def wire_values(engine: Engine) -> dict[str, Any] | None:
     """What the first rank says about it; None where there is nothing to carry on."""
     residuals, group = engine.residuals, engine.group
     out: dict[str, Any] = {}
@@ -64,7 +103,7 @@ class Lost:
 
     @classmethod
     def read(
-        cls, engine: Engine, source: FolderSource, together: Together, reading: Reading
+        cls, engine: Engine, source: FolderSource, together: Together, reading: StateReader
     ) -> Lost:
         """Collective. What goes wrong is kept in `reading`."""
         lost, items = cls(engine), None
