@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.plan_matrix.settings import Cell, batch, build
 from onefold.plan.activity import Activity
-from onefold.plan.auto import machine_here
+from onefold.plan.api import machine_here
 from onefold.plan.choose import Question
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job, Scheme

@@ -17,12 +17,13 @@ from onefold.comm import CollectiveContext, Group
 from onefold.comm.codec import Codec
 from onefold.comm.members import members
 from onefold.device import default_device, with_index
+from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
 from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
-from onefold.recipe.rows import GROUP, NATIVE
+from onefold.recipe.rows import NATIVE
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime import state
 from onefold.runtime.buffers import from_rank_0
@@ -35,7 +36,7 @@ from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
 from onefold.runtime.notes import idle_notes, precision_notes
 from onefold.runtime.parameter import ShardedParameter
-from onefold.runtime.placement import LOW, Tiers, offload_notes
+from onefold.runtime.placement import offload_notes
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.steps import Step
@@ -286,32 +287,25 @@ def capabilities() -> Capabilities:
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
     def gather(flat: Flat, engine: Engine) -> Gather:
-        recipe, group = engine.recipe, engine.group
+        spec = flat.spec
         if flat.storage.encoded:
             from onefold.quant.encoded_storage import EncodedStorage
             from onefold.quant.gathers import EncodedRestGather
 
             assert isinstance(flat.storage, EncodedStorage)
             return EncodedRestGather(flat, flat.storage, engine.pool)
-        secondary = (
-            recipe.parameters.over == GROUP != recipe.optimizer.over
-            and not flat.resident
-            and group.topology.outer > 1
-        )
-        travels = group.size > 1 and not flat.resident and flat.dtypes.compute in LOW
-        if recipe.parameters.codec and travels:
+        if spec.gather_codec is not None:
             from onefold.quant.gathers import EncodedGather, EncodedSecondaryGather
 
-            made = EncodedSecondaryGather if secondary else EncodedGather
-            return made(flat, named(recipe.parameters.codec), engine.pool)
-        if secondary:
+            made = EncodedSecondaryGather if spec.has_secondary else EncodedGather
+            return made(flat, named(engine.recipe.parameters.codec or ""), engine.pool)
+        if spec.has_secondary:
             return SecondaryGather(flat)
         return LocalGather(flat) if flat.whole_master else FlatGather(flat)
 
     def reduce(flat: Flat, at: int, engine: Engine) -> Reduce:
         group, codec = flat.hops[at].group, engine.residuals.codec
-        encodes = flat.dtypes.sums == torch.float32 and group.size > 1 and not group.fake
-        if codec is not None and encodes:
+        if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.fake:
             from onefold.quant.reductions import EncodedReduce
 
             return EncodedReduce(flat, at, engine, codec)

@@ -18,7 +18,7 @@ from benchmarks.validation.formulas import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.plan.formulas.activations import RECOMPUTE
+from onefold.plan.formulas import RECOMPUTE
 from onefold.plan.shapes import Transformer
 
 numels = st.integers(1, 10**14)

@@ -7,7 +7,8 @@ from __future__ import annotations
 import pytest
 
 from onefold.comm import Sent, TrafficLedger
-from onefold.comm.topology import Topology, sides_of
+from onefold.comm.topology import sides_of
+from onefold.layout import Topology
 
 
 def test_what_was_encoded_counts_as_it_was_sent_and_as_it_would_have_been() -> None:

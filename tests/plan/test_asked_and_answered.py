@@ -20,14 +20,13 @@ from torch import nn
 
 import onefold
 from models import TinyGPT
-from onefold.plan.activity import Activity, blocks_of
+from onefold.plan.activity import Activity, blocks_of, stretched
 from onefold.plan.choose import Question, largest_model
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import MOMENTS
 from onefold.plan.simulate import simulate
-from onefold.plan.stretch import stretched
 from onefold.plan.subject import subject_of
 from onefold.plan.trace import trace
 

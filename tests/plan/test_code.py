@@ -15,7 +15,7 @@ from torch import nn
 
 from onefold.plan.activity import Activity
 from onefold.plan.architectures import model_of
-from onefold.plan.formulas.code import CODES, check
+from onefold.plan.formulas import CODES, check_code
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
@@ -105,8 +105,7 @@ def test_a_block_keeps_what_its_terms_say_to_the_byte(code: str) -> None:
     """A block in the middle of the trace, less the constants of a whole step (a generator's state,
     an expert's offsets).
     """
-    from onefold.plan.formulas.activations import block_bytes
-    from onefold.plan.formulas.code import kept_beyond
+    from onefold.plan.formulas import block_bytes, kept_beyond
 
     dims = DIMS[code]
     for precision, element in (("bf16", 2), ("fp32", 4)):
@@ -158,4 +157,4 @@ def test_a_plan_says_how_its_activations_were_counted() -> None:
             "as fused kernels keep them" in note and "GPT-2 1.8 times" in note for note in notes
         ), notes
     with pytest.raises(ValueError, match="code='falcon'"):
-        check("falcon")
+        check_code("falcon")

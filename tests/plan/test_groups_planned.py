@@ -19,13 +19,20 @@ from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
 from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
-from onefold.plan.beyond import beyond_of
-from onefold.plan.division import by_link, elsewhere, position_of, topology_of
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
-from onefold.plan.legs import by_level
+from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.replay import Replay
-from onefold.plan.states import at_rest, legs_of, units_of, wire
+from onefold.plan.states import (
+    at_rest,
+    by_level,
+    by_link,
+    elsewhere,
+    legs_of,
+    topology_of,
+    units_of,
+    wire,
+)
 from onefold.recipe import Recipe
 from ranks import run_ranks
 
@@ -138,7 +145,7 @@ def planned(
         "by move": wire(units, recipe, micro_batches),
         "by link": by_link(by_level(legs), topology, per_node, rank),
         "between by move": {move: nbytes for move, nbytes in between.items() if nbytes},
-        "moved": beyond_of(units, recipe, micro_batches).moved,
+        "moved": offloaded_bytes(units, recipe, micro_batches).moved,
         "peak": sum(Replay(units, recipe).run(micro_batches).peak.values()),
         "bound": bound_of(units, recipe, micro_batches),
     }
@@ -177,11 +184,11 @@ def test_who_is_on_which_node_is_what_groups_say(ranks: int, inner: int, per_nod
     """Against the lists of the engine's topology, by number."""
     topology = topology_of(Recipe.zero(3, group=inner), ranks)
     for rank in range(ranks):
-        at = position_of(topology, rank)
+        at = topology.position_of(rank)
         assert topology.order[at] == rank
         for level, positions in (
-            ("inside", topology.intra_group(at)),
-            ("across", topology.inter_group(at)),
+            ("intra-group", topology.intra_group(at)),
+            ("inter-group", topology.inter_group(at)),
             ("all", list(range(ranks))),
         ):
             numbers = [topology.order[p] for p in positions]

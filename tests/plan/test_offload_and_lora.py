@@ -15,13 +15,12 @@ from torch import nn
 import onefold
 from models import TinyGPT
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
-from onefold.plan import auto
+from onefold.plan import api
 from onefold.plan.activity import frozen_active
-from onefold.plan.choose import Question, ladder
+from onefold.plan.choose import Question, ladder, shares_of
 from onefold.plan.evaluate import evaluate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.parts import shares_of
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
@@ -206,9 +205,7 @@ def test_recipe_auto_goes_to_a_disk_where_one_is_named(
         .stages[0]
         .account
     )
-    monkeypatch.setattr(
-        auto, "free_host_memory", lambda: int(0.75 * whole.peak_bytes / auto.USABLE)
-    )
+    monkeypatch.setattr(api, "free_host_memory", lambda: int(0.75 * whole.peak_bytes / api.USABLE))
     with pytest.raises(ValueError, match="does not fit"):
         onefold.plan.recipe_for(model, **seq)
     recipe = onefold.plan.recipe_for(model, nvme=str(tmp_path), chunk=65536, **seq)

@@ -12,17 +12,14 @@ from benchmarks.validation.formulas import traffic
 from random_plans import GIB, gpus
 
 import onefold
+from onefold.plan.api import plan_here
 from onefold.plan.architectures import architecture
-from onefold.plan.auto import plan_here
-from onefold.plan.division import by_link, topology_of
 from onefold.plan.hardware import machine
-from onefold.plan.job import Job
-from onefold.plan.legs import by_level
+from onefold.plan.job import WIRES, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
 from onefold.plan.slow_links import waiting
-from onefold.plan.states import legs_of, units_of
-from onefold.plan.wires import WIRES
+from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of
 from onefold.quant import codec
 from onefold.recipe import Recipe
 

@@ -22,18 +22,16 @@ from models import TinyGPT, tokens_of
 from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
-from onefold.plan.auto import plan_here
-from onefold.plan.coding import summed_bytes
-from onefold.plan.division import by_link, topology_of
+from onefold.plan.api import plan_here
+from onefold.plan.engine_kernels import summed_bytes
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
-from onefold.plan.legs import by_level
 from onefold.plan.planner import Plan, plan
 from onefold.plan.replay import Replay
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import legs_of, units_of, wire
+from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of, wire
 from onefold.plan.sums import reduction_seconds
 from onefold.plan.times import SUMMING_ON_A_GPU, Software
 from onefold.recipe import Recipe

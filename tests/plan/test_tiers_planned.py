@@ -21,14 +21,12 @@ from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
 from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity
-from onefold.plan.activity_on_host import on_host
 from onefold.plan.architectures import architecture
-from onefold.plan.beyond import beyond_of, moved_by
 from onefold.plan.evaluate import bound_of
-from onefold.plan.from_module import model_shape
+from onefold.plan.from_module import in_tiles, model_shape
+from onefold.plan.offloaded import moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Replay
 from onefold.plan.states import at_rest, units_of, wire
-from onefold.plan.tiled import in_tiles
 from onefold.plan.trace import trace
 from onefold.recipe import Recipe
 from ranks import run_ranks
@@ -134,7 +132,7 @@ def differing(
         with in_tiles(made, recipe):
             units = units_of(model_shape(made), recipe, ranks, rank)
         beyond, replay = (
-            beyond_of(units, recipe, micro_batches),
+            offloaded_bytes(units, recipe, micro_batches),
             Replay(units, recipe).run(micro_batches),
         )
         bounds = {"peak": bound_of(units, recipe, micro_batches), "host peak": beyond.host}

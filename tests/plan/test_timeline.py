@@ -19,10 +19,9 @@ import onefold
 from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
-from onefold.plan.coding import summed_bytes
+from onefold.plan.engine_kernels import handled_bytes, summed_bytes
 from onefold.plan.evaluate import evaluate
 from onefold.plan.from_module import model_shape
-from onefold.plan.handling import handled_bytes
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.prices import Prices

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
-from onefold.comm.topology import Topology
+from onefold.layout import Topology
 from onefold.quant import codec, reduction_bound
 from onefold.runtime.interval import local_part
 from ranks import run_ranks

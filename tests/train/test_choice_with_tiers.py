@@ -14,7 +14,7 @@ from torch import nn
 
 from models import TinyGPT
 from onefold.memory import MOMENTS
-from onefold.plan import auto
+from onefold.plan import api
 from onefold.train import choose as choosing
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.errors import TrainError
@@ -83,7 +83,7 @@ def test_what_fits_at_no_stage_fits_with_its_states_on_nvme() -> None:
         choose(Language(), asked(tiers=ON_DISK)).needed,
     )
     assert away_[3] < whole[3], (whole, away_)
-    tight = int((whole[3] + away_[3]) / 2 / auto.USABLE)
+    tight = int((whole[3] + away_[3]) / 2 / api.USABLE)
     assert "may run out of memory" in choose(Language(), asked(free=tight)).reason
     chosen = choose(Language(), asked(free=tight, tiers=ON_DISK))
     assert "may run out" not in chosen.reason and chosen.predicted is not None
@@ -109,7 +109,7 @@ def test_on_a_cpu_the_host_is_the_same_memory_and_beside_a_gpu_it_is_another() -
 
 
 def test_room_on_the_device_goes_to_larger_micro_batches() -> None:
-    free = int(choose(Language(), asked(ranks=1, local_ranks=1)).needed[0] * 1.2 / auto.USABLE)
+    free = int(choose(Language(), asked(ranks=1, local_ranks=1)).needed[0] * 1.2 / api.USABLE)
     sizes: list[Choice] = [
         choose(
             Language(),

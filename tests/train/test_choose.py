@@ -16,7 +16,7 @@ import onefold
 from models import TinyGPT
 from onefold.memory import GRADIENTS
 from onefold.observe.runfile import read_observed
-from onefold.plan import auto
+from onefold.plan import api
 from onefold.plan.schema import Account
 from onefold.train.choose import Asked, choose
 from onefold.train.config import resolve
@@ -56,9 +56,7 @@ def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> 
     peaks = choose(Language(), several).needed
     assert peaks[1] > peaks[2]
     assert (
-        choose(
-            Language(), replace(several, free=int((peaks[1] + peaks[2]) / 2 / auto.USABLE))
-        ).stage
+        choose(Language(), replace(several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
         == 2
     )
 
@@ -169,7 +167,7 @@ def test_a_recipe_by_itself_fits_one_process() -> None:
 
 
 def test_a_recipe_for_what_fits_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "free_host_memory", lambda: MIB)
+    monkeypatch.setattr(api, "free_host_memory", lambda: MIB)
     with pytest.raises(ValueError, match="does not fit"):
         onefold.plan.recipe_for(Language(), seq=16)
 
@@ -178,7 +176,7 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
     """The stage that this rank gets when the ranks have this much free."""
     import torch.distributed as dist
 
-    auto.free_host_memory = lambda: 2 * free[dist.get_rank()]
+    api.free_host_memory = lambda: 2 * free[dist.get_rank()]
     recipe = onefold.plan.recipe_for(Language(), seq=seq)
     onefold.shard(Language(), recipe)
     return recipe.stage
@@ -186,6 +184,6 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
 
 def test_two_ranks_agree_on_what_fits_the_one_that_has_least() -> None:
     peaks = choose(Language(), replace(ASKED, ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
-    tight = int((peaks[2] + peaks[3]) / 2 / auto.USABLE)
+    tight = int((peaks[2] + peaks[3]) / 2 / api.USABLE)
     assert run_ranks(2, recipe_here, (ROOMY, ROOMY), 16) == [1, 1]
     assert run_ranks(2, recipe_here, (ROOMY, tight), 16) == [3, 3]

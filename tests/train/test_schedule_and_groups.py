@@ -11,7 +11,7 @@ from torch import nn
 
 from onefold.memory.host import free_host_memory
 from onefold.observe.memory import resident_memory
-from onefold.plan.auto import USABLE
+from onefold.plan.api import USABLE
 from onefold.train.choose import Asked, choose
 from onefold.train.errors import TrainError, readable
 from onefold.train.launch import physical_cores

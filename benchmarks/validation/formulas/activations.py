@@ -6,7 +6,7 @@ tracer (`onefold.plan.trace`) is exact.
 
 from __future__ import annotations
 
-from onefold.plan.formulas.activations import Recompute, block_bytes, check_recompute
+from onefold.plan.formulas import Recompute, block_bytes, check_recompute
 from onefold.plan.shapes import Transformer
 
 

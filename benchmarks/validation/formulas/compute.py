@@ -4,7 +4,7 @@ recompute, hardware FLOPs count it.
 
 from __future__ import annotations
 
-from onefold.plan.formulas.compute import model_flops_per_token, transformer_flops_per_token
+from onefold.plan.formulas import model_flops_per_token, transformer_flops_per_token
 
 __all__ = ["model_flops_per_token", "transformer_flops_per_token"]
 

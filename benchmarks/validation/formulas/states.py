@@ -1,13 +1,13 @@
 """Bytes of model states as papers print them: conventions, the largest model, adapters, checkpoints.
 
-`onefold.plan.formulas.states` says which kinds of state a stage divides. Source: Rajbhandari et al. 2020 (ZeRO), section 5 and Table 1.
+`onefold.plan.formulas` says which kinds of state a stage divides. Source: Rajbhandari et al. 2020 (ZeRO), section 5 and Table 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from onefold.plan.formulas.states import STAGES, Convention, states_by_kind
+from onefold.plan.formulas import STAGES, Convention, states_by_kind
 
 __all__ = ["STAGES", "Convention"]
 

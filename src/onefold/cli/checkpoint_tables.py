@@ -15,8 +15,7 @@ from onefold.checkpoint.diff import Difference, TensorDifference
 from onefold.checkpoint.inspect import Listed, Summary, TensorSummary
 from onefold.checkpoint.verify import Examination
 from onefold.cli.tables import plain_table
-from onefold.plan.figures import count
-from onefold.plan.tables import _print
+from onefold.plan.tables import _print, count
 
 #: Problems and differences shown; --json has them all.
 MOST = 40

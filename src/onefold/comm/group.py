@@ -17,7 +17,7 @@ bits of a sum therefore depend neither on the placement of the result nor on how
 into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel in 16 bits
 and still be summed in fp32.
 
-[Note: two levels] Ranks may stand in groups (comm/topology.py), by themselves those of a node where
+[Note: two levels] Ranks may stand in groups (layout/topology.py), by themselves those of a node where
 there are several. `intra_group` and `inter_group` are then the groups of this rank's on each level,
 and a gather over all goes across first, then inside: each byte enters a node once.
 
@@ -54,9 +54,10 @@ from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.members import backend_of, format_ranks, members
 from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import CollectiveContext, StallError, explain
-from onefold.comm.topology import Topology, inner_of, ranks_of_a_node, sides_of
+from onefold.comm.topology import inner_of, ranks_of_a_node, sides_of
 from onefold.comm.wire import FAKE, GLOO, Cut, Parts, Wire, all_gather_single, wire_of
 from onefold.device import current_stream, has_streams, new_event, new_stream
+from onefold.layout import Topology
 
 _KINDS = {
     "all-gather": 1,
@@ -80,14 +81,14 @@ class Group:
         timeout: seconds a wait may take before it ends in a `StallError`.
         inner: ranks of a group inside; None: as many as the launcher has started on each node;
             "node": the same, asked for; "flat": all are one. See [Note: two levels] and
-            comm/topology.py.
+            layout/topology.py.
 
     Attributes:
         ranks: global ranks by position. rank, size: this rank's position, and how many there are.
             number: this rank among them in the order of their numbers, which is the position but
                 for groups of `inner`.
         nodes: what counts as a node of each position, for the ledger. borders: how many there are,
-            in words; "" for one (comm/topology.py).
+            in words; "" for one (layout/topology.py).
 
     Raises:
         ValueError: the groups do not divide the ranks.

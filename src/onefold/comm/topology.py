@@ -1,15 +1,4 @@
-"""Two levels of ranks: groups of `inner` neighbours (as a rule a node), and `outer` such groups.
-
-Six ranks in groups of three; in the first picture by their numbers, in the second by their
-positions in the address space:
-
-    group 0    rank 0   rank 1   rank 2         group 0    0   2   4        inside: 0 2 4  |  1 3 5
-    group 1    rank 3   rank 4   rank 5         group 1    1   3   5        across: 0 1  |  2 3  |  4 5
-
-[Note: positions] A rank's interval of a flat buffer is that of its position, and positions count
-across the groups first. So the intervals of the ranks that hold the same part in different groups
-(`inter_group`) lie side by side, and what one of them gathers there is one interval of the division
-among the ranks of a group (`intra_group`): moves over both levels need no reordering.
+"""Which ranks stand together, as the launcher says, and how many make a group of a recipe.
 
 | group given      | ranks of a group, where each node has the same number of neighbouring ranks, above 1 | elsewhere             |
 |------------------|------------------------------------------------------------------------------------|-----------------------|
@@ -19,58 +8,18 @@ among the ranks of a group (`intra_group`): moves over both levels need no reord
 |                  |                                                                                     | raises where uneven   |
 | "flat"           | all: one level, every rank to every other                                           | the same              |
 | a number         | that many                                                                           | the same              |
+
+`Topology` (layout/topology.py) says which interval each of them then has.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
+from onefold.layout import Topology
 from onefold.recipe.rows import FLAT, NODE
-
-
-@dataclass(frozen=True)
-class Topology:
-    """`size` ranks in groups of `inner`.
-
-    Raises:
-        ValueError: the groups do not divide the ranks.
-    """
-
-    size: int
-    inner: int
-
-    def __post_init__(self) -> None:
-        if self.inner < 1 or self.size % self.inner:
-            fitting = [n for n in range(1, self.size + 1) if self.size % n == 0]
-            raise ValueError(
-                f"groups of {self.inner} ranks do not divide {self.size}"
-                f" rank{'s' if self.size > 1 else ''}: choose a size of"
-                f" {', '.join(map(str, fitting))}."
-            )
-
-    @property
-    def outer(self) -> int:
-        """Groups."""
-        return self.size // self.inner
-
-    @property
-    def order(self) -> list[int]:
-        """The ranks' numbers, 0 to size − 1, by position."""
-        return [(p % self.outer) * self.inner + p // self.outer for p in range(self.size)]
-
-    def intra_group(self, position: int) -> list[int]:
-        """The positions in the group of `position`, itself among them."""
-        return list(range(position % self.outer, self.size, self.outer))
-
-    def inter_group(self, position: int) -> list[int]:
-        """The positions that hold in other groups what `position` holds in its own, itself among
-        them.
-        """
-        first = position // self.outer * self.outer
-        return list(range(first, first + self.outer))
 
 
 def ranks_of_a_node(

@@ -1,5 +1,43 @@
-"""Room `layout`: where every element lives. Knows no processes and no tensors."""
+"""Room `layout`: where every element lives, and every size that follows. Knows no processes and
+makes no tensors.
+"""
 
 from onefold.layout.flat import ALIGNMENT, BLOCK, FlatLayout, Part, Slot, overlap, round_up
+from onefold.layout.spec import (
+    LOW,
+    Adds,
+    Dtypes,
+    Exchange,
+    Hop,
+    Level,
+    Move,
+    ShardSpec,
+    Tiers,
+    adds_of,
+    grouped_as,
+    hops_of,
+)
+from onefold.layout.topology import Topology
 
-__all__ = ["ALIGNMENT", "BLOCK", "FlatLayout", "Part", "Slot", "overlap", "round_up"]
+__all__ = [
+    "ALIGNMENT",
+    "BLOCK",
+    "LOW",
+    "Adds",
+    "Dtypes",
+    "Exchange",
+    "FlatLayout",
+    "Hop",
+    "Level",
+    "Move",
+    "Part",
+    "ShardSpec",
+    "Slot",
+    "Tiers",
+    "Topology",
+    "adds_of",
+    "grouped_as",
+    "hops_of",
+    "overlap",
+    "round_up",
+]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.layout import overlap
+from onefold.layout import Tiers, overlap
 from onefold.memory import (
     GRADIENTS,
     MASTERS,
@@ -26,7 +26,6 @@ from onefold.offload.storage import OffloadStorage, grain_of_kind
 from onefold.recipe import Tier
 from onefold.recipe.options import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
-from onefold.runtime.placement import Tiers
 from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.device import host_empty
+from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
 from onefold.runtime.parameter import written
-from onefold.runtime.placement import Tiers
 from onefold.runtime.storage import Storage, refuse_written
 from onefold.runtime.storageless import storageless
 

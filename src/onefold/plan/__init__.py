@@ -22,9 +22,9 @@ class _Room(types.ModuleType):
 
 def recipe_for(model: Any, **job: Any) -> Any:
     """The lowest stage whose peak fits this machine, from a plan of `model`. Collective; see
-    `onefold.plan.auto.recipe_for`.
+    `onefold.plan.api.recipe_for`.
     """
-    from onefold.plan.auto import recipe_for as find
+    from onefold.plan.api import recipe_for as find
 
     return find(model, **job)
 

@@ -1,23 +1,237 @@
-"""`onefold.plan(...)`: one call from a model and a machine to the recommended recipe."""
+"""`onefold.plan(...)`: one call from a model and a machine to the recommended recipe. And the plan for
+the machine that this process runs on: what `onefold.plan.recipe_for` and `onefold train --stage
+auto` ask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from onefold.device import available, default_device, free_memory
+from onefold.device import available, default_device, device_count, free_memory, with_index
 from onefold.memory.host import free_host_memory
 from onefold.plan import hardware
-from onefold.plan.auto import Beside, machine_here
-from onefold.plan.hardware import Machine
+from onefold.plan.calibrate import Calibration, CalibrationError
+from onefold.plan.evaluate import Candidate
+from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import Job
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
+from onefold.recipe import Recipe
+
+#: Of what is free, the share that training may take: the rest is for buffers of libraries and for
+#: what starts later.
+USABLE = 0.9
+
+
+def machine_here(
+    ranks: int, local_ranks: int, free: int, device: str, beside: Beside | None = None
+) -> tuple[Machine, bool]:
+    """(this machine with `ranks` ranks that may take `free` bytes each, whether its speeds were
+    measured).
+
+    The speeds are those that `onefold doctor --calibrate` left; without them bytes are planned all
+    the same, and no seconds.
+    """
+    beside = beside or Beside.here(())
+    try:
+        found = hardware.calibrated(Calibration.load(), ranks)
+        measured = getattr(found.measured, "device", "") == device and ranks == local_ranks
+    except (CalibrationError, ValueError, OSError):
+        measured = False
+    if not measured:
+        unknown = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
+        default = hardware.builtin().hosts["default"]
+        host = replace(default, memory=beside.host, nvme=beside.disk)
+        between = hardware.builtin().link("100g") if ranks > local_ranks else None
+        return Machine(unknown, ranks, local_ranks, between, host, shared=device == "cpu"), False
+    return (
+        replace(
+            found,
+            gpu=replace(found.gpu, capacity=free),
+            host=replace(found.host, memory=beside.host, nvme=beside.disk),
+        ),
+        True,
+    )
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that a node has beside its devices: free memory of the host, and what is free on disks
+    that may be used.
+    """
+
+    host: float
+    disk: float
+
+    @classmethod
+    def here(cls, folders: Sequence[str]) -> Beside:
+        """Of this node, with state striped over `folders`. Raises ValueError for one that is not
+        there.
+        """
+        return cls(free_host_memory(), _free_at(folders))
+
+
+def _free_at(folders: Sequence[str]) -> float:
+    """Bytes that may be written at folders over which state is striped: each takes the same; those
+    on one disk share what is free there.
+    """
+    disks: dict[int, list[Path]] = {}
+    for path in map(Path, folders):
+        if not path.is_dir():
+            raise ValueError(
+                f"nvme={str(path)!r}: there is no such folder; make one on the disk that is to be"
+                " used."
+            )
+        disks.setdefault(path.stat().st_dev, []).append(path)
+    each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
+    return min(each) * len(folders) if each else 0.0
+
+
+def without_times(candidate: Candidate) -> Candidate:
+    """The candidate on a machine whose speeds nobody measured: bytes only."""
+    account = replace(candidate.account, seconds={}, tiers={}, tokens_per_s=0.0, mfu=None)
+    return replace(candidate, account=account)
+
+
+def plan_here(
+    model: nn.Module | str,
+    job: Job,
+    *,
+    ranks: int,
+    local_ranks: int,
+    free: int,
+    device: str,
+    stages: tuple[int, ...] = (),
+    batch: Callable[[int], Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    beside: Beside | None = None,
+) -> Plan:
+    """The plan of a real module on this machine. Local: the same on every rank that is given the
+    same figures.
+
+    Args:
+        free: bytes that are free for a rank, on the rank that has least. beside: what its node has;
+            None looks.
+        device: "cpu" or "cuda".
+
+    Raises:
+        ValueError: the module cannot be traced, or the batch does not divide.
+    """
+    machine, measured = machine_here(
+        ranks, local_ranks, int(free * USABLE), device, beside or Beside.here(job.folders)
+    )
+    found = _plan(model, machine, job, stages=stages, batch=batch, loss=loss, largest=False)
+    if measured:
+        return found
+    best = without_times(found.recommended) if found.recommended is not None else None
+    stages_ = tuple(without_times(c) for c in found.stages)
+    note = (
+        "speeds of this machine are not measured: onefold doctor --calibrate would add seconds to"
+        " the plan"
+    )
+    steps = tuple(without_times(c) for c in found.next_steps)
+    return replace(
+        found, stages=stages_, recommended=best, next_steps=steps, notes=(*found.notes, note)
+    )
+
+
+def _least(free: int, folders: Sequence[str], ranks: int) -> tuple[int, Beside]:
+    """What is free on the rank that has least, of its device and beside it. Collective; raises
+    ValueError on every rank if one's folder is not there.
+    """
+    try:
+        found: tuple[int, Beside | None, str] = free, Beside.here(folders), ""
+    except ValueError as error:
+        found = free, None, str(error)
+    every: list[Any] = [found]
+    if ranks > 1:
+        every = [None] * ranks
+        dist.all_gather_object(every, found)
+    wrong = next((text for _, _, text in every if text), "")
+    if wrong:
+        raise ValueError(wrong)
+    return min(f for f, _, _ in every), Beside(
+        min(b.host for _, b, _ in every), min(b.disk for _, b, _ in every)
+    )
+
+
+def recipe_for(
+    model: nn.Module | str,
+    *,
+    batch: Callable[[int], Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    device: torch.device | str | None = None,
+    **options: Any,
+) -> Recipe:
+    """The lowest stage whose peak fits what is free on the rank that has least, with as little as
+    need be off the device.
+
+    States leave a GPU for the host's memory where nothing else fits, and for a disk only if `nvme=`
+    names folders there. Collective if torch.distributed is initialized. The module may be on the
+    meta device; it is not changed. The recipe's last note says which micro-batch was planned; the
+    whole account is `onefold.plan(model, ...)`'s.
+
+    Args:
+        model: a module, or what else `onefold.plan` takes.
+        batch, loss: as of `onefold.plan`.
+        device: where it will be computed; None takes CUDA if there is any.
+        options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits,
+            global_batch, precision, which is None here unless told otherwise: as the model is,
+            checkpointing, optimizer, offload, ...) and arguments of `Recipe.zero` (reduce_at,
+            units, nvme, offload_optimizer, shard_group, gather_codec, ...). What rounds on the wire
+            is taken if it is asked for, never else.
+
+    Raises:
+        ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot
+            be.
+    """
+    if "stage" in options:
+        raise ValueError(
+            f"recipe_for chooses the stage; for stage {options['stage']} write"
+            f" Recipe.zero({options['stage']}, ...)."
+        )
+    job = Job.of({"precision": None, "checkpointing": "none", **options}, "onefold.plan.recipe_for")
+    where = with_index(device) if device is not None else default_device()
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    local = min(ranks, ranks if where.type == "cpu" else device_count())
+    free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
+    free, beside = _least(free, job.folders, ranks)
+    found = plan_here(
+        model,
+        job,
+        ranks=ranks,
+        local_ranks=local,
+        free=free,
+        device=where.type,
+        batch=batch,
+        loss=loss,
+        beside=beside,
+    )
+    if found.recommended is None:
+        raise ValueError(found.why_not)
+    best, recipe = found.recommended, found.recipe
+    accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
+    peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
+    others = [
+        f"{n / 2**20:,.0f} MiB {where}"
+        for n, where in ((best.account.host, "on the host"), (best.account.nvme, "on NVMe"))
+        if n
+    ]
+    more = f", {' and '.join(others)}" if others else ""
+    said = (
+        f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"
+        f" ranks, {peak} at peak{more}."
+    )
+    return recipe.replace(notes=(*recipe.notes, said))
 
 
 def plan(

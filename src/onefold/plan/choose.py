@@ -6,7 +6,8 @@ buy.
          recompute (nothing, every second block, every block) × off the device (nothing, the
          optimizer in part or whole, all states; to the host, to NVMe)
 
-Of the optimizer the smallest part that just fits leaves (plan/parts.py). On several ranks the
+Of the optimizer the smallest part that just fits leaves (`smallest_share`): units leave whole, the last ones first,
+since their transfers have the longest time to hide (runtime/placement.py). On several ranks the
 ladder starts at stage 1: stage 0 sends the same bytes and divides nothing.
 """
 
@@ -15,15 +16,60 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from math import floor
 
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
 from onefold.plan.hardware import Machine
-from onefold.plan.job import CHECKPOINTING, IN_PART, OFFLOAD, PLACES, Job, Scheme
-from onefold.plan.parts import smallest_share
+from onefold.plan.job import CHECKPOINTING, IN_PART, OFFLOAD, PLACES, WIRE_OPTIONS, Job, Scheme
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
-from onefold.plan.wires import OPTIONS as WIRE_OPTIONS
+
+
+def shares_of(sizes: Sequence[int]) -> list[float]:
+    """For 1, 2, ... of the last units with trained parameters, all left out: the shortest decimal
+    share that takes just these.
+
+    Args:
+        sizes: trained elements by unit.
+    """
+    total, taken = sum(sizes), list(accumulate(n for n in reversed(sizes) if n))
+    return [_shortest(low, high, total) for low, high in zip([0, *taken], taken[:-1], strict=False)]
+
+
+def _shortest(low: int, high: int, total: int) -> float:
+    """The decimal of fewest digits by which more than `low` elements of `total` leave, and no more
+    than `high`.
+    """
+    for digits in range(1, 16):
+        share = floor(high / total * 10**digits) / 10**digits
+        if low < total * share <= high:
+            return share
+    return (low + high) / 2 / total
+
+
+def smallest_share(
+    model: ModelShape, scheme: Scheme, answer: Callable[[Scheme], Candidate]
+) -> Candidate | None:
+    """`scheme` with the smallest share below 1 at which the device has room for the rest; None if
+    all of it has to leave or nothing, or if that share does not fit off the device.
+    """
+    if answer(scheme).spare < 0 or answer(scheme.with_(offload="none")).fits:
+        return None
+    shares = shares_of([u.trainable for u in model.units])
+    low, high = 0, len(shares)
+    while low < high:
+        middle = (low + high) // 2
+        if answer(scheme.with_(share=shares[middle])).spare >= 0:
+            high = middle
+        else:
+            low = middle + 1
+    if low == len(shares):
+        return None
+    found = answer(scheme.with_(share=shares[low]))
+    return found if found.fits else None
+
 
 #: Where the searches for the largest end: samples of a micro-batch, blocks of a model.
 MOST_SAMPLES, MOST_BLOCKS = 4096, 1024

@@ -7,7 +7,7 @@ model's activations, laid over each other.
     ───────────────────────────────
     sum        its largest slot is the peak
 
-What rests and moves beyond the device is counted beside it, by the same layouts (plan/beyond.py).
+What rests and moves off the device is counted beside it, by the same layouts (plan/offloaded.py).
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from onefold.device.copies import WINDOW
+from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
-from onefold.plan.activity_on_host import OnHost, on_host
-from onefold.plan.beyond import HOST, Beyond, beyond_of, moved_by
-from onefold.plan.coding import coded_bytes, summed_bytes
-from onefold.plan.division import padded, topology_of
-from onefold.plan.formulas.states import states_by_kind
-from onefold.plan.handling import handled_bytes
+from onefold.plan.engine_kernels import coded_bytes, handled_bytes, summed_bytes
+from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.legs import Leg
+from onefold.plan.offloaded import HOST, OffloadedBytes, OnHost, moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import (
     MOMENTS_OF,
-    FlatPlan,
+    Leg,
     UnitPlan,
     at_rest,
     gathers_of,
     legs_of,
+    topology_of,
     units_ahead,
     units_of,
     wire,
 )
 from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
-from onefold.recipe import Recipe, Tier
+from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 
@@ -128,9 +126,9 @@ def evaluate(
     )
     limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
     peak = _peak(moments, away.activity, states, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
-    beyond = engine.beyond
-    carried = (*beyond.carried, *away.carried(accumulation))
-    held = {tier: dict(by) for tier, by in beyond.peak.items()}
+    offloaded = engine.offloaded
+    carried = (*offloaded.carried, *away.carried(accumulation))
+    held = {tier: dict(by) for tier, by in offloaded.peak.items()}
     if away.nbytes:
         held[HOST][ACTIVATIONS] = away.nbytes
     host = sum(held[HOST].values())
@@ -145,14 +143,14 @@ def evaluate(
         handled_bytes=engine.handled,
         summed_bytes=engine.summed,
     )
-    times = step_times(_with_host_update(work, beyond, job), machine, software)
+    times = step_times(_with_host_update(work, offloaded, job), machine, software)
     account = Account(
         rest={k: v for k, v in rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
         ledger=dict(engine.ledger),
         bound=limit + peak.get(FRAGMENTATION, 0),
         host=host,
-        nvme=beyond.nvme,
+        nvme=offloaded.nvme,
         beyond={tier: by for tier, by in held.items() if by},
         moved=moved_by(carried),
         wire=engine.wire,
@@ -179,7 +177,7 @@ def evaluate(
         found,
         fits=found.spare >= 0
         and (machine.shared or host * local <= there.memory)
-        and beyond.nvme * local <= there.nvme,
+        and offloaded.nvme * local <= there.nvme,
     )
 
 
@@ -249,7 +247,7 @@ class _Engine:
     rest: Mapping[str, int]
     bound: int
     stepped: int
-    beyond: Beyond
+    offloaded: OffloadedBytes
     legs: tuple[Leg, ...]
     wire: Mapping[str, int]
     coded: float
@@ -278,7 +276,7 @@ def _engine(
         if f.trainable and f.tiers is None
         for slot in f.layout.slots
     )
-    beyond = beyond_of(units, recipe, micro_batches, optimizer)
+    offloaded = offloaded_bytes(units, recipe, micro_batches, optimizer)
     rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few, window)
     legs, sent, coded = (
         legs_of(units, recipe, micro_batches),
@@ -295,7 +293,7 @@ def _engine(
         rest,
         bound,
         stepped,
-        beyond,
+        offloaded,
         tuple(legs),
         sent,
         coded,
@@ -319,7 +317,7 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     """
     rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
     prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
-    gathered = [sum(_gathered(f) for f in u.flats if not f.resident) for u in units]
+    gathered = [sum(f.gathered_bytes for f in u.flats if not f.resident) for u in units]
     late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
     names = outer(list(units))
     around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
@@ -334,7 +332,7 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
             sums, sent_on = f.dtypes.sums.itemsize, f.whole_master or f.broadcast_back
             held = again and recipe.gradients.over == GROUP and len(f.hops) > 1
             kept = f.numel * sums if late else f.hops[0].own * sums if held else 0
-            landed = f.dtypes.wire if sent_on else f.dtypes.sums
+            landed = f.landed
             copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
             # Sums that are sent on wait for the end of backward
             twice = landed.itemsize if sent_on else 0
@@ -348,11 +346,7 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
             total += kept
         reductions.append(one)
     every = sum(gathered) if not recipe.reshard_after_forward else 0
-    fetched = any(
-        f.tiers is not None and f.tiers.parameters is Tier.NVME and not f.resident
-        for u in units
-        for f in u.flats
-    )
+    fetched = any(f.gathers_from_disk for u in units for f in u.flats)
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
     # Small units may be gathered, and small reductions be under way, beyond those counts: the
     # latter with what they send and receive.
@@ -371,22 +365,16 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     )
 
 
-def _gathered(flat: FlatPlan) -> int:
-    """Bytes of a buffer while it is gathered: the whole, and what arrives encoded."""
-    return flat.numel * flat.dtypes.compute.itemsize + (
-        flat.ranks * flat.each if flat.division.gathered is not None else 0
-    )
-
-
-def _on_its_way(flat: FlatPlan, late: bool) -> int:
+def _on_its_way(flat: ShardSpec, late: bool) -> int:
     """Bytes of a reduction on all its hops; `late`: it was kept whole, in the dtype of sums."""
     wire, sums, out = flat.dtypes.wire.itemsize, flat.dtypes.sums.itemsize, 0
     for at, hop in enumerate(flat.hops):
         out += hop.span * (sums if at else wire)
-        if flat.division.added_by(hop) == "backend":
+        if flat.added_by(hop) == "backend":
             out += hop.own * wire + (hop.span * wire if wire != sums and (late or at) else 0)
-        elif flat.division.reduced is not None and flat.division.encodes(hop):
-            out += 2 * hop.size * padded(flat.division.reduced, hop.own)
+        elif flat.encodes(hop):
+            room = flat.exchange(at, flat.dtypes.wire)
+            out += room.sent + room.received
         else:
             out += hop.span * (2 * wire if wire != sums and (late or at) else wire)
         out += hop.own * sums if wire != sums or at + 1 < len(flat.hops) else 0
@@ -484,11 +472,11 @@ def _work(
     )
 
 
-def _with_host_update(work: Work, beyond: Beyond, job: Job) -> Work:
+def _with_host_update(work: Work, offloaded: OffloadedBytes, job: Job) -> Work:
     return replace(
         work,
-        host_optimizer_numel=beyond.stepped,
-        host_optimizer_bytes=_touched(beyond.stepped, job),
+        host_optimizer_numel=offloaded.stepped,
+        host_optimizer_bytes=_touched(offloaded.stepped, job),
     )
 
 

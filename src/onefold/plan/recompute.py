@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.plan.tiled import lists_of_tiles
+from onefold.plan.from_module import lists_of_tiles
 
 Checkpointing = Literal["none", "full", "selective"]
 

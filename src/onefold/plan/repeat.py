@@ -20,8 +20,8 @@ from typing import Any
 
 from torch import nn
 
+from onefold.plan.from_module import lists_of_tiles
 from onefold.plan.lifetimes import Read, Span
-from onefold.plan.tiled import lists_of_tiles
 
 LONGEST_PERIOD = 8
 # Which block it is, as blocks call it

@@ -21,17 +21,75 @@ checked against the ledger of the real engine, byte for byte. Activations are no
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
 
-from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION
-from onefold.plan.division import Hop, padded
-from onefold.plan.holding import Buffer, Holding
-from onefold.plan.states import FlatPlan, UnitPlan, resting, units_ahead
-from onefold.recipe import Recipe, Tier
+from onefold.layout import Hop, ShardSpec
+from onefold.memory import GATHERED, GRADIENTS, IDLE, LEAVING, REDUCTION
+from onefold.plan.states import UnitPlan, resting, units_ahead
+from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
+
+
+@dataclass
+class Buffer:
+    """`numel` elements of a dtype, entered under a category."""
+
+    numel: int
+    dtype: torch.dtype
+    category: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+class Holding:
+    """Bytes by category `now`; `best` when their sum was largest, over all and since somebody last
+    looked.
+    """
+
+    def __init__(self) -> None:
+        self.now: Counter[str] = Counter()
+        self.total = 0
+        self.best: dict[str, int] = {}
+        self.best_total = 0
+        self.free: dict[tuple[int, torch.dtype], int] = defaultdict(int)
+        self._high: tuple[int, dict[str, int]] = (0, {})
+
+    def _add(self, category: str, nbytes: int) -> None:
+        self.now[category] += nbytes
+        self.total += nbytes
+        if self.total > self.best_total:
+            self.best_total, self.best = self.total, dict(self.now)
+        if self.total > self._high[0]:
+            self._high = self.total, dict(self.now)
+
+    def _take(self, numel: int, dtype: torch.dtype, category: str) -> Buffer:
+        buffer = Buffer(numel, dtype, category)
+        if self.free[numel, dtype]:
+            self.free[numel, dtype] -= 1
+            self._add(IDLE, -buffer.nbytes)
+        else:
+            self._drain()
+        self._add(category, buffer.nbytes)
+        return buffer
+
+    def _give(self, buffer: Buffer) -> None:
+        self._add(buffer.category, -buffer.nbytes)
+        self.free[buffer.numel, buffer.dtype] += 1
+        self._add(IDLE, buffer.nbytes)
+
+    def _drain(self) -> None:
+        self._add(IDLE, -self.now[IDLE])
+        self.free.clear()
+
+    @property
+    def peak(self) -> dict[str, int]:
+        return {k: v for k, v in self.best.items() if v}
 
 
 @dataclass(frozen=True)
@@ -53,13 +111,13 @@ class Moment:
 @dataclass
 class _Reduction:
     unit: int
-    flat: FlatPlan
+    flat: ShardSpec
     buffer: Buffer
     at: int = 0
     sent: Buffer | None = None
-    lent: Buffer | None = None
+    received: Buffer | None = None
     into: Buffer | None = None
-    rows: int = 0  # of `lent` that are added up at once
+    rows: int = 0  # of `received` that are added up at once
     whole: bool = False  # the backend sums it for everybody
 
     @property
@@ -68,7 +126,7 @@ class _Reduction:
 
     @property
     def encodes(self) -> bool:
-        return self.flat.division.encodes(self.hop)
+        return self.flat.encodes(self.hop)
 
     @property
     def is_last(self) -> bool:
@@ -103,7 +161,9 @@ class Replay(Holding):
         self.units = [_Unit(u, i) for i, u in enumerate(units)]
         self.ahead = units_ahead(units, recipe)
         self.in_flight = recipe.in_flight if recipe.overlap else 0
-        self.from_disk = bool(self.ahead) and any(_on_disk(f) for u in units for f in u.flats)
+        self.from_disk = bool(self.ahead) and any(
+            f.gathers_from_disk for u in units for f in u.flats
+        )
         self.unsharded = all(f.unsharded for u in units for f in u.flats)
         self.outer = outer(units)
         # The embedding is a unit of its own, so the root is a final norm or a head
@@ -111,7 +171,7 @@ class Replay(Holding):
         self.moments: list[Moment] = []
         # Whole gradients kept until the boundary, by id of the flat
         self.grads: dict[int, Buffer] = {}
-        self.inside: dict[int, Buffer] = {}  # sums inside the group that wait for it
+        self.held_sums: dict[int, Buffer] = {}  # sums inside the group that wait for it
         self.has_grad: set[int] = set()
         self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
@@ -199,7 +259,7 @@ class Replay(Holding):
                 [
                     i
                     for i, f in enumerate(self.cursor[0].plan.flats)
-                    if _on_disk(f) and self._reads(f)
+                    if f.gathers_from_disk and self._reads(f)
                 ],
             )
 
@@ -217,8 +277,8 @@ class Replay(Holding):
         for i, flat in enumerate(unit.plan.flats):
             if not flat.resident:
                 self._hold(unit, [i])
-                if flat.division.gathered is not None:
-                    unit.coded.append(self._take(flat.ranks * flat.each, torch.uint8, GATHERED))
+                if flat.gather_codec is not None:
+                    unit.coded.append(self._take(flat.coded_bytes, torch.uint8, GATHERED))
 
     def _arrive(self, unit: _Unit) -> None:
         """What came encoded is decoded."""
@@ -226,11 +286,11 @@ class Replay(Holding):
         for buffer in coded:
             self._give(buffer)
 
-    def _reads(self, flat: FlatPlan) -> bool:
+    def _reads(self, flat: ShardSpec) -> bool:
         """Whether a gather begins with the masters: where something is kept of them, only the first
         after a step.
         """
-        keeps = flat.division.gathered is not None or flat.division.has_secondary
+        keeps = flat.gather_codec is not None or flat.has_secondary
         return not keeps or (self.renewing and flat.trainable)
 
     def _hold(self, unit: _Unit, which: list[int]) -> None:
@@ -333,59 +393,32 @@ class Replay(Holding):
                 self.has_grad.add(id(flat))
                 self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
-    def _store(self, flat: FlatPlan, deferring: bool) -> None:
+    def _store(self, flat: ShardSpec, deferring: bool) -> None:
         buffer = self.grads.get(id(flat))
         category = GRADIENTS if deferring else REDUCTION
         if buffer is None:
             dtype = flat.dtypes.sums if deferring else flat.dtypes.wire
             self.grads[id(flat)] = self._take(flat.numel, dtype, category)
 
-    def _reduce(self, unit: _Unit, flat: FlatPlan) -> None:
+    def _reduce(self, unit: _Unit, flat: ShardSpec) -> None:
         r = _Reduction(unit.index, flat, self.grads.pop(id(flat)))
         self._send(r)
         self.flying.append(r)
 
     def _send(self, r: _Reduction) -> None:
-        flat, hop, wire = r.flat, r.hop, r.flat.dtypes.wire
-        if r.encodes:
-            assert flat.division.reduced is not None
-            nbytes = hop.size * padded(flat.division.reduced, hop.own)
-            r.sent, r.lent = (self._take(nbytes, torch.uint8, REDUCTION) for _ in range(2))
-            return
-        adds = flat.division.added_by(hop)
-        if adds != "pairwise":
-            self._send_at_once(r, adds == "backend")
-            return
-        if r.buffer.dtype != wire:
-            r.sent = self._take(r.buffer.numel, wire, REDUCTION)
-        peers = hop.size - 1
-        if (
-            r.is_last
-            and not flat.broadcast_back
-            and hop.size > 1
-            and wire == flat.dtypes.sums == r.buffer.dtype
-        ):
-            r.into, peers = Buffer(hop.own, wire, REDUCTION, pooled=False), peers - 1
+        room = r.flat.exchange(r.at, r.buffer.dtype)
+        # Rows that are added at once, not one by one
+        r.rows = 0 if r.flat.added_by(r.hop) == "pairwise" else room.rows
+        if room.sent:
+            r.sent = self._take(room.sent, room.dtype, REDUCTION)
+        if room.apart:
+            r.into = Buffer(room.apart, room.dtype, REDUCTION)
             self._add(REDUCTION, r.into.nbytes)
-        if peers:
-            r.lent = self._take(peers * hop.own, wire, REDUCTION)
-
-    def _send_at_once(self, r: _Reduction, by_backend: bool) -> None:
-        """All parts into the rows of one buffer, or what the backend makes of them; see [Note: all
-        parts at once] in runtime/summing.py.
-        """
-        flat, hop, wire = r.flat, r.hop, r.flat.dtypes.wire
-        narrowed, r.rows = r.buffer.dtype != wire, 1 if by_backend else hop.size
-        if narrowed and not by_backend:  # this rank's own part stays where it is
-            r.rows -= 1
-            r.sent = self._take(hop.span - hop.own, wire, REDUCTION)
-        elif narrowed:
-            r.sent = self._take(hop.span, wire, REDUCTION)
-        if by_backend and flat.whole_master:
-            r.rows, r.whole = 0, True
-            self._add(GRADIENTS, hop.span * wire.itemsize)
-        elif r.rows:
-            r.lent = self._take(r.rows * hop.own, wire, REDUCTION)
+        if room.whole:
+            r.whole = True
+            self._add(GRADIENTS, r.hop.span * room.dtype.itemsize)
+        elif room.rows:
+            r.received = self._take(room.received, room.dtype, REDUCTION)
 
     def _is_due(self) -> bool:
         """Whether to wait for the oldest: too many are under way, or it has a hop to go and another
@@ -412,12 +445,12 @@ class Replay(Holding):
         elif not r.is_last:
             total = self._take(r.hop.own, sums, REDUCTION)
         else:
-            dtype = _landed(flat)
+            dtype = flat.landed
             nbytes = (flat.own if flat.broadcast_back else r.hop.own) * dtype.itemsize
             self._add(GRADIENTS, 0 if r.whole else nbytes)
             if dtype != sums and not (r.rows or r.whole):
                 self._give(self._take(r.hop.own, sums, REDUCTION))
-        for buffer in (r.lent, sent, r.buffer):
+        for buffer in (r.received, sent, r.buffer):
             if buffer is not None:
                 self._give(buffer)
         if total is None:
@@ -427,14 +460,14 @@ class Replay(Holding):
             self._send(r)
             self.crossing.append(r)
 
-    def _wait_inside(self, flat: FlatPlan, total: Buffer) -> bool:
+    def _wait_inside(self, flat: ShardSpec, total: Buffer) -> bool:
         """Before the boundary the group's sums stay; see [Note: held sums] in
-        runtime/summing.py.
+        runtime/reduce.py.
         """
-        if (held := self.inside.pop(id(flat), None)) is not None:
+        if (held := self.held_sums.pop(id(flat), None)) is not None:
             self._give(held)
         if self.holding:
-            self.inside[id(flat)] = self._take(total.numel, total.dtype, GRADIENTS)
+            self.held_sums[id(flat)] = self._take(total.numel, total.dtype, GRADIENTS)
             self._give(total)
         return self.holding
 
@@ -449,7 +482,7 @@ class Replay(Holding):
         while sum(self.leaving) > self.window:
             self._add(LEAVING, -self.leaving.pop(0))
 
-    def _hand_over(self, flat: FlatPlan, nbytes: int) -> None:
+    def _hand_over(self, flat: ShardSpec, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added
         to it.
         """
@@ -461,7 +494,7 @@ class Replay(Holding):
                 self._add(GRADIENTS, -nbytes)
                 self._bring_down(nbytes)
             return
-        dtype = _landed(flat)
+        dtype = flat.landed
         if id(flat) in self.has_grad:
             self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
             return
@@ -474,16 +507,6 @@ class Replay(Holding):
             else:
                 self._add(GRADIENTS, copied)
             self.summed.append(nbytes)
-
-
-def _landed(flat: FlatPlan) -> torch.dtype:
-    """What sums are in when they are handed over."""
-    return flat.dtypes.wire if flat.whole_master or flat.broadcast_back else flat.dtypes.sums
-
-
-def _on_disk(flat: FlatPlan) -> bool:
-    """Whether what it is gathered from lies on NVMe."""
-    return flat.tiers is not None and flat.tiers.parameters is Tier.NVME and not flat.resident
 
 
 def outer(units: list[UnitPlan]) -> frozenset[str]:

@@ -43,6 +43,11 @@ class UnitShape:
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
 
+    @property
+    def trainable(self) -> int:
+        """Elements that an optimizer steps."""
+        return sum(p.numel for p in self.parameters if p.trainable)
+
 
 @dataclass(frozen=True)
 class Transformer:
@@ -91,7 +96,7 @@ class ModelShape:
 
     @property
     def trainable(self) -> int:
-        return sum(p.numel for u in self.units for p in u.parameters if p.trainable)
+        return sum(u.trainable for u in self.units)
 
     @classmethod
     def of_size(cls, numel: int, name: str = "", blocks: int = 0) -> ModelShape:

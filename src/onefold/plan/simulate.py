@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.device import clocked
 from onefold.plan.architectures import architecture, known
-from onefold.plan.fake import fake_batch, passing_as_real
+from onefold.plan.fake import Integers, fake_batch, passing_as_real
 from onefold.plan.from_module import _quietly, model_shape, module_of
 from onefold.plan.hardware import Machine
 from onefold.plan.kernels import CudaKernels
@@ -51,7 +51,6 @@ from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.timeline import Clock, Recording, Timeline
 from onefold.plan.times import Software
 from onefold.plan.trace import loss_of
-from onefold.plan.values import Integers
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.interval import disable_torch_function
@@ -388,7 +387,7 @@ def _fake_mode() -> Any:
 
 class _Answers(TorchDispatchMode):
     """Inside, questions of a forward pass about contents are answered as in a trace
-    (plan/values.py).
+    (plan/fake.py).
     """
 
     def __init__(self, integers: Integers) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from onefold.plan.choose import Question
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
-from onefold.plan.wires import WIRES, as_options, as_recipe
+from onefold.plan.job import WIRES, as_options, as_recipe
 
 #: Share of a step that waits for communication from which on links are slow; by how much a way has
 #: to be faster to be taken, or named.

@@ -17,10 +17,10 @@ In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2.
 have neither masters nor moments and rest in the compute dtype. The rows are read from the recipe;
 no stage is asked for.
 
-With groups of G of the N ranks (plan/division.py), by themselves those of a node, and e bytes of
-each byte left by a codec, × (G−1)/G inside and (N−G)/NG across:
+With groups of G of the N ranks (layout/spec.py), by themselves those of a node, and e bytes of
+each byte left by a codec, × (G−1)/G intra-group and (N−G)/NG inter-group:
 
-| recipe (stage 3)          | beside the above at rest     | sent inside a group         | sent across groups              |
+| recipe (stage 3)          | beside the above at rest     | sent intra-group            | sent inter-group                |
 |---------------------------|------------------------------|-----------------------------|---------------------------------|
 | groups (all stages)       |                              | as above                    | as above                        |
 | `shard_group`             | masters, moments: 1/G        | 3m·P                        | 2P, once                        |
@@ -33,32 +33,166 @@ each byte left by a codec, × (G−1)/G inside and (N−G)/NG across:
 Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS,
 arXiv:2205.00119), section 3; Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
 
-Of a flat buffer whose state rests off the device (`FlatPlan.tiers`) only what is computed with
+Every size is that of a `ShardSpec` (layout/spec.py), which the engine allocates and sends by.
+
+Of a flat buffer whose state rests off the device (`ShardSpec.tiers`) only what is computed with
 stays here: all of it where it is kept whole, this rank's interval where it is gathered, nothing
-where parameters rest elsewhere too. The rest is counted in plan/beyond.py.
+where parameters rest elsewhere too. The rest is counted in plan/offloaded.py.
+
+What a rank sends in a step, by level: all ranks at once, those of its group ("intra-group"), or one
+of each group ("inter-group").
+
+A move over groups is two legs (layout/spec.py). Each leg is equal bytes to each peer of its
+level, so that the bytes to other nodes follow from who stands where. The counts are those of the
+traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
+
+| leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
+|-----------------------------------------------|---------------------------------|---------------------------------------------------|
+| gather, inter-group, then intra-group         | an interval, then a shard       | as the stage says (above)                         |
+| gather from a second copy, intra-group        | a shard                         | the same; inter-group once, if it is trained      |
+| reduction, intra-group, then inter-group      | a shard, then an interval       | m, or once at the boundary; inter-group once where |
+|                                               |                                 | gradients are divided in the group                |
+| sums to the other groups (HSDP, MiCS)         | an interval                     | as the inter-group hop of the reduction           |
+| sums to all, inter-group, then intra-group    | an interval, then a shard       | as the reduction                                  |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
 import torch
 
-from onefold.layout import FlatLayout, Slot, overlap
+from onefold.comm.topology import inner_of
+from onefold.layout import Dtypes, Level, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.division import Division, Hop, adds_of, padded, position_of, topology_of
-from onefold.plan.legs import Leg, gather_legs, merged, reduction_legs
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
-from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.moments import bytes_of_moments
-from onefold.recipe.options import SECTOR
+from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
-from onefold.runtime.flat import Dtypes, grouped_as
-from onefold.runtime.placement import Tiers, block_at_rest, leaving_of_sizes
+from onefold.runtime.placement import leaving_of_sizes
+
+#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch;
+#: "both" is all compute.
+Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One kind of move on one level.
+
+    Attributes:
+        move: as the ledger calls it. gathers: each rank sends the same to all (a ring can carry
+            it), else each peer its own part.
+        nbytes: payload that one rank sends in a step. calls: collectives. by_backend: sums that
+            NCCL makes on the way.
+    """
+
+    move: str
+    gathers: bool
+    level: Level
+    nbytes: int
+    calls: int
+    phase: Phase
+    by_backend: bool = False
+
+
+def gather_legs(flat: ShardSpec, gathers: int) -> list[Leg]:
+    """Of `gathers` gathers of one buffer in a step."""
+    if not gathers:
+        return []
+    phase: Phase = "first forward" if flat.resident else "both"
+    legs = [
+        Leg("all-gather", True, move.level, gathers * move.peers * move.nbytes, gathers, phase)
+        for move in flat.gather_moves
+    ]
+    return legs + [
+        Leg("all-gather", True, move.level, move.peers * move.nbytes, 1, "first forward")
+        for move in flat.renewal_moves
+    ]
+
+
+def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[Leg]:
+    """Of the gradients of one buffer."""
+    times = 1
+    phase: Phase = "last backward" if recipe.reduce_at == "boundary" else "backward"
+    kind = "all-reduce" if flat.whole_master else "reduce-scatter"
+    legs = []
+    often = times_by_hop(flat, recipe, micro_batches)
+    for hop, move, times in zip(flat.hops, flat.reduce_moves, often, strict=True):
+        if hop.level == "inter-group" and recipe.gradients.over == GROUP:
+            phase = "last backward"
+        nbytes, by_backend = times * move.peers * move.nbytes, flat.added_by(hop) == "backend"
+        legs.append(Leg(kind, False, hop.level, nbytes, times, phase, by_backend))
+    for move in flat.broadcast_moves:
+        nbytes = times * move.peers * move.nbytes
+        legs.append(Leg("all-reduce", True, move.level, nbytes, times, phase))
+    return legs
+
+
+def merged(legs: Iterable[Leg]) -> list[Leg]:
+    """One leg of each kind, empty ones left out."""
+    found: dict[Leg, Leg] = {}
+    for leg in legs:
+        key = replace(leg, nbytes=0, calls=0)
+        before = found.get(key, key)
+        found[key] = replace(leg, nbytes=before.nbytes + leg.nbytes, calls=before.calls + leg.calls)
+    return [leg for leg in found.values() if leg.nbytes]
+
+
+def by_level(legs: Iterable[Leg]) -> dict[Level, int]:
+    """Bytes by level."""
+    out: dict[Level, int] = {}
+    for leg in legs:
+        out[leg.level] = out.get(leg.level, 0) + leg.nbytes
+    return out
+
+
+# -- who stands where ----------------------------------------------------------------------------
+
+
+def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topology:
+    """The groups of a recipe; a node is `per_node` ranks in a row, all where nobody says.
+
+    Raises:
+        ValueError: the groups do not divide the ranks.
+    """
+    return _topology(recipe.group, ranks, per_node)
+
+
+@lru_cache(maxsize=256)
+def _topology(group: int | str | None, ranks: int, per_node: int | None) -> Topology:
+    return Topology(ranks, inner_of(group, range(ranks), per_node))
+
+
+@lru_cache(maxsize=4096)
+def elsewhere(topology: Topology, per_node: int | None, rank: int, level: Level) -> tuple[int, int]:
+    """(peers of this rank on a level, those of them that are on other nodes)."""
+    inner = topology.inner
+    numbers: Sequence[int] = range(topology.size)
+    if level == "intra-group":
+        numbers = range(rank // inner * inner, rank // inner * inner + inner)
+    elif level == "inter-group":
+        numbers = range(rank % inner, topology.size, inner)
+    far = sum(n // per_node != rank // per_node for n in numbers) if per_node else 0
+    return len(numbers) - 1, far
+
+
+def by_link(
+    sent: Mapping[Level, int], topology: Topology, per_node: int | None, rank: int
+) -> dict[str, int]:
+    """What a rank sends on each level, by link: "inside" its node and "between" nodes; as
+    `TrafficLedger.by_link` counts it.
+    """
+    between = 0
+    for level, nbytes in sent.items():
+        peers, far = elsewhere(topology, per_node, rank, level)
+        between += nbytes * far // peers if peers else 0
+    return {"inside": sum(sent.values()) - between, "between": between}
+
 
 _LOW = ("float32", "bfloat16", "float16")
 #: fp32 tensors of the parameter's size that an optimizer keeps for each trained element.
@@ -74,92 +208,12 @@ MOMENTS_OF = {
 
 
 @dataclass(frozen=True)
-class FlatPlan:
-    """One flat buffer of a unit on one rank of N, in integers: what `runtime.flat.Flat` is in
-    tensors.
-
-    `division` says which part is this rank's and how parts travel. `tiers` are those of a buffer
-    whose state rests off the device, None for any other. `format` is what Adam's moments rest in,
-    None for the masters' dtype.
-    """
-
-    layout: FlatLayout
-    dtypes: Dtypes
-    trainable: bool
-    division: Division
-    ranks: int
-    whole_master: bool
-    unsharded: bool
-    resident: bool
-    tiers: Tiers | None = None
-    format: str | None = None
-
-    @property
-    def numel(self) -> int:
-        return self.layout.numel
-
-    @property
-    def interval(self) -> tuple[int, int]:
-        return self.layout.interval(self.division.position)
-
-    @property
-    def owned(self) -> tuple[int, int]:
-        if self.whole_master:
-            return 0, self.numel
-        return (
-            self.division.shard(self.layout.shard_numel)
-            if self.division.over_group
-            else self.interval
-        )
-
-    @property
-    def hops(self) -> tuple[Hop, ...]:
-        """Of a reduction of its gradients."""
-        return self.division.hops(self.layout.shard_numel, self.whole_master)
-
-    @property
-    def broadcast_back(self) -> bool:
-        """Sums go on to who holds them too."""
-        return self.ranks > 1 and self.owned != self.interval
-
-    @property
-    def spreads(self) -> tuple[Hop, ...]:
-        """The hops by which they go on: back over those of the reduction, all where everybody holds
-        them, else the last.
-        """
-        if not self.broadcast_back:
-            return ()
-        return self.hops[::-1] if self.whole_master else self.hops[-1:]
-
-    @property
-    def each(self) -> int:
-        """Bytes of one interval in a gather."""
-        name, numel = self.division.gathered, self.layout.shard_numel
-        return padded(name, numel) if name is not None else numel * self.dtypes.compute.itemsize
-
-    @property
-    def shared(self) -> bool:
-        """The kept copy holds the masters: they are no bytes of their own."""
-        return self.resident and self.dtypes.compute == self.dtypes.master and self.tiers is None
-
-    @property
-    def own(self) -> int:
-        """Elements that this rank owns, padding included."""
-        return self.owned[1] - self.owned[0]
-
-    def local(self, slot: Slot) -> int:
-        """Elements of `slot` that this rank's optimizer steps."""
-        a, b = overlap((slot.start, slot.end), self.owned)
-        return b - a
-
-
-@dataclass(frozen=True)
 class UnitPlan:
     """A unit's flat buffers on one rank."""
 
     name: str
     path: str
-    flats: tuple[FlatPlan, ...]
+    flats: tuple[ShardSpec, ...]
     looks_up_only: bool
     # It stays gathered between a forward pass and its backward pass: see `_at_the_turn`
     turns: bool = False
@@ -193,17 +247,26 @@ def units_of(
         raise ValueError(
             f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number."
         )
-    away = leaving_of_sizes(
-        [sum(p.numel for p in u.parameters if p.trainable) for u in model.units], recipe, ranks
-    )
+    away = leaving_of_sizes([u.trainable for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
-    plain = Division(
-        topology,
-        position_of(topology, rank),
-        feedback=recipe.error_feedback,
-        adds=adds_of(recipe, nccl),
-    )
-    units = [_unit(u, recipe, plain, index in away) for index, u in enumerate(model.units)]
+
+    def spec(parameters: list[Parameter], trainable: bool, stored: bool, away: bool) -> ShardSpec:
+        dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
+        return ShardSpec.of(
+            tuple((p.name, p.shape) for p in parameters),
+            dtypes,
+            recipe,
+            topology,
+            topology.position_of(rank),
+            codec,
+            trainable=trainable,
+            stored=stored,
+            tiers=Tiers.of(trainable, recipe) if away and not stored else None,
+            in_place=all(getattr(torch, p.dtype) == dtypes.compute for p in parameters),
+            native=nccl,
+        )
+
+    units = [_unit(u, recipe, index in away, spec) for index, u in enumerate(model.units)]
     turning = _at_the_turn(units) if recipe.reshard_after_forward else set()
     return [replace(u, turns=u.name in turning) for u in units]
 
@@ -218,21 +281,14 @@ def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
 
 
-def _unit(unit: UnitShape, recipe: Recipe, plain: Division, away: bool) -> UnitPlan:
+def _unit(unit: UnitShape, recipe: Recipe, away: bool, spec: Callable[..., ShardSpec]) -> UnitPlan:
     groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
     for p in unit.parameters:
         groups.setdefault(
             (grouped_as(getattr(torch, p.dtype), recipe), p.trainable, rests_encoded(p, recipe)), []
         ).append(p)
     flats = tuple(
-        _flat(
-            group,
-            trainable,
-            recipe,
-            replace(plain, stored=encoded),
-            Tiers.of(trainable, recipe) if away and not encoded else None,
-        )
-        for (_, trainable, encoded), group in groups.items()
+        spec(group, trainable, stored, away) for (_, trainable, stored), group in groups.items()
     )
     return UnitPlan(
         unit.name, "" if unit.name == "(root)" else unit.name, flats, unit.looks_up_only
@@ -248,67 +304,6 @@ def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
         and p.dtype in _LOW
         and not p.looked_up
     )
-
-
-def _flat(
-    parameters: list[Parameter],
-    trainable: bool,
-    recipe: Recipe,
-    division: Division,
-    tiers: Tiers | None,
-) -> FlatPlan:
-    ranks, stored = division.topology.size, division.stored
-    dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
-    same = all(getattr(torch, p.dtype) == dtypes.compute == dtypes.master for p in parameters)
-    unsharded = ranks == 1 and tiers is None and not stored and same
-    alone = (
-        ranks == 1
-        and not stored
-        and (dtypes.compute == dtypes.master if tiers is None else tiers.parameters is Tier.DEVICE)
-    )
-    resident = recipe.parameters.placement is Placement.REPLICATED or unsharded or alone
-    block = max(recipe.block, block_at_rest(recipe, codec) if stored else 0)
-    return FlatPlan(
-        layout=_layout(
-            tuple((p.name, p.shape) for p in parameters),
-            ranks,
-            SECTOR if tiers is not None and tiers.on_disk else 0,
-            block,
-        ),
-        dtypes=dtypes,
-        trainable=trainable,
-        division=_divided(division, dtypes, resident, recipe),
-        ranks=ranks,
-        whole_master=recipe.optimizer.placement is Placement.REPLICATED or ranks == 1,
-        unsharded=unsharded,
-        resident=resident,
-        tiers=tiers,
-        format=recipe.moments,
-    )
-
-
-def _divided(plain: Division, dtypes: Dtypes, resident: bool, recipe: Recipe) -> Division:
-    inside = recipe.parameters.over == GROUP and recipe.optimizer.over != GROUP
-    low = str(dtypes.compute).removeprefix("torch.") in _LOW
-    travels = plain.topology.size > 1 or plain.stored
-    return replace(
-        plain,
-        over_group=recipe.optimizer.over == GROUP,
-        has_secondary=inside and not plain.stored and not resident and plain.topology.outer > 1,
-        gathered=(
-            (recipe.frozen if plain.stored else recipe.parameters.codec)
-            if low and travels and not resident
-            else None
-        ),
-        reduced=recipe.gradients.codec if dtypes.sums == torch.float32 else None,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _layout(
-    parameters: tuple[tuple[str, tuple[int, ...]], ...], ranks: int, sector: int, block: int
-) -> FlatLayout:
-    return FlatLayout.of(parameters, ranks, sector, block)
 
 
 # -- at rest ---------------------------------------------------------------------------------------
@@ -328,50 +323,17 @@ def at_rest(units: list[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
     return {k: v for k, v in out.items() if v}
 
 
-def resting(flat: FlatPlan) -> dict[str, int]:
-    """Bytes of parameters, masters and error feedback of one flat buffer on the device; mirrors
-    `Flat.resting_bytes`.
-    """
-    out = {PARAMETERS: copied(flat), RESIDUALS: residuals(flat)}
-    full = flat.numel * flat.dtypes.compute.itemsize
-    if flat.tiers is not None:
-        here = (
-            flat.numel if flat.resident else flat.own if flat.tiers.parameters is Tier.DEVICE else 0
-        )
-        out[PARAMETERS] += here * flat.dtypes.compute.itemsize
-    elif flat.unsharded:
-        out[PARAMETERS] = flat.layout.content * flat.dtypes.compute.itemsize
-    elif flat.shared:
-        out[PARAMETERS] = full
-    elif not flat.division.stored:
-        out[MASTERS] = flat.own * flat.dtypes.master.itemsize
-        out[PARAMETERS] += full if flat.resident else 0
+def resting(flat: ShardSpec) -> dict[str, int]:
+    """Bytes of parameters, masters and error feedback of one flat buffer on the device."""
+    out = {
+        PARAMETERS: flat.parameter_bytes,
+        RESIDUALS: flat.residual_bytes,
+        MASTERS: flat.master_bytes,
+    }
     return {k: v for k, v in out.items() if v}
 
 
-def copied(flat: FlatPlan) -> int:
-    """Bytes of what is kept to gather from beside the masters: a second copy, the own part encoded,
-    or frozen weights at rest.
-    """
-    division = flat.division
-    if division.gathered is not None:
-        parts = (
-            division.topology.outer
-            if division.has_secondary
-            else flat.own // max(flat.layout.shard_numel, 1)
-        )
-        return parts * flat.each
-    return division.topology.outer * flat.each if division.has_secondary else 0
-
-
-def residuals(flat: FlatPlan) -> int:
-    """Bytes of what encoding its gradients lost, for each hop."""
-    if not (flat.trainable and flat.division.feedback):
-        return 0
-    return sum(hop.span * torch.float32.itemsize for hop in flat.hops if flat.division.encodes(hop))
-
-
-def moments(flat: FlatPlan, optimizer: str) -> int:
+def moments(flat: ShardSpec, optimizer: str) -> int:
     """Bytes of optimizer states for what this rank steps of `flat`; Adam keeps a 4-byte count for
     each parameter that it sees any of.
     """
@@ -381,18 +343,10 @@ def moments(flat: FlatPlan, optimizer: str) -> int:
         return 0
     step = 4 if optimizer in ("adamw", "adam") else 0
     return sum(
-        moments_of_slot(flat, slot, optimizer) + step
+        flat.moment_bytes(slot, MOMENTS_OF[optimizer]) + step
         for slot in flat.layout.slots
         if flat.local(slot)
     )
-
-
-def moments_of_slot(flat: FlatPlan, slot: Slot, optimizer: str) -> int:
-    """Bytes of the states with an element for each that this rank steps of one parameter."""
-    numel, count = flat.local(slot), MOMENTS_OF[optimizer]
-    if flat.format is None:
-        return count * numel * flat.dtypes.master.itemsize
-    return bytes_of_moments(numel, flat.format, whole=slot.numel, moments=count)
 
 
 # -- on the wire -----------------------------------------------------------------------------------
@@ -428,10 +382,10 @@ def legs_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> li
 
 def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
     """How many units are gathered ahead of use."""
-    return recipe.units_ahead(any(f.division.two_levels for u in units for f in u.flats))
+    return recipe.units_ahead(any(f.topology.two_levels for u in units for f in u.flats))
 
 
-def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
+def gathers_of(unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
     """How often a step gathers this buffer over the wire."""
     if flat.resident or flat.whole_master:
         stale = flat.resident and flat.trainable and not flat.whole_master
@@ -440,7 +394,7 @@ def gathers_of(unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: in
 
 
 def launches_of(
-    unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True
+    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, backward: bool = True
 ) -> int:
     """How often a step makes the whole of a buffer that is not kept, over the wire or not; with
     `backward=False` in forward passes only.
@@ -449,25 +403,33 @@ def launches_of(
     return 0 if flat.resident else micro_batches * (2 if again else 1)
 
 
-def reductions_of(flat: FlatPlan, recipe: Recipe, micro_batches: int) -> int:
+def reductions_of(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
     """How often a step hands sums over: at each micro-batch, or at the boundary where they wait for
     it whole or in the group.
     """
-    held = recipe.gradients.over == GROUP and len(flat.hops) > 1
-    return micro_batches if recipe.reduce_at == "micro-batch" and not held else 1
+    return times_by_hop(flat, recipe, micro_batches)[-1]
+
+
+def times_by_hop(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> tuple[int, ...]:
+    """How often a step takes each hop of a reduction: where gradients are divided in the group, the
+    group's sums wait for the boundary and cross once.
+    """
+    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    once = recipe.gradients.over == GROUP
+    return tuple(1 if once and hop.level == "inter-group" else times for hop in flat.hops)
 
 
 def puts_of(
-    unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, backward: bool = True
+    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, backward: bool = True
 ) -> int:
     """How often a step reads this rank's masters for a buffer that is not kept: once for what is
     encoded or copied, if it is trained.
     """
-    if flat.division.gathered is not None or flat.division.has_secondary:
+    if flat.gather_codec is not None or flat.has_secondary:
         return int(flat.trainable)
     return launches_of(unit, flat, recipe, micro_batches, backward)
 
 
-def _flats(units: list[UnitPlan]) -> Iterator[FlatPlan]:
+def _flats(units: list[UnitPlan]) -> Iterator[ShardSpec]:
     for unit in units:
         yield from unit.flats

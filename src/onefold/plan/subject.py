@@ -22,17 +22,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active, is_routed
+from onefold.plan.activity import (
+    Activity,
+    assumed_dims,
+    blocks_of,
+    frozen_active,
+    is_routed,
+    stretched,
+)
 from onefold.plan.architectures import architecture, find, known
 from onefold.plan.choose import Activities
-from onefold.plan.formulas.code import CODES
-from onefold.plan.from_module import model_shape, module_of
+from onefold.plan.formulas import CODES
+from onefold.plan.from_module import in_tiles, model_shape, module_of, shape_in_tiles
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
 from onefold.plan.recompute import repeated_blocks
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.stretch import stretched
-from onefold.plan.tiled import in_tiles, shape_in_tiles
 from onefold.plan.trace import trace, trace_at
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers

@@ -15,7 +15,7 @@ several nodes the all-to-all also sends as many times the bytes over a node's bo
 as the node has ranks. Sources: Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective
 Communication Operations in MPICH), section 3.1 for α and B, and 4.3 for the ring's reduce-scatter;
 Patarasuk and Yuan 2009 (Bandwidth optimal all-reduce algorithms), section 4;
-`onefold.plan.coding.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
+`onefold.plan.engine_kernels.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
 switch) is not in it.
 """
 
@@ -25,13 +25,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from onefold.layout import Adds, adds_of, hops_of
 from onefold.plan.choose import Question
-from onefold.plan.coding import added_bytes
-from onefold.plan.division import Adds, Division, adds_of, topology_of
+from onefold.plan.engine_kernels import added_bytes
 from onefold.plan.evaluate import Candidate, on_nccl
 from onefold.plan.hardware import Machine
-from onefold.plan.legs import Leg
-from onefold.plan.states import units_of
+from onefold.plan.states import Leg, topology_of, units_of
 from onefold.plan.times import SUMMING_ON_A_GPU, Software, traffic_over
 from onefold.recipe import Recipe
 
@@ -134,9 +133,9 @@ def reduction_seconds(
         wire, sums: bytes of an element on the wire, and of a sum.
     """
     per_node = machine.local if machine.nodes > 1 else None
-    topology, adds = topology_of(recipe, machine.ranks, per_node), adds_of(recipe, nccl=True)
+    topology, adds = topology_of(recipe, machine.ranks, per_node), adds_of(recipe, native=True)
     seconds, part = 0.0, nbytes / wire / machine.ranks
-    for hop in Division(topology, 0, adds=adds).hops(_PART):
+    for hop in hops_of(topology, 0, _PART):
         own = part * (hop.own / _PART)
         leg = Leg(
             "reduce-scatter",

@@ -12,13 +12,37 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.plan.evaluate import Candidate
-from onefold.plan.figures import count, gib, in_seconds
+from onefold.plan.job import WIRES
 from onefold.plan.schema import CATEGORIES, MOVED, TIER_SECONDS
 from onefold.plan.sums import Sums
-from onefold.plan.wires import WIRES
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan
+
+
+def gib(nbytes: float) -> str:
+    """Bytes in KiB, MiB or GiB; a dash for none."""
+    if nbytes <= 0:
+        return "–"
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.1f} KiB"
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:,.2f} GiB"
+
+
+def in_seconds(seconds: float) -> str:
+    """Seconds, or milliseconds below one; a dash for none."""
+    if not seconds:
+        return "–"
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def count(number: float) -> str:
+    """A number of things with three digits and a unit."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.0f}"
+
 
 _TIERS = {"device": "device", "host": "host", "nvme": "NVMe"}
 

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from onefold.plan.beyond import Carried
 from onefold.plan.hardware import Machine
+from onefold.plan.offloaded import Carried
 
 if TYPE_CHECKING:
     from onefold.plan.times import Work

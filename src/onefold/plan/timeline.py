@@ -572,7 +572,7 @@ def _of_engine() -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_RUNTIME):
-            if not file.endswith(_BETWEEN):
+            if not file[len(_RUNTIME) + 1 :].startswith(_BETWEEN):
                 return True
         elif file == _MODULE:
             return False
@@ -582,8 +582,8 @@ def _of_engine() -> bool:
 
 _MODULE = torch.nn.modules.module.__file__
 _RUNTIME = str(Path(onefold.runtime.__file__).parent)
-#: Files of the runtime that carry out what the model asks of parameters.
-_BETWEEN = ("parameter.py", "operators.py", "interval.py", "outside.py")
+#: Files and folders of the runtime that carry out what the model asks of parameters.
+_BETWEEN = ("parameter.py", "operators", "interval.py", "outside.py")
 
 
 @lru_cache(maxsize=4096)

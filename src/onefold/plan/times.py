@@ -3,8 +3,8 @@
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
                    (`onefold.plan.fit`) ÷ step_share; and what encoding, decoding and adding up
-                   (`onefold.plan.coding`) and the engine's own copies and casts
-                   (`onefold.plan.handling`) read and write
+                   (`onefold.plan.engine_kernels`) and the engine's own copies and casts
+                   (`onefold.plan.engine_kernels`) read and write
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
                    groups is two, each on its level. A ring takes N−1 hops, one after another;
                    messages to all at once (an all-to-all) take one
@@ -29,12 +29,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onefold.comm.topology import Topology
-from onefold.plan.beyond import Carried
-from onefold.plan.division import elsewhere
+from onefold.layout import Topology
 from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
-from onefold.plan.legs import Leg, Phase
+from onefold.plan.offloaded import Carried
+from onefold.plan.states import Leg, Phase, elsewhere
 from onefold.plan.tier_times import tier_times
 
 #: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which

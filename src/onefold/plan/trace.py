@@ -4,7 +4,7 @@ backward pass needs besides.
     module, batch ──► fake tensors ──► forward, backward ──► log of storages ──► ActivationTrace
                       (plan/fake.py)    (its own code)       (plan/lifetimes.py)
 
-Nothing is allocated but integers (plan/values.py says why), and of many equal blocks a few are run
+Nothing is allocated but integers (plan/fake.py says why), and of many equal blocks a few are run
 (plan/repeat.py), so a model of any size is traced in about a second.
 
 What counts: every storage that is not a parameter or a buffer, once, however many views there are,
@@ -28,13 +28,12 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 
-from onefold.plan.fake import Faked, fake_batch, faked, passing_as_real
+from onefold.plan.fake import Faked, Integers, fake_batch, faked, passing_as_real
 from onefold.plan.fit import Kernels
 from onefold.plan.kernels import CudaKernels
 from onefold.plan.lifetimes import Log, Read, Span, Watch, read
 from onefold.plan.recompute import Checkpointing, checkpointed
 from onefold.plan.repeat import Repetition, repetition_in, shortened, written_out
-from onefold.plan.values import Integers
 from onefold.runtime.units import find_units
 
 __all__ = ["ActivationTrace", "Precision", "Span", "UnitTrace", "trace", "trace_at"]

@@ -25,7 +25,7 @@ from __future__ import annotations
 import torch
 
 from onefold.comm.codec import Codec
-from onefold.comm.topology import Topology
+from onefold.layout import Topology
 
 _ADDITION = 2.0**-24
 

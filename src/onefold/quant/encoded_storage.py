@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm.codec import Codec
-from onefold.layout import round_up
 from onefold.memory import PARAMETERS, nbytes_of
 from onefold.recipe import Tier
 from onefold.runtime.storage import Storage, refuse_written
@@ -15,22 +14,19 @@ from onefold.runtime.storage import Storage, refuse_written
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
 
-#: Encoded intervals begin at multiples of this many bytes: scales are read as numbers of four.
-ALIGNED = 16
-
 
 class EncodedIntervals:
     """Every rank's interval is encoded by itself and takes `each` bytes, so that the bytes are the
     same over any groups.
 
         values   | interval 0 | interval 1 | interval 2 | ...     shard_numel elements each
-        bytes    | each       | each       | each       | ...     a multiple of ALIGNED
+        bytes    | each       | each       | each       | ...     a multiple of 16
     """
 
     def __init__(self, flat: Flat, codec: Codec) -> None:
         self.codec, self.numel = codec, flat.layout.shard_numel
         self.used = codec.encoded_bytes(self.numel)
-        self.each = round_up(self.used, ALIGNED)
+        self.each = flat.spec.each
 
     def bytes_of(self, addresses: tuple[int, int]) -> tuple[int, int]:
         """Where the bytes of whole intervals, given by their addresses, begin and end."""
@@ -72,8 +68,7 @@ class EncodedStorage(Storage):
         self.codec, self.intervals = codec, EncodedIntervals(flat, codec)
 
     def build(self, device: torch.device) -> torch.Tensor:
-        a, b = self.intervals.bytes_of(self.flat.owned)
-        self.payload = torch.empty(b - a, dtype=torch.uint8, device=device)
+        self.payload = torch.empty(self.flat.spec.kept_bytes, dtype=torch.uint8, device=device)
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
     def bound(self, first: torch.Tensor) -> None:

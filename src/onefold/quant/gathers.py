@@ -43,17 +43,15 @@ class EncodedGather(Gather):
         return self.intervals.bytes_of(self.flat.owned)
 
     def build(self, device: torch.device) -> None:
-        a, b = self.kept
-        self.secondary = torch.empty(b - a, dtype=torch.uint8, device=device)
+        nbytes = self.flat.spec.kept_bytes
+        self.secondary = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(
         self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
     ) -> Pending:
         flat = self.flat
         # Taken on the computing stream, in whose order it is handed on.
-        coded = self.pool.take(
-            flat.size * self.intervals.each, torch.uint8, GATHERED, flat.unit_name
-        )
+        coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
         with beside():
             return Decoded(self.send(full, coded, put, place), self, full, coded)
 

@@ -13,9 +13,8 @@ import torch
 
 from onefold.comm import CollectiveContext
 from onefold.comm.codec import Codec
-from onefold.layout import overlap, round_up
+from onefold.layout import overlap
 from onefold.memory import REDUCTION
-from onefold.quant.encoded_storage import ALIGNED
 from onefold.runtime.flat import Flat
 from onefold.runtime.reductions import PartsSending, Reduce, Reduction, Sending
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EncodedReduce(Reduce):
-    """One hop whose parts are encoded. Encoded parts begin at multiples of ALIGNED bytes."""
+    """One hop whose parts are encoded. Encoded parts begin at multiples of 16 bytes."""
 
     def __init__(self, flat: Flat, at: int, engine: Engine, codec: Codec) -> None:
         super().__init__(flat, at, engine)
@@ -35,9 +34,10 @@ class EncodedReduce(Reduce):
         sending = EncodedSending(self, r)
         cuts = [overlap(r.span, there) for there in self.hop.ranges]
         used = [codec.encoded_bytes(b - a) for a, b in cuts]
-        each = max(round_up(nbytes, ALIGNED) for nbytes in used)
-        sent = sending.coded = self.pool.take(group.size * each, torch.uint8, REDUCTION, name)
-        into = self.pool.take(group.size * each, torch.uint8, REDUCTION, name)
+        room = self.exchange(r)
+        each = room.part
+        sent = sending.coded = self.pool.take(room.sent, torch.uint8, REDUCTION, name)
+        into = self.pool.take(room.received, torch.uint8, REDUCTION, name)
         sending.receive_buffer = into
         residual = self.residuals.of(r)
         sends, recvs, mine = [], [], used[group.rank]

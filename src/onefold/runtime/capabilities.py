@@ -26,10 +26,10 @@ from onefold.comm.codec import Codec
 from onefold.recipe import Recipe
 
 if TYPE_CHECKING:
+    from onefold.layout import Tiers
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
     from onefold.runtime.gathers import Gather
-    from onefold.runtime.placement import Tiers
     from onefold.runtime.reductions import Reduce
     from onefold.runtime.steps import Step
     from onefold.runtime.storage import Storage

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group
-from onefold.layout import round_up
+from onefold.layout import Dtypes, Tiers, grouped_as, round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
@@ -37,13 +37,13 @@ from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Capabilities
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
 from onefold.runtime.escaping import copied_out
-from onefold.runtime.flat import Dtypes, Entry, Flat, declared_dtype, grouped_as
+from onefold.runtime.flat import Entry, Flat, declared_dtype
 from onefold.runtime.forward_writes import keep_writes
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
-from onefold.runtime.placement import Tiers, leaving, rests_encoded
+from onefold.runtime.placement import leaving, rests_encoded
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans

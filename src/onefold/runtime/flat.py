@@ -26,58 +26,18 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
-from onefold.layout import FlatLayout, Slot, overlap
-from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.options import SECTOR
-from onefold.recipe.rows import GROUP
+from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
 from onefold.runtime import gradient_hooks
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
-from onefold.runtime.placement import LOW, Tiers, block_at_rest
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.reductions import Reduce
-
-
-@dataclass(frozen=True)
-class Dtypes:
-    """The four dtypes of a flat buffer: computed in, held by the optimizer, summed in, sent in."""
-
-    compute: torch.dtype
-    master: torch.dtype
-    sums: torch.dtype
-    wire: torch.dtype
-
-    @classmethod
-    def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
-        """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer
-        parameter came with.
-
-        A recipe that names no compute dtype takes the parameter's own, and sends its gradient so
-        unless it names a wire. Frozen parameters have no optimizer, hence no master copy: they rest
-        in the compute dtype.
-        """
-        if dtype not in LOW:
-            return cls(dtype, dtype, dtype, dtype)
-        compute = recipe.parameters.dtype or dtype
-        return cls(
-            compute,
-            recipe.master_dtype if trainable else compute,
-            recipe.sums_dtype,
-            recipe.gradients.wire or compute,
-        )
-
-
-def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe
-    converts them, all that it converts.
-    """
-    return torch.float32 if recipe.compute_dtype is not None and dtype in LOW else dtype
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -207,45 +167,39 @@ class Flat:
         self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.group, self.rank, self.size = group, group.rank, group.size
-        sector = SECTOR if tiers and tiers.on_disk else 0
-        block = max(
-            recipe.block, block_at_rest(recipe, engine.capabilities.codec) if encoded else 0
+        #: Every size of it; the plan adds up the same
+        self.spec = spec = ShardSpec.of(
+            [(f.names[0], f.param.shape) for f in found],
+            dtypes,
+            recipe,
+            group.topology,
+            group.rank,
+            engine.capabilities.codec,
+            trainable=found[0].param.requires_grad,
+            stored=encoded,
+            tiers=tiers,
+            in_place=all(f.param.dtype == dtypes.compute and not f.param.is_meta for f in found),
+            native=group.native,
         )
-        self.layout = FlatLayout.of(
-            [(f.names[0], f.param.shape) for f in found], group.size, sector, block
-        )
+        self.layout = spec.layout
         self.entries = [
             Entry(f, s, i, self, engine)
             for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))
         ]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
-        self.whole_master = recipe.optimizer.placement is Placement.REPLICATED or group.size == 1
+        self.whole_master, self.resident = spec.whole_master, spec.resident
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
-        self.unsharded = (
-            group.size == 1
-            and all(f.param.dtype == dtypes.compute == dtypes.master for f in found)
-            and not any(f.param.is_meta for f in found)
-            and tiers is None
-            and not encoded
-        )
-        alone = group.size == 1 and not encoded and _rests_whole(dtypes, tiers)
-        self.resident: bool = (
-            recipe.parameters.placement is Placement.REPLICATED or self.unsharded or alone
-        )
-        self.interval = self.layout.interval(self.rank)
-        # What this rank has among those of its group; all of it without groups
-        self.shard = self.shard_of(group.rank)
-        self.hops = hops_of(self.layout, group)
+        self.unsharded = spec.unsharded
+        # What this rank has among all, among those of its group (the same without groups), and for
+        # its optimizer
+        self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
+        self.hops = hops_of(spec, group)
         # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
         # ranks] in runtime/reductions.py
         self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
-        divided = self.shard if recipe.optimizer.over == GROUP else self.interval
-        self.owned: tuple[int, int] = (0, self.layout.numel) if self.whole_master else divided
         # Sums go on to who holds them too
-        self.broadcast_back = (
-            self.hops[-1] if self.owned != self.interval and group.size > 1 else None
-        )
+        self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
         self.storage: Storage = engine.capabilities.storage(self, tiers, encoded, engine)
         self.gather: Gather = engine.capabilities.gather(self, engine)
         self.reduces: tuple[Reduce, ...] = tuple(
@@ -371,12 +325,6 @@ class Flat:
         known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(here), tuple(elsewhere))
         return known
 
-    def shard_of(self, position: int) -> tuple[int, int]:
-        """The addresses that a rank has among those of its group."""
-        outer, each = self.group.topology.outer, self.layout.shard_numel
-        first = position // outer * outer
-        return first * each, (first + outer) * each
-
     @property
     def owners_group(self) -> Group:
         """The ranks whose masters together are the whole, each once."""
@@ -384,11 +332,7 @@ class Flat:
 
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
-        if self.whole_master:
-            return self.owned
-        return (
-            self.shard_of(position) if self.owned == self.shard else self.layout.interval(position)
-        )
+        return self.spec.owned_by(position)
 
     def accounted(self, entry: Entry) -> tuple[int, int]:
         """The addresses of `entry` that this rank answers for: each element of the model on exactly
@@ -510,12 +454,3 @@ def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
             torch.utils.swap_tensors(old, new)
             return old
     return new
-
-
-def _rests_whole(dtypes: Dtypes, tiers: Tiers | None) -> bool:
-    """Whether the whole of a flat buffer on one rank stays on the device: there is nothing to
-    gather it from that would save memory.
-    """
-    if tiers is not None:
-        return tiers.parameters is Tier.DEVICE
-    return dtypes.compute == dtypes.master

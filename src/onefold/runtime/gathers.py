@@ -9,7 +9,7 @@
 | `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
 
 `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in comm/topology.py). What a gather keeps until the next step (a secondary shard, or the
+positions] in layout/topology.py). What a gather keeps until the next step (a secondary shard, or the
 own part encoded) is `fresh` while it is of the masters as they are.
 """
 
@@ -99,8 +99,9 @@ class SecondaryGather(Gather):
     """Between groups once after a step, and inside the group from a second copy (hpZ, ZeRO++)."""
 
     def build(self, device: torch.device) -> None:
-        a, b = self.flat.shard
-        self.secondary = torch.empty(b - a, dtype=self.flat.dtypes.compute, device=device)
+        dtype = self.flat.dtypes.compute
+        numel = self.flat.spec.kept_bytes // dtype.itemsize
+        self.secondary = torch.empty(numel, dtype=dtype, device=device)
 
     def start(
         self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside

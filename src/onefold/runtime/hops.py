@@ -4,7 +4,7 @@
     over all ranks, in groups        whole ── intra-group ──► shard ── inter-group ──► interval
 
 `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in comm/topology.py). At each hop the parts are added in the accumulation dtype.
+positions] in layout/topology.py). At each hop the parts are added in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onefold.comm import Group
-from onefold.layout import FlatLayout
+from onefold.layout import Level, ShardSpec
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,12 @@ class Hop:
         return self.ranges[self.group.rank]
 
 
-def hops_of(layout: FlatLayout, group: Group) -> tuple[Hop, ...]:
-    """The hops of a gradient over `layout`."""
-    topology = group.topology
-    everybody = Hop(group, tuple(layout.interval(p) for p in range(group.size)))
-    if 1 in (topology.inner, topology.outer):
-        return (everybody,)
-    each = layout.shard_numel * topology.outer
-    inside = Hop(
-        group.intra_group, tuple((i * each, (i + 1) * each) for i in range(topology.inner))
-    )
-    mine = topology.inter_group(group.rank)
-    return inside, Hop(group.inter_group, tuple(layout.interval(p) for p in mine))
+def hops_of(spec: ShardSpec, group: Group) -> tuple[Hop, ...]:
+    """The hops of a gradient, each with the ranks that take it."""
+
+    def ranks(level: Level) -> Group:
+        if level == "all":
+            return group
+        return group.intra_group if level == "intra-group" else group.inter_group
+
+    return tuple(Hop(ranks(hop.level), hop.ranges) for hop in spec.hops)

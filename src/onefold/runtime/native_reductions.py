@@ -48,19 +48,21 @@ class RowsSending(Sending):
 class RowsReduce(Reduce):
     """See [Note: all parts at once]."""
 
+    adds = "at once"
+
     def start(self, r: Reduction, place: CollectiveContext) -> Sending:
         pool, wire, cut, sent = self.pool, self.flat.dtypes.wire, self.cut(r.span), r.buffer
-        sending = RowsSending(self, r, self.group.size)
+        room = self.exchange(r)
+        sending = RowsSending(self, r, room.rows)
         if sent.dtype != wire:
-            sending.rows -= 1
             a, b = r.own[0] - r.span[0], r.own[1] - r.span[0]
-            sent = sending.sent = pool.take(cut.numel - cut.own, wire, REDUCTION, r.unit.name)
+            sent = sending.sent = pool.take(room.sent, wire, REDUCTION, r.unit.name)
             sent[:a].copy_(r.buffer[:a])
             sent[a:].copy_(r.buffer[b:])
-        into = pool.take(sending.rows * cut.own, wire, REDUCTION, r.unit.name)
+        into = pool.take(room.received, wire, REDUCTION, r.unit.name)
         sending.receive_buffer = into
         sending.pending = self.group.scatter_parts(
-            sent, cut, into.view(sending.rows, cut.own), place, self.flat.index, place.move
+            sent, cut, into.view(room.rows, room.part), place, self.flat.index, place.move
         )
         return sending
 

@@ -8,47 +8,17 @@ arithmetic on sizes, hence the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
-from onefold.comm.codec import Codec
+from onefold.layout import LOW
 from onefold.recipe import Recipe, Tier
 
 # A budget in bytes is measured by Adam's moments, whatever optimizer comes later
 from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.units import Found, UnitSpec
-
-#: Dtypes that a recipe converts, and that codecs write.
-LOW = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Tiers:
-    """The tiers of one flat buffer's parameters (this rank's part of what is computed with),
-    gradients, masters and states.
-    """
-
-    parameters: Tier
-    gradients: Tier
-    optimizer: Tier
-
-    @classmethod
-    def of(cls, trainable: bool, recipe: Recipe) -> Tiers | None:
-        """For a flat buffer of a unit that leaves the device; None where nothing of it does.
-
-        What is frozen has no optimizer: it rests where parameters do.
-        """
-        p, o = recipe.parameters.tier, recipe.optimizer.tier
-        if not trainable:
-            return None if p is Tier.DEVICE else cls(p, p, p)
-        return None if o is Tier.DEVICE else cls(p, recipe.gradients.tier, o)
-
-    @property
-    def on_disk(self) -> bool:
-        return Tier.NVME in (self.parameters, self.gradients, self.optimizer)
 
 
 def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
@@ -96,15 +66,6 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
         " any unit, so all of them stay on the device. Give more, or a share such as 0.5 (units go"
         " as a whole)."
     ]
-
-
-def block_at_rest(recipe: Recipe, codec: Callable[[str], Codec]) -> int:
-    """Elements of a block of the frozen weights that rest encoded.
-
-    Parameters begin, and ranks are cut, at multiples of it: a block lies in one parameter on one
-    rank, and is the same over any ranks.
-    """
-    return codec(recipe.frozen).shared if recipe.frozen is not None else 0
 
 
 def rests_encoded(found: Found, recipe: Recipe) -> bool:

@@ -32,13 +32,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from onefold.comm import Chain, CollectiveContext, Pending
 from onefold.comm.wire import Cut
-from onefold.layout import overlap
+from onefold.layout import Adds, Exchange, overlap
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 from onefold.runtime.flat import Flat
 from onefold.runtime.hops import Hop
@@ -165,7 +165,13 @@ class Sending(ABC):
 
 
 class Reduce(ABC):
-    """One hop of the reductions of one flat buffer."""
+    """One hop of the reductions of one flat buffer.
+
+    Attributes:
+        adds: how parts are added here, where that is not as the recipe says.
+    """
+
+    adds: ClassVar[Adds | None] = None
 
     def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         self.flat, self.at, self.hop, self.group = flat, at, flat.hops[at], flat.hops[at].group
@@ -173,6 +179,7 @@ class Reduce(ABC):
         self.is_last = at + 1 == len(flat.hops)
         # As many are kept as there are ways in which parameters have been frozen
         self._cuts: dict[tuple[int, int], Cut] = {}
+        self._exchanges: dict[tuple[tuple[int, int], torch.dtype], Exchange] = {}
 
     @abstractmethod
     def start(self, r: Reduction, place: CollectiveContext) -> Sending:
@@ -185,6 +192,13 @@ class Reduce(ABC):
                 [b - a for a, b in (overlap(span, there) for there in self.hop.ranges)]
             )
         return self._cuts[span]
+
+    def exchange(self, r: Reduction) -> Exchange:
+        """The buffers that this hop needs."""
+        key = (r.span, r.buffer.dtype)
+        if key not in self._exchanges:
+            self._exchanges[key] = self.flat.spec.exchange(self.at, key[1], r.span, self.adds)
+        return self._exchanges[key]
 
     # -- sums --------------------------------------------------------------------------------------
 
@@ -205,8 +219,7 @@ class Reduce(ABC):
         # Who holds more than it sums puts its sums into their place there; the others' come later.
         sent_on = flat.broadcast_back is not None
         a, b = r.result_range = overlap(r.run, flat.owned) if sent_on else own
-        dtype = flat.dtypes.wire if flat.whole_master or sent_on else flat.dtypes.sums
-        total = self.pool.fresh(b - a, dtype)
+        total = self.pool.fresh(b - a, flat.spec.landed)
         self.memory.add(GRADIENTS, nbytes_of(total))
         return total, total[own[0] - a : own[1] - a]
 
@@ -273,6 +286,8 @@ class PairwiseReduce(Reduce):
     its own and the others are added to it there: it becomes the gradient.
     """
 
+    adds = "pairwise"
+
     def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         super().__init__(flat, at, engine)
         in_place = (
@@ -304,11 +319,10 @@ class PairwiseReduce(Reduce):
         if isinstance(sending, InPlaceSending):
             places[sending.into] = self.pool.fresh(mine.numel(), dtype)
             self.memory.add(REDUCTION, nbytes_of(places[sending.into]), r.unit.name)
-        if rows := group.size - len(places):
-            sending.receive_buffer = self.pool.take(
-                rows * mine.numel(), dtype, REDUCTION, r.unit.name
-            )
-            self.place_others(places, sending.receive_buffer.view(rows, mine.numel()))
+        room = self.exchange(r)
+        if room.rows:
+            sending.receive_buffer = self.pool.take(room.received, dtype, REDUCTION, r.unit.name)
+            self.place_others(places, sending.receive_buffer.view(room.rows, room.part))
         sending.parts = dict(sorted(places.items()))
 
     def place_others(self, places: dict[int, torch.Tensor], rows: torch.Tensor) -> None:

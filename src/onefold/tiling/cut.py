@@ -23,9 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from onefold.layout import round_up
+from onefold.layout import Dtypes, round_up
 from onefold.recipe import Recipe
-from onefold.runtime.flat import Dtypes
 from onefold.runtime.parameter import ShardedParameterError
 from onefold.runtime.units import Found, parameters_of
 from onefold.tiling.modules import EmbeddingTile, Tile, Tiled, in_tiles, instance, tile_of

@@ -3,7 +3,7 @@ peak fits on every rank.
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. On
 one rank it is stage 0: there is nothing to divide. A model whose code cannot be traced is judged by
-its states alone. Where state rests off the device, the plan knows it (plan/beyond.py).
+its states alone. Where state rests off the device, the plan knows it (plan/offloaded.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from onefold.memory.host import free_host_memory
-from onefold.plan.auto import USABLE, Beside, plan_here
-from onefold.plan.beyond import beyond_of
+from onefold.plan.api import USABLE, Beside, plan_here
 from onefold.plan.evaluate import Candidate
-from onefold.plan.formulas.compute import transformer_flops_per_token
+from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
+from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.planner import Plan
 from onefold.plan.schema import Account
 from onefold.plan.shapes import ModelShape
@@ -286,5 +286,5 @@ def _states(shape: ModelShape, asked: Asked, stage: int) -> int:
         for f in u.flats
         if f.trainable and f.tiers is None
     )
-    host = beyond_of(units, recipe).host if asked.device == "cpu" else 0
+    host = offloaded_bytes(units, recipe).host if asked.device == "cpu" else 0
     return sum(at_rest(units).values()) + gradients + host

@@ -1,4 +1,4 @@
-"""What rests and moves beyond the device, in integers: the host, NVMe, and the bytes between them
+"""What rests and moves off the device, in integers: the host, NVMe, and the bytes between them
 in a step.
 
                  host                                           NVMe
@@ -14,28 +14,37 @@ in a step.
 It mirrors offload/storage.py, runtime/transfers.py and offload/step.py in the steady state, and is
 compared with their ledgers: at rest and moved to the byte; at peak it is a bound. The tiers are
 ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al. 2021, 5.1).
+
+Activations on the host between the forward and the backward pass leave the slots of an `Activity`
+and come back, as offload/activations.py moves them: storages that autograd saves go down, large
+ones only (`Activity.movable`), the first saved first.
+
+    unit        0       1       2       loss    2       1       0
+    kept        a       a b     a b c   a b c   a b c   a b     a
+    on the host         a       a b     a b c   a b     a                 as far as the budget goes
+    device      a       b       c       ·       c       b       a         + copies on their way, + what comes up ahead
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-
-from onefold.layout import Slot, round_up
+from onefold import layout
+from onefold.layout import ShardSpec, round_up
 from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.offload.activations import NEAR
+from onefold.offload.arena import SLAB
 from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
+from onefold.plan.activity import Activity, Slot
 from onefold.plan.schema import MOVED
 from onefold.plan.states import (
     MOMENTS_OF,
-    FlatPlan,
     UnitPlan,
     moments,
-    moments_of_slot,
     puts_of,
     reductions_of,
 )
@@ -45,7 +54,8 @@ from onefold.recipe.options import SECTOR
 from onefold.runtime.transfers import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
-HOST, NVME = "host", "nvme"
+HOST, NVME = Tier.HOST.value, Tier.NVME.value
+_CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,8 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class Beyond:
-    """One rank's bytes beyond its device.
+class OffloadedBytes:
+    """One rank's bytes off its device.
 
     Attributes:
         rest: between steps, gradients dropped, by tier ("host", "nvme") and category.
@@ -100,14 +110,14 @@ def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
     return {move: sums[move] for move in MOVED if sums[move]}
 
 
-def beyond_of(
+def offloaded_bytes(
     units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw"
-) -> Beyond:
+) -> OffloadedBytes:
     """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a
     step.
     """
-    home = [(u, f) for u in units for f in u.flats if f.tiers is not None]
-    flats = [f for _, f in home]
+    pairs = [(u, f) for u in units for f in u.flats if f.tiers is not None]
+    flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     # Else gradients wait for the last micro-batch's
     behind = recipe.step_in_backward and reductions == 1
@@ -121,12 +131,12 @@ def beyond_of(
     }
     carried = [
         c
-        for unit, flat in home
+        for unit, flat in pairs
         if flat.own
         for c in _carried(unit, flat, recipe, micro_batches, optimizer)
     ]
     stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
-    return Beyond(
+    return OffloadedBytes(
         {tier: _filled(held) for tier, held in rest.items()},
         {tier: _filled(held) for tier, held in peak.items()},
         _merged(carried),
@@ -148,52 +158,45 @@ def _merged(carried: Sequence[Carried]) -> tuple[Carried, ...]:
 # -- at rest ---------------------------------------------------------------------------------------
 
 
-def _resting(flat: FlatPlan, optimizer: str) -> Iterable[tuple[str, str, int]]:
-    """(tier, category, bytes) of one flat buffer; see the table of offload/storage.py."""
+def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
+    """(tier, category, bytes) of one flat buffer, moments too."""
     assert flat.tiers is not None
-    d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
-    on_disk = flat.tiers.optimizer is Tier.NVME
-    yield (NVME if on_disk else HOST), MASTERS, own * d.master.itemsize
-    if p is Tier.HOST and (on_disk or d.compute != d.master):
-        yield HOST, PARAMETERS, own * d.compute.itemsize
-    if p is Tier.NVME and d.compute != d.master:
-        yield NVME, PARAMETERS, own * d.compute.itemsize
+    for tier, kind, nbytes in flat.offloaded:
+        yield tier.value, _CATEGORIES[kind], nbytes
     if not flat.trainable:
         return
     # States have room for padding too; what is one number a parameter stays in memory, and what is
     # too small to be packed
-    if on_disk:
-        yield NVME, MOMENTS, _states(flat, own, optimizer)
+    if flat.tiers.optimizer is Tier.NVME:
+        yield NVME, MOMENTS, _states(flat, flat.own, optimizer)
         held = sum(
-            moments_of_slot(flat, slot, optimizer)
+            flat.moment_bytes(slot, MOMENTS_OF[optimizer])
             for slot in flat.layout.slots
             if not _stays(flat, slot)
         )
         yield HOST, MOMENTS, moments(flat, optimizer) - held
     else:
         yield HOST, MOMENTS, moments(flat, optimizer)
-    if flat.tiers.gradients is Tier.NVME:
-        yield NVME, GRADIENTS, own * d.master.itemsize
 
 
-def _stays(flat: FlatPlan, slot: Slot) -> bool:
+def _stays(flat: ShardSpec, slot: layout.Slot) -> bool:
     """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too
     small to be packed.
     """
     return (
-        flat.format is not None
-        and FORMATS[flat.format].packed
-        and not FORMATS[flat.format].of(slot.numel).packed
+        flat.moments is not None
+        and FORMATS[flat.moments].packed
+        and not FORMATS[flat.moments].of(slot.numel).packed
     )
 
 
-def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
+def _states(flat: ShardSpec, numel: int, optimizer: str) -> int:
     """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
     if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
         return 0
     each = (
-        FORMATS[flat.format].nbytes(numel)
-        if flat.format is not None
+        FORMATS[flat.moments].nbytes(numel)
+        if flat.moments is not None
         else numel * flat.dtypes.master.itemsize
     )
     return MOMENTS_OF[optimizer] * each
@@ -202,13 +205,13 @@ def _states(flat: FlatPlan, numel: int, optimizer: str) -> int:
 # -- on its way ------------------------------------------------------------------------------------
 
 
-def chunk_of(flats: Sequence[FlatPlan], recipe: Recipe) -> int:
+def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
     """Elements that are moved and stepped at a time: no more than the largest interval needs."""
     return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
 
 
 def _passing(
-    flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, again: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, behind: bool
 ) -> dict[str, int]:
     """Bytes of host memory for gradients and for what is on its way where both together are most,
     beside what rests there.
@@ -225,9 +228,9 @@ def _passing(
     # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
     beside = max(
         (
-            f.own * _sums(f).itemsize
+            f.own * f.landed.itemsize
             for f in trained
-            if on_disk or again or _sums(f) != f.dtypes.master
+            if on_disk or again or f.landed != f.dtypes.master
         ),
         default=0,
     )
@@ -249,12 +252,7 @@ def _passing(
     return _filled(max(phases, key=lambda held: sum(held.values())))
 
 
-def _sums(flat: FlatPlan) -> torch.dtype:
-    """What a flat buffer's gradients land in."""
-    return flat.dtypes.wire if flat.whole_master or flat.broadcast_back else flat.dtypes.sums
-
-
-def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) -> int:
+def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool) -> int:
     """Buffers of gradients that wait for the disk, and of units that come from it."""
     read = [
         f.own * f.dtypes.compute.itemsize
@@ -263,7 +261,7 @@ def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) 
     ]
     fetched = sum(
         sorted(read, reverse=True)[
-            : 2 + recipe.units_ahead(any(f.division.two_levels for f in flats))
+            : 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
         ]
     )
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
@@ -271,7 +269,7 @@ def _backward_staging(flats: Sequence[FlatPlan], recipe: Recipe, on_disk: bool) 
 
 
 def _step_staging(
-    flats: Sequence[FlatPlan], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
 ) -> int:
     """Chunks of masters, gradients and states that are read, stepped and written; copies for what
     is computed with from the disk.
@@ -292,24 +290,15 @@ def _step_staging(
     # Behind the backward pass each buffer is stepped by itself
     many = max(chunks) if behind else sum(chunks)
     out = each * min(many, AHEAD + 1 + BEHIND)
-    low = [f.dtypes.compute.itemsize for f in disk if _lies_apart(f)]
+    low = [f.dtypes.compute.itemsize for f in disk if f.lies_apart]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
-
-
-def _lies_apart(flat: FlatPlan) -> bool:
-    """What is computed with has a place of its own on NVMe."""
-    return (
-        flat.tiers is not None
-        and flat.tiers.parameters is Tier.NVME
-        and flat.dtypes.compute != flat.dtypes.master
-    )
 
 
 # -- moves -----------------------------------------------------------------------------------------
 
 
 def _carried(
-    unit: UnitPlan, flat: FlatPlan, recipe: Recipe, micro_batches: int, optimizer: str
+    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, optimizer: str
 ) -> Iterable[Carried]:
     """What one flat buffer's step moves."""
     assert flat.tiers is not None
@@ -325,7 +314,7 @@ def _carried(
     if not flat.trainable:
         return
     reductions = reductions_of(flat, recipe, micro_batches)
-    yield Carried("down", reductions * own * _sums(flat).itemsize, "backward")
+    yield Carried("down", reductions * own * flat.landed.itemsize, "backward")
     behind = recipe.step_in_backward and reductions == 1
     on_disk = flat.tiers.gradients is Tier.NVME and not behind
     if on_disk:
@@ -334,6 +323,70 @@ def _carried(
     if flat.tiers.optimizer is Tier.NVME:
         states = master + _states(flat, own, optimizer)
         yield Carried("read", states + (master if on_disk else 0), "step")
-        yield Carried("written", states + (compute if _lies_apart(flat) else 0), "step")
+        yield Carried("written", states + (compute if flat.lies_apart else 0), "step")
     if p is Tier.DEVICE:
         yield Carried("up", compute, "step")
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """An activity with some of it on the host.
+
+    Attributes:
+        activity: what is left on the device. moved: bytes of a micro-batch that go down and come up
+            again.
+        nbytes: of host memory that are taken for it, in whole slabs.
+    """
+
+    activity: Activity
+    moved: int = 0
+    nbytes: int = 0
+
+    def carried(self, micro_batches: int) -> tuple[Carried, ...]:
+        """What a step of so many micro-batches moves."""
+        total = self.moved * micro_batches
+        return (
+            (Carried("down", total, "forward"), Carried("up", total, "backward")) if total else ()
+        )
+
+
+def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
+    """`activity` with up to `budget` bytes of it on the host.
+
+    Args:
+        shared: the device is a CPU: a copy is done when the call returns, so that none is on its
+            way down.
+    """
+    near = min(NEAR, budget // 8)
+    order = _in_order(activity.slots)
+    gone: dict[str, int] = {}
+    for unit in order:
+        gone[unit] = min(activity.movable.get(unit, 0), budget - sum(gone.values()))
+    total = sum(gone.values())
+    slots, seen = [], dict.fromkeys(order, 0)
+    last = {slot.unit: i for i, slot in enumerate(activity.slots) if slot.phase == "forward"}
+    for i, slot in enumerate(activity.slots):
+        if slot.phase == "forward":  # what other units saved so far
+            away = sum(seen.values())
+            seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
+            waits = 0 if shared else near
+        else:  # what was saved before this unit; what was saved behind it has been read
+            if slot.unit in order:
+                del order[order.index(slot.unit) :]
+            away = sum(gone[unit] for unit in order)
+            waits = near
+        slots.append(
+            replace(
+                slot, peak=max(slot.peak - away + min(waits, away), slot.logits + slot.gradients)
+            )
+        )
+    slabs = min(budget, -(-total // SLAB) * SLAB)
+    return OnHost(replace(activity, slots=tuple(slots)), total, slabs)
+
+
+def _in_order(slots: Sequence[Slot]) -> list[str]:
+    """Units in the order in which their forward passes end: one that runs again later (a root with
+    the loss) is where it runs last.
+    """
+    order = list(dict.fromkeys(s.unit for s in reversed(slots) if s.phase == "forward"))
+    return order[::-1]

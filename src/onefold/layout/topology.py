@@ -1,0 +1,68 @@
+"""Two levels of ranks: groups of `inner` neighbours (as a rule a node), and `outer` such groups.
+
+Six ranks in groups of three; in the first picture by their numbers, in the second by their
+positions in the address space:
+
+    group 0    rank 0   rank 1   rank 2         group 0    0   2   4        intra-group: 0 2 4  |  1 3 5
+    group 1    rank 3   rank 4   rank 5         group 1    1   3   5        inter-group: 0 1  |  2 3  |  4 5
+
+[Note: positions] A rank's interval of a flat buffer is that of its position, and positions count
+across the groups first. So the intervals of the ranks that hold the same part in different groups
+(`inter_group`) lie side by side, and what one of them gathers there is one interval of the division
+among the ranks of a group (`intra_group`): moves over both levels need no reordering.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`size` ranks in groups of `inner`.
+
+    Raises:
+        ValueError: the groups do not divide the ranks.
+    """
+
+    size: int
+    inner: int
+
+    def __post_init__(self) -> None:
+        if self.inner < 1 or self.size % self.inner:
+            fitting = [n for n in range(1, self.size + 1) if self.size % n == 0]
+            raise ValueError(
+                f"groups of {self.inner} ranks do not divide {self.size}"
+                f" rank{'s' if self.size > 1 else ''}: choose a size of"
+                f" {', '.join(map(str, fitting))}."
+            )
+
+    @property
+    def outer(self) -> int:
+        """Groups."""
+        return self.size // self.inner
+
+    @property
+    def order(self) -> list[int]:
+        """The ranks' numbers, 0 to size − 1, by position."""
+        return [(p % self.outer) * self.inner + p // self.outer for p in range(self.size)]
+
+    def intra_group(self, position: int) -> list[int]:
+        """The positions in the group of `position`, itself among them."""
+        return list(range(position % self.outer, self.size, self.outer))
+
+    def inter_group(self, position: int) -> list[int]:
+        """The positions that hold in other groups what `position` holds in its own, itself among
+        them.
+        """
+        first = position // self.outer * self.outer
+        return list(range(first, first + self.outer))
+
+    @property
+    def two_levels(self) -> bool:
+        """Moves go inside groups and between them: there are several groups of several ranks."""
+        return 1 not in (self.inner, self.outer)
+
+    def position_of(self, rank: int) -> int:
+        """The position of the rank of this number, 0 to size − 1."""
+        return rank % self.inner * self.outer + rank // self.inner
