@@ -220,7 +220,7 @@ def test_what_rests_encoded_is_the_same_bytes_after_any_way_through_a_file(
 def test_below_stage_3_it_is_refused() -> None:
     with pytest.raises(ValueError, match="use stage 3"):
         onefold.Recipe.zero(2, frozen="int8")
-    with pytest.raises(ValueError, match="expected one of 'int8', 'fp8', 'int4', 'nf4'"):
+    with pytest.raises(ValueError, match="expected one of 'int8', 'nf4', 'int4', 'fp8', or None"):
         onefold.Recipe.zero(3, frozen="int3")
 
 

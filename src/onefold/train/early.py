@@ -181,7 +181,7 @@ def refuse_groups(config: TrainConfig, ranks: int) -> None:
     Raises:
         TrainError: they do not.
     """
-    from onefold.comm.topology import Topology
+    from onefold.layout import Topology
 
     for name in ("group", "shard_group"):
         size = getattr(config, name)
