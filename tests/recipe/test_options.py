@@ -253,3 +253,11 @@ def test_an_option_of_the_table_alone_is_missed(
 
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def test_options_name_the_codecs_that_there_are() -> None:
+    from onefold.quant import CODECS
+    from onefold.recipe.checks import _FROZEN_CODECS, _WIRE_CODECS
+
+    assert {*_FROZEN_CODECS, "plain"} == set(CODECS)
+    assert set(_WIRE_CODECS) == set(CODECS) - {"plain", "nf4"}
