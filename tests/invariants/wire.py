@@ -100,7 +100,8 @@ def formula(
     m = micro_batches
     compute = torch.float32 if options.get("precision", "fp32") == "fp32" else torch.bfloat16
     gather_bytes = compute.itemsize
-    reduce_bytes = (options.get("wire") or compute).itemsize
+    wire = {"fp32": torch.float32, "bf16": torch.bfloat16}.get(options.get("wire", ""), compute)
+    reduce_bytes = wire.itemsize
     reductions = 1 if stage < 2 or options.get("reduce_at") == "boundary" else m
     gathered = (
         numel

@@ -188,11 +188,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "a wire of fp16": (
-        {"build": bf16_gpt, "batch": words, "wire": FP16},
+        {"build": bf16_gpt, "batch": words, "wire": "fp16"},
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "a wire of fp32": (
-        {"build": bf16_gpt, "batch": words, "wire": FP32},
+        {"build": bf16_gpt, "batch": words, "wire": "fp32"},
         [{"stage": s} for s in (0, 1, 2, 3)],
     ),
     "the host": (

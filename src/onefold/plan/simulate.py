@@ -53,6 +53,7 @@ from onefold.plan.times import Software
 from onefold.plan.trace import loss_of
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
 from onefold.recipe.rows import FLAT, NODE
+from onefold.runtime.forward_writes import FIRST
 from onefold.runtime.interval import disable_torch_function
 
 #: Ranks up to which a simulation is asked for; more would work.
@@ -441,6 +442,8 @@ def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
     from onefold.shard import engine_of, shard
 
     engine = engine_of(shard(twin, recipe, device="cpu"))
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        flat.compared = FIRST  # there are no contents to compare with masters
     try:
         yield engine
     finally:
