@@ -229,7 +229,18 @@ SAMPLED = {
 
 
 # Files of which tests run with `--all`, or when a test is asked for by its name, and not else.
-ONLY_WITH_ALL = {"test_wheel.py"}
+ONLY_WITH_ALL = {
+    "test_wheel.py",
+    "test_tour.py",
+    "benchmarks/test_convergence.py::test_sides_that_have_ended_are_kept_and_the_reference_is_always_there",
+    "benchmarks/test_host_time.py",
+    "benchmarks/test_ledgers_benchmark.py::test_an_answer_is_timed_with_the_memory_it_took",
+    "benchmarks/test_validation.py::test_every_published_table_is_compared_or_said_not_to_be",
+    "cli/test_doctor_check_whole.py",
+    "cli/test_train_command.py::test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk",
+    "plan/test_timeline.py::test_all_of_a_recomputation_is_the_models",
+    "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
+}
 
 
 # Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
@@ -281,7 +292,7 @@ def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
     gone = sorted(name for name in SAMPLED if not (TESTS / name).exists())
     assert not gone, f"SAMPLED names {', '.join(gone)}, which is not there"
     every = {TESTS / name: n for name, n in SAMPLED.items()}
-    whole = [item for item in items if item.path.relative_to(TESTS).as_posix() in ONLY_WITH_ALL]
+    whole = [item for item in items if ONLY_WITH_ALL & _names_of(item)]
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         # What is not parametrized is always run
@@ -334,6 +345,12 @@ def sample(request: pytest.FixtureRequest) -> Callable[[Iterable[Any], int], lis
         return every if _takes_all(request.config) else every[first % min(n, len(every)) :: n]
 
     return chosen
+
+
+def _names_of(item: pytest.Item) -> set[str]:
+    """What ONLY_WITH_ALL may call it: its file, or its file and its function."""
+    file = item.path.relative_to(TESTS).as_posix()
+    return {file, f"{file}::{item.name.partition('[')[0]}"}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
