@@ -87,7 +87,7 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     return found
 
 
-def _with_passive(
+def _with_unsharded(
     optimizer: Optimizer, found: dict[Engine, list[Entry]]
 ) -> dict[Engine, list[Entry]]:
     """`found` with the parameters that stay as they are on one rank, which are sharded in name
@@ -174,7 +174,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         whole.seen.add(optimizer)
         apart = {
             engine: engine.steps.apart(optimizer, entries)
-            for engine, entries in _with_passive(optimizer, found).items()
+            for engine, entries in _with_unsharded(optimizer, found).items()
         }
         away = any(engine.offloaded_flats or apart[engine] for engine in apart)
     changed = _after_closure(args, kwargs) if away else _faced_closure(optimizer, args, kwargs)

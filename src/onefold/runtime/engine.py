@@ -72,7 +72,7 @@ class Engine:
             passes so far.
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
-        beyond: what the engine holds on the host and on NVMe, and what it moves there and back.
+        transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
         timeline: what was computed when, while `memory.record` is set.
     """
 
@@ -343,8 +343,8 @@ class Engine:
             if unit.depth == 0 and not recompute:
                 self._keep_writes(unit)
             if outermost:  # what other modules wrote to, perhaps behind the unit's own forward pass
-                for lent in self.borrowed_units:
-                    self._keep_writes(lent)
+                for borrowed in self.borrowed_units:
+                    self._keep_writes(borrowed)
             if unit.depth == 0 and (not recompute or unit.looks_up_only):
                 self.gather.after_forward(unit, output)
             if outermost:
