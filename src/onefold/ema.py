@@ -32,11 +32,9 @@ import torch
 from torch import nn
 
 from onefold.layout import overlap
-from onefold.offload.nvme_storage import NvmeStorage
-from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, holders, shared
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import ReadEntry, whole_state_dict
@@ -226,12 +224,8 @@ class EMA:
             return _Share(
                 [torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries]
             )
-        numel = flat.interval[1] - flat.interval[0]
-        if isinstance(flat.storage, NvmeStorage):
-            kind = state_kind(f"average {id(self)}", dtype)
-            flat.storage.region(kind, dtype)
-            return _Share(disk=OnDisk(flat.storage, kind, *_interval(flat)))
-        return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
+        room = flat.storage.beside_masters(f"average {id(self)}", dtype)
+        return _Share(disk=room) if isinstance(room, OnDisk) else _Share([room])
 
     @staticmethod
     def _dtype(flat: Flat) -> torch.dtype:
@@ -250,7 +244,7 @@ class EMA:
             now = (
                 [e.param.detach() for e in flat.entries]
                 if flat.unsharded
-                else [flat.master[slice(*_interval(flat))]]
+                else [flat.master[flat.own_interval]]
             )
             for average, value in zip(share.values, now, strict=True):
                 if copy:
@@ -338,17 +332,13 @@ class EMA:
                         torch.autograd.graph.increment_version(entry.param)
                     continue
                 masters = new_masters(flat, engine.device)
-                a, b = _interval(flat)
+                average = share.values[0] if share.disk is None else share.disk.read()
+                self._change(masters[flat.own_interval], average, share)
                 if share.disk is not None:
-                    average = share.disk.read()
-                    self._change(masters[a:b], average, share)
                     share.disk.write(0, average)
-                else:
-                    self._change(masters[a:b], share.values[0], share)
-                if shared(flat):
+                if flat.shared:
                     place = state_context(engine, unit.name)
-                    same = holders(engine, flat)
-                    same.all_gather(masters, place, flat.index, move="state").wait()
+                    flat.holders.all_gather(masters, place, flat.index, move="state").wait()
                 flat.storage.store(masters)
             if any(share.disk for share in self._shares.values()):
                 engine.transfers.flush()
@@ -425,8 +415,3 @@ def _find(state: Mapping[str, Any], entry: Entry) -> Any:
 
 def _flats(engine: Engine) -> list[tuple[Unit, Flat]]:
     return [(unit, flat) for unit in engine.units for flat in unit.flats]
-
-
-def _interval(flat: Flat) -> tuple[int, int]:
-    """This rank's interval, counted from the first element that it owns."""
-    return flat.interval[0] - flat.owned[0], flat.interval[1] - flat.owned[0]

@@ -20,7 +20,8 @@ There is no pickle in it.
 | a Hugging Face folder     | in: huggingface, fitted, hf_names; out: export, streams; adapters of peft: adapters      |
 | torch's own checkpoints   | dcp                                                                                      |
 
-Where masters and states rest, and who holds what, is asked in `onefold.optim.held`.
+Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the
+storage that they rest in (runtime/storage.py).
 """
 
 from onefold.checkpoint.background import Background

@@ -21,26 +21,14 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
-from onefold.layout import overlap
 from onefold.offload.step import stepped_apart
-from onefold.offload.storage import state_kind
-from onefold.optim.held import (
-    OnDisk,
-    divided,
-    elements,
-    follow_masters,
-    holders,
-    new_state,
-    outside,
-    shared,
-)
 from onefold.quant.moments import rests
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.stream import held_by
 from onefold.runtime.whole import new_masters, state_context
 
 #: Elements read at a time where they cannot go to their place directly.
@@ -182,7 +170,7 @@ class StateReader:
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Into the master weights of a flat buffer. What `found` does not name stays."""
-        if shared(flat) or flat.storage.encoded:
+        if flat.shared or flat.storage.encoded:
             masters = new_masters(flat, self.engine.device)
             self._own_interval(flat, found, masters)
             flat.storage.store(masters)
@@ -190,15 +178,14 @@ class StateReader:
         for entry, item in found:
             into: torch.Tensor | OnDisk = entry.param.data
             if flat.storage.on_disk:
-                into = elements(entry, "master", entry.param, *held_by(entry, flat.rank))
+                into = flat.storage.elements(entry, "", entry.param, *entry.held())
             self._held(entry, item, into)
-        if flat.storage.on_disk:
-            follow_masters(flat)
+        flat.storage.renew()
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
         """Into the states `key` of parameters of a flat buffer."""
         away, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
-        if not shared(flat) or not (packed(key) is None or flat.layout.block or away):
+        if not flat.shared or not (packed(key) is None or flat.layout.block or away):
             for w in wanted:
                 self._held(w.entry, w.item, w.into)
             return
@@ -212,7 +199,7 @@ class StateReader:
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """All elements that this rank holds."""
-        self.read(item, *outside(entry, *held_by(entry, entry.flat.rank), item.state)[1:], into)
+        self.read(item, *entry.outside(*entry.held(), item.state)[1:], into)
 
     def _own_interval(
         self, flat: Flat, found: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1
@@ -222,14 +209,15 @@ class StateReader:
         """
         first = flat.owned[0]
         for entry, item in found:
-            a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
-            _, start, stop = outside(entry, a - entry.slot.start, b - entry.slot.start, item.state)
-            self.read(item, start, stop, buffer[slice(*items_of(a - first, b - first, grain))])
-        if shared(flat):
+            a, b = entry.accounted()
+            _, start, stop = entry.outside(a, b, item.state)
+            at = entry.slot.start - first
+            self.read(item, start, stop, buffer[slice(*items_of(at + a, at + b, grain))])
+        if flat.shared:
             # The wire may not know float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
             place = state_context(self.engine, flat.unit_name)
-            gather = holders(self.engine, flat).all_gather(wire, place, flat.index, move="state")
+            gather = flat.holders.all_gather(wire, place, flat.index, move="state")
             gather.wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
@@ -421,15 +409,14 @@ def _load_flat_states(
             ):
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             # As the step has it
-            away = flat.storage.on_disk and not (
-                how.small(entry) if how is not None else entry.param.dim() == 0
-            )
+            in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:
-                made = state[item.state] = new_state(entry, item.state, dtype, away)
-                held = held_by(entry, flat.rank)
-                into = elements(entry, state_kind(item.state, dtype), made, *held)
-                found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, into))
-            elif not (divided(flat) or flat.tiled or flat.storage.on_disk):
+                made = flat.storage.new_state(entry, item.state, dtype, in_memory)
+                into = flat.storage.elements(entry, item.state, made, *entry.held())
+                state[item.state] = made
+                kind = (item.state, dtype, isinstance(into, OnDisk))
+                found.setdefault(kind, []).append(Wanted(entry, item, into))
+            elif not (flat.divided or flat.tiled or flat.storage.on_disk):
                 made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading.read(item, 0, made.numel(), made)
                 state[item.state] = made

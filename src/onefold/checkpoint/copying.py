@@ -26,8 +26,8 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.parts import PieceToWrite, RankState
 from onefold.device import current_stream, guard, has_streams, new_stream, use_stream
 from onefold.memory import empty
-from onefold.optim.held import OnDisk
 from onefold.runtime.engine import Engine
+from onefold.runtime.on_disk import OnDisk
 
 _buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
 #: What does not change between two steps.

@@ -39,7 +39,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.optim import Optimizer
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.optim.held import divided
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
@@ -316,7 +315,7 @@ def _module_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def _holds_some(entry: Entry) -> bool:
-    a, b = entry.flat.local(entry)
+    a, b = entry.held()
     return a < b or not entry.slot.numel
 
 
@@ -328,13 +327,13 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
         CheckpointError: on this rank it is a part of something, but not of a tensor of the
             parameter's shape.
     """
-    slot, replicated = entry.slot, not divided(entry.flat)
+    slot, replicated = entry.slot, not entry.flat.divided
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if replicated or value.dim() == 0:
             return value
         if value.shape == entry.param.shape:
-            start = entry.flat.local(entry)[0] - slot.start
+            start, _ = entry.held()
             return DCPInterval(value, slot.shape, start) if slot.numel else value.view(slot.shape)
         what = f"a tensor of shape {tuple(value.shape)}"
     elif replicated or not isinstance(value, (list, tuple, Mapping)):

@@ -32,12 +32,11 @@ from onefold.checkpoint.source import Source
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.checkpoint.tensorfile import CHUNK, numel_of
 from onefold.checkpoint.together import Together, meet
-from onefold.optim.held import OnDisk, elements, outside
 from onefold.runtime.engine import Engine
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.stream import interval_of
 
 #: Bytes of tensors in one file, unless asked otherwise.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -275,10 +274,10 @@ def masters(engine: Engine) -> dict[str, torch.dtype]:
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
     for entry in engine.entries:
-        start, stop = interval_of(entry)
+        start, stop = entry.accounted()
         if stop > start:
-            _, first, _ = outside(entry, start, stop)
-            yield entry.part.names[0], first, elements(entry, "master", entry.param, start, stop)
+            held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
+            yield entry.part.names[0], entry.part.first + start, held
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 

@@ -32,14 +32,12 @@ from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
-from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, divided, elements, outside
 from onefold.recipe.moments import packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.stream import interval_of
 
 
 @dataclass(frozen=True)
@@ -97,13 +95,12 @@ def collect(
         states = States(engine, optimizers)
         held = [(entry, "", entry.param) for entry in engine.entries]
         for entry, key, value in [*held, *states.tensors]:
-            start, stop = interval_of(entry)
+            start, stop = entry.accounted()
             if stop > start or first:  # who also says what is there where nobody holds an element
                 names = entry.part.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
-                kind = state_kind(key, value.dtype) if key else "master"
-                shape, a, b = outside(entry, start, stop, key)
-                ours = elements(entry, kind, value, start, stop)
+                shape, a, b = entry.outside(start, stop, key)
+                ours = entry.flat.storage.elements(entry, key, value, start, stop)
                 aliases = () if key else names[1:]
                 out.tensors.append(PieceToWrite(item, shape, a, b, ours, aliases))
         if first:
@@ -231,12 +228,12 @@ class States:
             ):
                 # Every rank has it; the one that holds the parameter's elements says it, the first
                 # one for parameters without any.
-                start, stop = interval_of(entry)
+                start, stop = entry.accounted()
                 if stop > start or entry.slot.numel == 0:
                     self.scalars.setdefault(name, {})[key] = value
             elif value.shape == p.shape:
                 self.tensors.append((entry, key, value))
-            elif not (divided(entry.flat) or entry.flat.tiled):
+            elif not (entry.flat.divided or entry.flat.tiled):
                 self.wholes.append((entry, key, value))
             else:
                 raise CheckpointError(

@@ -67,8 +67,8 @@ class Together:
         )
         if engine.group.fake:
             raise CheckpointError(
-                "this model is sharded over ranks that are only imagined (a fake process group):"
-                " there is nothing to save or load."
+                "this model is sharded over a process group of the fake backend, whose other ranks do"
+                " not exist: there is nothing to save or load."
             )
         self._group: Any = engine.group.communicator(PATIENCE) if self.size > 1 else None
 

@@ -20,11 +20,9 @@ import torch
 
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.optim.held import outside
 from onefold.quant.moment_packing import Codec
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
-from onefold.runtime.stream import interval_of
 
 #: Elements unpacked at a time; a multiple of BLOCK.
 CHUNK = 1 << 20
@@ -139,13 +137,13 @@ class Prefetched(View):
                 by_name.setdefault(item.name, []).append(item)
         self._wanted: list[tuple[Item, int, int]] = []
         for entry in engine.entries:
-            start, stop = interval_of(entry)
+            start, stop = entry.accounted()
             names = [
                 n for name in entry.part.names for n in (name, aliases.get(name)) if n in by_name
             ]
             for item in by_name[names[0]] if names and stop > start else ():
                 if items[item].shape == entry.part.shape:
-                    self._wanted.append((item, *outside(entry, start, stop)[1:]))
+                    self._wanted.append((item, *entry.outside(start, stop)[1:]))
 
     def read_all(self) -> None:
         items = self.source.items()

@@ -42,19 +42,16 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
-from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, divided, elements, new_state
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function, leaf_asked_by
 from onefold.runtime.stream import (
     Put,
     Read,
     dist_rank,
     from_first,
-    held_by,
-    interval_of,
     tell_all,
     to_first,
 )
@@ -253,7 +250,7 @@ class _Outline:
         self.engines = list(engines.values())
         self.engine = self.engines[0] if engines else None
         entries = [e for param in self.params for e in param.entries]
-        self.divided = any(divided(e.flat) for e in entries)
+        self.divided = any(e.flat.divided for e in entries)
         self.special = self.divided or any(_special(optimizer, e, e.engine()) for e in entries)
         if any(sorted(e.group.ranks) != sorted(self.engines[0].group.ranks) for e in self.engines):
             raise ValueError(
@@ -276,10 +273,8 @@ def _rests(optimizer: Optimizer, entry: Entry, engine: Engine) -> moments.Moment
 
 def _held_shape(entry: Entry) -> tuple[int, ...]:
     """The shape of what the optimizer has of a parameter."""
-    if not divided(entry.flat):
-        return tuple(entry.slot.shape)
-    a, b = held_by(entry, entry.flat.rank)
-    return (b - a,)
+    a, b = entry.held()
+    return (b - a,) if entry.flat.divided else tuple(entry.slot.shape)
 
 
 # -- state_dict ------------------------------------------------------------------------------------
@@ -360,7 +355,7 @@ def _say(optimizer: Optimizer, outline: _Outline) -> tuple[list[_Said], str | No
         if not param.entries and (state := held[param.numbers[0]]):
             found = {key: (None, value) for key, value in state.items()}
         for n, entry in zip(param.numbers, param.entries, strict=False):
-            a, b = interval_of(entry) if outline.divided else held_by(entry, entry.flat.rank)
+            a, b = entry.accounted() if outline.divided else entry.held()
             state = held[n]
             if found or (a == b and entry.slot.numel):
                 continue
@@ -493,7 +488,7 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
         return torch.zeros(y - x)
     parts: dict[str, torch.Tensor] = {}
     for name, value in found.items():
-        held = elements(entry, state_kind(name, value.dtype), value, x, y)
+        held = entry.flat.storage.elements(entry, name, value, x, y)
         parts[name] = held.read() if isinstance(held, OnDisk) else held
     if key in parts:
         return parts[key]
@@ -794,7 +789,7 @@ def _take(
                 if scattered:
                     from_first(_engine(entry), entry, value.dtype, flat, put)
                 elif flat is not None:
-                    a, b = held_by(entry, entry.flat.rank)
+                    a, b = entry.held()
                     put(a, b, flat[a:b])
                 error = error or put.error
     for each in outline.engines:
@@ -835,10 +830,10 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
         dtypes = {
             name: part.dtype for name in format.keys(key) if (part := packed(name)) is not None
         }
-    disk = flat.storage.on_disk and not (
-        how.small(entry) if how is not None else not entry.slot.shape
-    )
-    parts = {name: new_state(entry, name, kind, disk) for name, kind in dtypes.items()}
+    in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
+    parts = {
+        name: flat.storage.new_state(entry, name, kind, in_memory) for name, kind in dtypes.items()
+    }
 
     def put(x: int, y: int, values: torch.Tensor) -> None:
         new = {key: values}
@@ -851,7 +846,7 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
             piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
             moments.pack(replace(how, seed=None), piece, key, values, torch.zeros(()), again=True)
         for name, value in new.items():
-            into = elements(entry, state_kind(name, dtypes[name]), parts[name], x, y)
+            into = flat.storage.elements(entry, name, parts[name], x, y)
             into.write(0, value) if isinstance(into, OnDisk) else into.copy_(value)
 
     return _Landing(entry, parts, put)
