@@ -10,7 +10,7 @@ nobody is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
@@ -62,19 +62,19 @@ class ModelFit:
     unexpected: list[str]
 
 
-def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> ModelFit:
+def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -> ModelFit:
     """Local; changes nothing.
 
     Raises:
         CheckpointError: shapes differ; or names do, under `strict`.
     """
     buffers, _ = beside_parameters(engine, module)
-    items, aliases = source.items(), source.aliases()
+    items = source.items()
     found: dict[str, Item] = {}
     missing, wrong = [], []
     for entry in engine.entries:
         name, shape = entry.part.names[0], entry.part.shape
-        item = _find(entry.part.names, items, aliases)
+        item = source.parameter(entry.part.names)
         if item is None:
             missing.append(name)
         elif items[item].shape != shape:
@@ -132,34 +132,20 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
         engine.unset.given({*fit.found, *(item.name for item in buffers)})
 
 
-def load_model(
-    engine: Engine, module: nn.Module, source: Source, strict: bool = True
-) -> tuple[list[str], list[str]]:
-    """Parameters and buffers. Collective. Returns the names that the source has not, and those that
-    the model has not.
+def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
+    """What of the source fits into the model. Collective.
 
     Raises:
-        CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading
-            failed (the model is then undefined).
+        CheckpointError: on every rank: shapes differ, or reading failed (the model is then
+            undefined).
     """
     together, fit = Together.of(engine), None
     with together.each_rank():
-        fit = fit_model(engine, module, source, strict)
+        fit = fit_model(engine, module, source, strict=False)
     assert fit is not None
     reading = StateReader(engine, source)
     fill_model(engine, fit, reading)
     together.agree(reading.error)
-    return fit.missing, fit.unexpected
-
-
-def _find(
-    names: Iterable[str], items: Mapping[Item, Stored], aliases: Mapping[str, str]
-) -> Item | None:
-    for name in names:
-        for candidate in (name, aliases.get(name)):
-            if candidate is not None and Item("parameter", candidate) in items:
-                return Item("parameter", candidate)
-    return None
 
 
 class StateReader:
@@ -240,11 +226,9 @@ class StateReader:
             elif out.device.type == "cpu" and out.is_contiguous():
                 self.source.read(item, start, stop, out.detach().view(-1))
             else:
-                whole = (
-                    out
-                    if out.is_contiguous()
-                    else torch.empty_like(out, memory_format=torch.contiguous_format)
-                )
+                whole = out
+                if not out.is_contiguous():
+                    whole = torch.empty_like(out, memory_format=torch.contiguous_format)
                 for at, part in self._parts(item, start, stop, out.dtype):
                     whole.view(-1)[at : at + part.numel()].copy_(part)
                 if whole is not out:
@@ -273,16 +257,15 @@ def fill_optimizers(
     _set_groups(optimizers, reading.source.groups() or [])
     owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     source = _recoded(engine, owner, reading.source)
-    known, aliases = source.items(), source.aliases()
     states: dict[str, list[Item]] = {}
-    for item in known:
+    for item in source.items():
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
     recoded = StateReader(engine, source, reading.error)
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat_states(recoded, flat, owner, states, known, aliases)
+                _load_flat_states(recoded, flat, owner, states)
     reading.error = recoded.error
 
 
@@ -293,13 +276,12 @@ def _recoded(
 ) -> Source:
     """`source` with moments as they rest here."""
     formats: dict[str, Format] = {}
-    aliases, plain = source.aliases(), FORMATS["fp32"]
+    plain = FORMATS["fp32"]
     for entry in engine.entries:
-        if (
-            id(entry.param) in owner
-            and (how := rests(owner[id(entry.param)][0], engine.recipe, entry.flat)) is not None
-        ):
-            formats |= {aliases.get(name, name): how.format for name in entry.part.names}
+        if id(entry.param) in owner:
+            how = rests(owner[id(entry.param)][0], engine.recipe, entry.flat)
+            if how is not None:
+                formats |= {source.stored_name(name): how.format for name in entry.part.names}
     return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
 
@@ -320,13 +302,10 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
             f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
         )
     names = {id(e.param): e.part.names for e in engine.entries}
-    aliases = source.aliases()
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            stepped_apart(
-                optimizer, engine, [entry for entry in engine.entries if id(entry.param) in stepped]
-            )
+            stepped_apart(optimizer, engine, [e for e in engine.entries if id(e.param) in stepped])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
@@ -344,16 +323,10 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
                     " give both to one load."
                 )
             ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-            theirs = set(saved["params"]) | {
-                alias for alias, name in aliases.items() if name in saved["params"]
-            }
-            extra = [n[0] for n in ours if not theirs & set(n)]
-            known = {name for n in ours for name in n}
-            gone = [
-                n
-                for n in saved["params"]
-                if n not in known and not any(aliases.get(k) == n for k in known)
-            ]
+            here = {source.stored_name(name) for n in ours for name in n}
+            theirs = {source.stored_name(name) for name in saved["params"]}
+            extra = [n[0] for n in ours if theirs.isdisjoint(map(source.stored_name, n))]
+            gone = [n for n in saved["params"] if source.stored_name(n) not in here]
             if extra or gone:
                 raise CheckpointError(
                     f"{source.describe}: group {index} of its optimizer {number} is of other"
@@ -370,28 +343,28 @@ def _set_groups(
             for key, value in saved.items():
                 if key == "params" or (key in LOCAL_OPTIONS and key in group):
                     continue
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(torch.as_tensor(value))
+                ours = group.get(key)
+                if isinstance(ours, torch.Tensor):
+                    ours.copy_(torch.as_tensor(value))
+                elif isinstance(ours, tuple) and isinstance(value, list):
+                    group[key] = tuple(value)
                 else:
-                    group[key] = (
-                        tuple(value)
-                        if isinstance(group.get(key), tuple) and isinstance(value, list)
-                        else value
-                    )
+                    group[key] = value
 
 
 def _load_flat_states(
     reading: StateReader, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
-    states: Mapping[str, list[Item]], known: Mapping[Item, Stored], aliases: Mapping[str, str],
+    states: Mapping[str, list[Item]],
 ) -> None:  # fmt: skip
     """The optimizer's states of the parameters of one flat buffer."""
+    known = reading.source.items()
     found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
     for entry in flat.entries:
         if id(entry.param) not in owner:
             continue
         optimizer, group = owner[id(entry.param)]
         how = rests(optimizer, reading.engine.recipe, flat)
-        parameter = _find(entry.part.names, known, aliases)
+        parameter = reading.source.parameter(entry.part.names)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {
             key: _placed(value, entry.param, group)
@@ -399,15 +372,12 @@ def _load_flat_states(
         }
         for item in states.get(name, ()):
             stored = known[item]
-            dtype = (
-                entry.param.dtype
-                if parameter is not None and stored.dtype == known[parameter].dtype
-                else stored.dtype
-            )
-            if item.state in SIGNED and isinstance(
-                optimizer, (torch.optim.Adam, torch.optim.AdamW)
-            ):
+            dtype = stored.dtype
+            adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            if item.state in SIGNED and adam:
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
+            elif parameter is not None and dtype == known[parameter].dtype:
+                dtype = entry.param.dtype
             # As the step has it
             in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:

@@ -59,12 +59,8 @@ class Checkpointer:
             raise CheckpointError(f"keep={keep!r}: expected how many checkpoints stay, 1 or more.")
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"busy={busy!r}: expected 'wait' or 'skip'.")
-        self.root, self.keep, self.asynchronous, self.busy = (
-            Path(root).absolute(),
-            keep,
-            asynchronous,
-            busy,
-        )
+        self.root, self.keep = Path(root).absolute(), keep
+        self.asynchronous, self.busy = asynchronous, busy
         self.model, self._engine = model, engine_of(model)
         meet(self._engine, "Checkpointer(...)")
         settle(self._engine)
@@ -101,12 +97,11 @@ class Checkpointer:
             ) from None
 
     def save(self, step: int, **parts: Any) -> Path | None:
-        """Save `step` with `parts` (those of `onefold.save`); replaces a checkpoint of the same
-        step. Collective.
+        """Save `step` with `parts`, those of `onefold.save`, in place of what has the same step.
+        Collective.
 
         Returns:
-            the checkpoint, which an asynchronous save has yet to complete; None if this one is
-            skipped.
+            the checkpoint, which an asynchronous save has yet to complete; None if it is skipped.
 
         Raises:
             CheckpointError: this save, or the one before behind the training, failed.
@@ -167,22 +162,15 @@ class Checkpointer:
         return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
-        """Load the newest checkpoint that is sound: where one turns out damaged, the one before.
-        Collective.
-
-        Returns:
-            None: there is no checkpoint.
+        """Load the newest checkpoint that is sound; None: there is none. Collective.
 
         Raises:
             CheckpointError: it is of another model or optimizer, or all are damaged.
         """
         meet(self._engine, "Checkpointer.load")
         self.wait()
-        listed = (
-            sorted((step, p.name, p) for step, p in checkpoints(self.root))
-            if self._together.rank == 0
-            else []
-        )
+        first = self._together.rank == 0
+        listed = sorted((n, p.name, p) for n, p in checkpoints(self.root)) if first else []
         found = [path for _, _, path in self._together.from_first(listed)]
         errors = []
         for path in reversed(found):

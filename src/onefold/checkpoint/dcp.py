@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from math import prod
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NoReturn
@@ -57,25 +56,23 @@ def dcp_state_dict(
     """What to give `torch.distributed.checkpoint.save`, `async_save` and `load` for a sharded
     model: {"model": ..., "optimizer": ...}.
 
-    The two values are `Stateful`: DCP asks them for their state dicts, whose keys are those of
-    torch's `get_model_state_dict` and `get_optimizer_state_dict`, reads and writes the ranks' own
-    memory, and lets them finish after a load (kept copies, parameter groups, new optimizer state).
-    Nothing is gathered, and nothing travels but DCP's own plans. One such dict serves a whole run.
+    The two values are `Stateful`, with the keys of torch's `get_model_state_dict` and
+    `get_optimizer_state_dict`. DCP reads and writes the ranks' own memory; nothing is gathered. One
+    such dict serves a whole run.
 
         dcp.save(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
         dcp.load(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
 
     What an FSDP2 run saved at another world size loads here and the reverse, at any stage, bit by
     bit where dtypes agree and converted where they do not. An optimizer without state gets it in
-    the load. Under other keys, put the values there: `{"net": state["model"]}`. DCP finds them at
-    the top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)`
-    after the load.
+    the load. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values at the
+    top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)` after
+    the load.
 
-    What DCP does not do, here or for FSDP2: a tied parameter is written once for each of its names;
-    the file reader fetches a stored part again for each box that needs some of it (up to three
-    times for a matrix); a key that the checkpoint lacks stops the load unless it is given
-    `planner=DefaultLoadPlanner(allow_partial_load=True)`; planners must flatten state dicts, as the
-    default ones do.
+    DCP's own limits hold, as for FSDP2: a tied parameter is written once for each of its names; a
+    stored part is read again for each box that needs some of it; a key that the checkpoint lacks
+    stops the load unless it is given `planner=DefaultLoadPlanner(allow_partial_load=True)`;
+    planners must flatten state dicts, as the default ones do.
 
     Args:
         model: what `onefold.shard` returned.
@@ -164,11 +161,8 @@ class ModelState(_State):
         """
         mine = self.state_dict()
         with disable_torch_function(), torch.no_grad():
-            named = (
-                self.model.named_parameters(remove_duplicate=False),
-                self.model.named_buffers(remove_duplicate=False),
-            )
-            places = {_clean(name) for name, _ in chain(*named)}
+            named = (self.model.named_parameters, self.model.named_buffers)
+            places = {_clean(name) for each in named for name, _ in each(remove_duplicate=False)}
             for name in (n for n in mine if n in state):
                 if name in places:
                     _take(name, mine[name], state[name])
@@ -223,18 +217,18 @@ class OptimizerState(_State):
                     stateless.update([] if values else [id(group)])
                 if values:
                     state[name] = {key: _part(entry, value, key) for key, value in values.items()}
-            names = self._names()
-            groups = []
-            for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+            names, groups = self._names(), []
+            for group in self._groups():
                 # Tensors copied: options are taken over by name of parameter, and the checkpoint's
                 # groups may stand in another order.
                 options = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v
-                    for k, v in group.items()
-                    if k != "params"
+                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()
                 }
                 groups.append({**options, "params": [names[id(p)] for p in group["params"]]})
         return {"state": state, "param_groups": groups}
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict()` returned after a load: new state, scalars that are no
@@ -281,7 +275,7 @@ class OptimizerState(_State):
         """
         group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
-        for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+        for group in self._groups():
             here = [names[id(p)] for p in group["params"]]
             found = sorted({group_of[name] for name in here if name in group_of})
             if here and len(found) != 1:
@@ -436,9 +430,7 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 class _IntervalMemory:
-    """The interval's memory. DCP stages a state dict for `async_save` by copying whole storages;
-    this has it copy the interval only.
-    """
+    """Memory that DCP, which stages a state dict by copying whole storages, copies alone."""
 
     __slots__ = ("data",)
 
@@ -453,8 +445,7 @@ class DCPInterval(torch.Tensor):
     """Elements [start, start + len(local)) of a flattened tensor of `shape`. Looks like the whole
     tensor, holds `local` only.
 
-    DCP accepts nothing but tensors where shards are looked up, hence the subclass; nothing can be
-    computed with it.
+    DCP looks up shards in tensors only, hence the subclass; nothing can be computed with it.
 
     Args:
         local: [stop - start], contiguous; it is saved from and loaded into in place.

@@ -25,7 +25,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
 from onefold.checkpoint.folder import Export, flush
-from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
+from onefold.checkpoint.hf_names import Layout, is_transformers, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
@@ -63,16 +63,13 @@ def export(
 
     A transformers model is written as its `save_pretrained` would write it: names, tied weights
     once, config.json. Any other model becomes safetensors with the names of its state dict. No rank
-    holds more than its shard and a few MiB; nothing crosses the wire, so all ranks must see the
-    same folder. Persistent buffers are written as they are.
+    holds more than its shard and a few MiB; all ranks must see the same folder.
 
     Args:
         model: what `onefold.shard` returned.
         folder: to be made; parents as well.
         dtype: of floating-point parameters in the files. None takes the one that each parameter
-            computes in: what the model is in use, and what an unsharded model in that precision
-            would save (bf16 under bf16). "master" takes what the optimizer steps (fp32 under bf16),
-            so that nothing is rounded.
+            computes in (bf16 under bf16), "master" what the optimizer steps (fp32 under bf16).
         max_shard_bytes: of tensors in one file; more become several files with an index.
         progress: called on each rank with (bytes done, bytes to do) of what that rank writes.
         tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder
@@ -141,13 +138,8 @@ def export_folder(
     target = Path(folder)
     near = Path(beside) if beside is not None else source.folder
     outline = _outline_of(source)
-    sheet = plan(
-        outline,
-        _twin(near, outline),
-        dtype,
-        max_shard_bytes,
-        tied_once=near is not None and (near / "config.json").is_file(),
-    )
+    tied_once = near is not None and (near / "config.json").is_file()
+    sheet = plan(outline, _twin(near, outline), dtype, max_shard_bytes, tied_once)
     items = {item.name: item for item in source.items() if item.kind in ("parameter", "buffer")}
 
     def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -231,7 +223,6 @@ def plan(
     dtype: torch.dtype | None,
     limit: int,
     tied_once: bool = False,
-    name: str = "model",
 ) -> Sheet:
     """Where the tensors of `outline` go.
 
@@ -252,18 +243,15 @@ def plan(
         own = outline.dtypes[names[0]]
         for kept_name in copies[names[0]]:
             shapes[kept_name] = shape
-            dtypes[kept_name] = (
-                dtype
-                if dtype is not None and kind == "parameter" and own.is_floating_point
-                else own
-            )
+            dtypes[kept_name] = converted(own, dtype if kind == "parameter" else None)
     in_order = {n: shapes[n] for n in outline.tensors if n in shapes}
-    layout = (
-        writing(in_order, model)
-        if model is not None
-        else Layout({n: (s, whole(n, s)) for n, s in in_order.items()}, [])
-    )
-    return Sheet.of(layout, dtypes, copies, name, limit)
+    layout = Layout.as_it_is(in_order) if model is None else writing(in_order, model)
+    return Sheet.of(layout, dtypes, copies, "model", limit)
+
+
+def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in the files of what has the dtype `own`: whole numbers stay as they are."""
+    return asked if asked is not None and own.is_floating_point else own
 
 
 def masters(engine: Engine) -> dict[str, torch.dtype]:
@@ -334,12 +322,9 @@ def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
     one.
     """
     patterns = list(patterns)
-    free = (
-        [n for n in names if not any(re.search(p, n) for p in patterns)]
-        if len(names) > 1
-        else list(names)
-    )
-    return free or [max(names)]
+    if len(names) == 1:
+        return list(names)
+    return [n for n in names if not any(re.search(p, n) for p in patterns)] or [max(names)]
 
 
 # -- beside the weights ----------------------------------------------------------------------------
@@ -369,9 +354,7 @@ def _first_dtype(outline: Outline) -> torch.dtype:
 
 
 def _copy(near: Path, names: Iterable[str], folder: Path) -> None:
-    """A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its
-    folder.
-    """
+    # A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder
     whole = (near / MANIFEST).is_file()
     for name in names:
         path = path_in(near, name) if whole else near / name
@@ -393,10 +376,7 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def _outline_of(source: Source) -> Outline:
-    others: dict[str, list[str]] = {}
-    for alias, name in source.aliases().items():
-        others.setdefault(name, []).append(alias)
-    out = Outline()
+    others, out = source.other_names(), Outline()
     for item, stored in source.items().items():
         if item.kind in ("parameter", "buffer"):
             names = [item.name, *others.get(item.name, ())]

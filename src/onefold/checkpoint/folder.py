@@ -40,6 +40,14 @@ YOUNG = 60.0
 OLD = 24 * 3600.0
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
 _OF_A_RUN = re.compile(r"^step-\d+$")
+_HINTS = {
+    errno.ENOSPC: "free space there, or choose another disk",
+    errno.EDQUOT: "the quota is used up: free space, or choose another disk",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EACCES: "choose a folder that this user may write to",
+    errno.ENOTDIR: "a part of the path is a file: choose another folder",
+    errno.EEXIST: "a file of this name is in the way: choose another folder",
+}
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
@@ -180,13 +188,11 @@ class Export(Unfinished):
         if target.is_dir() and any(target.iterdir()):
             known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
             if not (overwrite and known):
-                hint = (
-                    "give overwrite=True to replace it, or name another folder"
-                    if known
-                    else "name another folder"
-                )
                 what = "a model" if known else "something else than a model"
-                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
+                hint = "give overwrite=True to replace it, or " if known else ""
+                raise CheckpointError(
+                    f"{target} is there already and holds {what}: {hint}name another folder."
+                )
 
 
 def check_place(target: Path) -> None:
@@ -236,7 +242,7 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
     A save that is under way, of this process or another, is left alone.
     """
     removed = []
-    for folder in sorted(root.glob(".*")) if root.is_dir() else ():
+    for folder in sorted(root.glob(".*")):
         found = _HIDDEN.match(folder.name)
         if found is None or (name is not None and found["name"] != name):
             continue
@@ -246,6 +252,11 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether it is a hidden folder of a save, under way or dead."""
+    return folder.is_dir() and _HIDDEN.match(folder.name) is not None
 
 
 def _is_held(folder: Path) -> bool:
@@ -316,7 +327,7 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
         if step >= 0 and _OF_A_RUN.match(folder.name)
     )
     removed = []
-    for _, _, folder in found[: max(0, len(found) - keep)]:
+    for _, _, folder in found[:-keep]:
         if folder.name == just_saved.name:
             continue
         # First out of sight under one rename: a kill in the middle leaves litter, not half a
@@ -330,18 +341,6 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
 
 def in_words(error: OSError) -> str:
     """An OSError for people, with what to do."""
-    what = (
-        f"{error.strerror or error} ({error.filename})"
-        if error.filename
-        else str(error.strerror or error)
-    )
-    hints = {
-        errno.ENOSPC: "free space there, or choose another disk",
-        errno.EDQUOT: "the quota is used up: free space, or choose another disk",
-        errno.EROFS: "the file system is read-only: choose another folder",
-        errno.EACCES: "choose a folder that this user may write to",
-        errno.ENOTDIR: "a part of the path is a file: choose another folder",
-        errno.EEXIST: "a file of this name is in the way: choose another folder",
-    }
-    hint = hints.get(error.errno or 0)
-    return f"{what}; {hint}" if hint else what
+    where = f" ({error.filename})" if error.filename else ""
+    hint = _HINTS.get(error.errno or 0)
+    return f"{error.strerror or error}{where}" + (f"; {hint}" if hint else "")

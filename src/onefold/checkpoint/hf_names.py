@@ -8,11 +8,10 @@ directions.
     wte.weight                       ──────►      transformer.wte.weight        (prefix of the base model)
 
 [Note: rows are tagged] transformers renames tensors while it loads them, and stacks, joins and
-splits them. Its own rules are asked
-where everything goes: they run on small integer tensors in which every row holds its number instead
-of its values, and the numbers that come out say which rows of which tensor each result is made of.
-A row is what the last dimension spans; two numbers stand for it, so that a rule which reaches
-inside rows (a transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
+splits them. Its own rules are run on small integer tensors in which every row holds its number; the
+numbers that come out say which rows of which tensor each result is made of. A row is what the last
+dimension spans; two numbers stand for it, so that a rule which reaches inside rows (a
+transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Tags:
         flat = tags.reshape(-1)
         if not flat.numel():
             return tuple(tags.shape), ()
-        _, width, _ = self._source(int(flat[0]))
+        _, width, _ = self._sources[self._at(int(flat[0]))]
         kept = min(2, width)
         first = flat[::kept]
         if kept == 2 and (tags.shape[-1] != 2 or not torch.equal(flat[1::2], first + 1)):
@@ -91,20 +90,19 @@ class Tags:
         runs = []
         for begin, end in zip([0, *breaks], [*breaks, len(first)], strict=True):
             number = int(first[begin])
-            name, its_width, rows = self._source(number)
-            row, inside = divmod(
-                number - self._starts[bisect.bisect_right(self._starts, number) - 1], kept
-            )
+            name, its_width, rows = self._sources[self._at(number)]
+            row, inside = divmod(number - self._starts[self._at(number)], kept)
             if inside or its_width != width or row + end - begin > rows:
                 raise NotRows
             runs.append(ElementRun(begin * width, name, row * width, (end - begin) * width))
         return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
 
-    def _source(self, number: int) -> tuple[str, int, int]:
+    def _at(self, number: int) -> int:
+        """Which of the tensors has the row `number`."""
         at = bisect.bisect_right(self._starts, number) - 1
         if at < 0:
             raise NotRows
-        return self._sources[at]
+        return at
 
 
 def whole(name: str, shape: Shape) -> Runs:
@@ -169,12 +167,9 @@ class Rules:
     def run(
         self, converter: Any, first: str, shapes: Mapping[str, Shape]
     ) -> dict[str, torch.Tensor]:
-        made = converter.convert(
-            first, model=_Shapes(shapes, self.module.config), config=self.module.config
-        )
-        return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
-        }
+        config = self.module.config
+        made = converter.convert(first, model=_Shapes(shapes, config), config=config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def remember(self) -> None:
         """Leave word on the model which rules its weights came through, as `from_pretrained` does:
@@ -216,6 +211,11 @@ class Layout:
     made: dict[str, tuple[Shape, Runs]]
     left: list[str]
     rules: Rules | None = None
+
+    @classmethod
+    def as_it_is(cls, shapes: Mapping[str, Shape]) -> Layout:
+        """The same tensors on both sides."""
+        return cls({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
 
 
 def reading(
@@ -270,16 +270,14 @@ def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
     """
     rules = rules_of(module, saving=True)
     if rules is None or not rules.rules:
-        return Layout({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
+        return Layout.as_it_is(shapes)
     out = Layout({}, [], rules)
     groups: dict[str, tuple[Any, Tags, list[str]]] = {}
     for name in rules.order(shapes):
         renamed, pattern = rules.loading.apply_converters(name, rules.converters)
         if pattern is None:
-            out.made[rules.loading.apply_renamings(name, rules.renamings)] = (
-                shapes[name],
-                whole(name, shapes[name]),
-            )
+            key = rules.loading.apply_renamings(name, rules.renamings)
+            out.made[key] = shapes[name], whole(name, shapes[name])
             continue
         converter, tags, names = groups.setdefault(renamed, (rules.converter(pattern), Tags(), []))
         converter.add_tensor(renamed, name, pattern, tags.add(name, shapes[name]))
@@ -294,17 +292,18 @@ def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
                 raise NotRows
         except (NotRows, RuntimeError, ValueError, KeyError, IndexError):
             out.left += names
-            made = {name: (shapes[name], whole(name, shapes[name])) for name in names}
+            made = Layout.as_it_is({name: shapes[name] for name in names}).made
         out.made |= made
     return out
 
 
 def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
-    return (
-        rules.loading.rename_source_key(key, rules.renamings, rules.converters)
-        if rules
-        else (key, None)
+    if rules is None:
+        return key, None
+    found: tuple[str, str | None] = rules.loading.rename_source_key(
+        key, rules.renamings, rules.converters
     )
+    return found
 
 
 def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:

@@ -24,9 +24,9 @@ from torch import nn
 
 from onefold.checkpoint.apply import load_model
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.fitted import Fitted, Outline, some, unwrapped
+from onefold.checkpoint.fitted import Fitted, Outline, refuse_shapes, some, unwrapped
 from onefold.checkpoint.hf_names import is_transformers, reading
-from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
@@ -51,11 +51,8 @@ class HuggingFaceSource(Source):
         self.folder = Path(folder)
         self._files: list[TensorFile] = []
         self._where: dict[str, TensorFile] = {}
-        try:
+        with closed_on_error(self):
             self._open(name)
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self, name: str) -> None:
         path = self.folder
@@ -124,16 +121,8 @@ class HuggingFaceSource(Source):
             names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
         }
         layout = reading({item.name: s.shape for item, s in self.items().items()}, expected, inner)
-        shapes = {name: shape for name, (shape, _) in layout.made.items()}
-        wrong = [
-            f"{n}: {shape} there, {expected[n]} in the model"
-            for n, shape in shapes.items()
-            if shape != expected[n]
-        ]
-        if wrong:
-            raise CheckpointError(
-                f"{self.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
-            )
+        there = {name: shape for name, (shape, _) in layout.made.items()}
+        refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
         made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
         left = [key for key in layout.left if not _ignored(inner, key)]
         out = Fitted(self, outline, made, left, layout.rules)
@@ -145,12 +134,8 @@ def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
     """The folder's weights fitted to the model; nothing stays open if that fails. Raises:
     CheckpointError.
     """
-    source = HuggingFaceSource(folder)
-    try:
+    with closed_on_error(HuggingFaceSource(folder)) as source:
         return source.fitted(module)
-    except BaseException:
-        source.close()
-        raise
 
 
 def load_pretrained(
@@ -177,14 +162,10 @@ def load_pretrained(
     """
 
     def fitted() -> Fitted:
-        found = opened(folder, module)
-        if strict:
-            try:
+        with closed_on_error(opened(folder, module)) as found:
+            if strict:
                 refuse_differences(found)
-            except CheckpointError:
-                found.close()
-                raise
-        return found
+            return found
 
     return load_fitted(module, "load_pretrained", fitted)
 
@@ -214,7 +195,7 @@ def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list
     """Read everything that `fitted` has into the model. Collective. Returns its missing and
     unexpected names.
     """
-    load_model(engine, module, fitted, strict=False)
+    load_model(engine, module, fitted)
     if fitted.rules is not None:
         fitted.rules.remember()
     return sorted(fitted.missing), list(fitted.unexpected)
@@ -283,11 +264,8 @@ class Weights:
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
             if absent and not makes_up:
                 left = self._fitted.unexpected
-                more = (
-                    f", and {len(left)} tensors that fit nowhere in it ({some(left)})"
-                    if left
-                    else ""
-                )
+                more = f", and {len(left)} tensors that fit nowhere in it ({some(left)})"
+                more = more if left else ""
                 raise CheckpointError(
                     f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
                     f" the model has on the meta device ({some(absent)}){more}. Is it of another"
@@ -335,12 +313,8 @@ def is_hugging_face(path: Path) -> bool:
     """Whether there are weights of Hugging Face in a folder, also such that `HuggingFaceSource`
     refuses.
     """
-    names = (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    )
+    names = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin")
+             for end in ("", ".index.json")]  # fmt: skip
     return any((path / name).is_file() for name in (*names, "adapter_config.json"))
 
 

@@ -104,14 +104,12 @@ def save_async(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Background:
-    """As `save`, but behind the training: the call returns at once, the state is copied in host
+    """As `save`, but behind the training: the call returns at once, the state is copied to host
     memory, then written.
 
-    Masters and optimizer states are copied until the next optimizer step at the latest, which waits
-    for the copy. Do not write to
-    parameters by other ways meanwhile: the save notices (not writes through `.data`) and fails.
-        State on NVMe is not copied, there is
-    no memory for it: such a save is written before the call returns.
+    The next optimizer step waits for the copy. Do not write to parameters by other ways before it
+    is done: the save notices (not writes through `.data`) and fails. State on NVMe is not copied,
+    there is no memory for it: such a save is written before the call returns.
 
     A save that is under way on this model is waited for first. The copy takes as many bytes of host
     memory as this rank's file, and the model keeps the buffer for the next time.
@@ -157,12 +155,7 @@ def _begin(
             place = Unfinished(target, overwrite)
     except Exception as failure:
         error = failure
-    mine = {
-        "path": str(target),
-        "step": step,
-        "optimizers": len(given),
-        "overwrite": overwrite,
-    }
+    mine = {"path": str(target), "step": step, "optimizers": len(given), "overwrite": overwrite}
     # All ranks hear of all errors, and of the folder, before anything is written
     said = together.all_gather(
         (None if error is None else worded(error), str(place.folder) if place else "", mine)
@@ -180,12 +173,9 @@ def _begin(
         error = None  # its traceback holds this frame, and with it the model
     texts: list[Any] = []  # what writes HF's files
     if together.rank == 0:
-        config, generation = (getattr(model, f"{n}config", None) for n in ("", "generation_"))
-        texts = [
-            thing
-            for thing in (config, generation, tokenizer)
-            if callable(getattr(thing, "save_pretrained", None))
-        ]
+        named = (getattr(model, name, None) for name in ("config", "generation_config"))
+        savers = ((thing, getattr(thing, "save_pretrained", None)) for thing in (*named, tokenizer))
+        texts = [thing for thing, writes in savers if callable(writes)]
     folder, saver = Path(said[0][1]), saved_by(engine)
     return _Writing(together, parts, copying, folder, place, overwrite, step, saver, texts)
 

@@ -130,7 +130,7 @@ class Prefetched(View):
     def __init__(self, engine: Engine, source: Source, states: bool) -> None:
         super().__init__(source)
         self._held: dict[tuple[Item, int, int], torch.Tensor] = {}
-        items, aliases = source.items(), source.aliases()
+        items = source.items()
         by_name: dict[str, list[Item]] = {}
         for item in items:
             if item.kind == "parameter" or (item.kind == "state" and states):
@@ -138,10 +138,8 @@ class Prefetched(View):
         self._wanted: list[tuple[Item, int, int]] = []
         for entry in engine.entries:
             start, stop = entry.accounted()
-            names = [
-                n for name in entry.part.names for n in (name, aliases.get(name)) if n in by_name
-            ]
-            for item in by_name[names[0]] if names and stop > start else ():
+            found = source.parameter(entry.part.names)
+            for item in by_name[found.name] if found is not None and stop > start else ():
                 if items[item].shape == entry.part.shape:
                     self._wanted.append((item, *entry.outside(start, stop)[1:]))
 

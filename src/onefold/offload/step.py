@@ -374,7 +374,7 @@ class _Stepping:
         moments.step_pieces(self.optimizer, self.groups, how, pieces)
         for piece in pieces:
             kept = self.small.get(piece.entry.number)
-            after = {
+            after: dict[str, torch.Tensor] = {
                 key: StatePlace.of(state_shape(piece.entry, key), part.dtype)
                 for key, part in piece.parts.items()
             }
