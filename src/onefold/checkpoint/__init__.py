@@ -17,7 +17,7 @@ There is no pickle in it.
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
 | commands                  | inspect, verify, diff, reshard                                                           |
-| a Hugging Face folder     | in: huggingface, fitted, hf_names; out: export, streams; adapters of peft: adapters      |
+| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, streams; adapters of peft: adapters      |
 | torch's own checkpoints   | dcp                                                                                      |
 
 Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the

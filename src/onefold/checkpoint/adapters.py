@@ -116,9 +116,7 @@ def load_adapters(
 
 def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
     """{peft's name in files: the name in `model`} of an adapter's tensors.
-
-    Raises:
-        CheckpointError: the model has no such adapter, or peft makes its tensors of others.
+    Raises: CheckpointError: the model has no such adapter, or peft makes its tensors of others.
     """
     adapter = _adapter(model, adapter)
     from peft import PeftModel, get_peft_model_state_dict

@@ -63,11 +63,7 @@ class ModelFit:
 
 
 def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -> ModelFit:
-    """Local; changes nothing.
-
-    Raises:
-        CheckpointError: shapes differ; or names do, under `strict`.
-    """
+    """Local; changes nothing. Raises: CheckpointError: shapes differ; or names do, under `strict`."""
     buffers, _ = beside_parameters(engine, module)
     items = source.items()
     found: dict[str, Item] = {}
@@ -115,29 +111,22 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                found = [
-                    (e, fit.found[e.names[0]]) for e in flat.entries if e.names[0] in fit.found
-                ]
+                here = [e for e in flat.entries if e.names[0] in fit.found]
+                found = [(entry, fit.found[entry.names[0]]) for entry in here]
                 reading.masters(flat, found)
                 for entry, _ in found if flat.unsharded else ():
                     # A backward pass over what was there before must not go on
                     torch.autograd.graph.increment_version(entry.param)
-        buffers = {
-            Item("buffer", name): tensor
-            for name, tensor in fit.buffers.items()
-            if Item("buffer", name) in items
-        }
+        buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items()}
+        buffers = {item: tensor for item, tensor in buffers.items() if item in items}
         reading.buffers(buffers)
         engine.make_stale()
         engine.unset.given({*fit.found, *(item.name for item in buffers)})
 
 
 def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
-    """What of the source fits into the model. Collective.
-
-    Raises:
-        CheckpointError: on every rank: shapes differ, or reading failed (the model is then
-            undefined).
+    """What of the source fits into the model. Collective. Raises: CheckpointError: on every rank:
+    shapes differ, or reading failed (the model is then undefined).
     """
     together, fit = Together.of(engine), None
     with together.each_rank():
@@ -203,8 +192,7 @@ class StateReader:
             # The wire may not know float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
             place = state_context(self.engine, flat.unit_name)
-            gather = flat.holders.all_gather(wire, place, flat.index, move="state")
-            gather.wait()
+            flat.holders.all_gather(wire, place, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
@@ -214,9 +202,7 @@ class StateReader:
         self.engine.group.broadcast(list(wanted.values()), state_context(self.engine, "buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
-        """Elements [start, stop) into `out`, of any layout and on any device; nothing after the
-        first error.
-        """
+        """Elements [start, stop) into `out`, wherever it is; nothing after the first error."""
         if stop <= start or self.error is not None:
             return
         try:
@@ -287,9 +273,7 @@ def _recoded(
 
 def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source) -> None:
     """Local; changes nothing.
-
-    Raises:
-        CheckpointError: there is no optimizer in the source, or one of other parameter groups.
+    Raises: CheckpointError: there is no optimizer in the source, or one of other parameter groups.
     """
     groups = source.groups()
     if not groups:

@@ -74,9 +74,7 @@ class Background:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that the training stood still for it so far: in the call, and in the step that
-        waited for the copy.
-        """
+        """Seconds that the training stood still for it so far: in the call, and in a step."""
         return self._stall_s + (self._copying.waited if self._copying is not None else 0.0)
 
     @property

@@ -124,9 +124,8 @@ class Checkpointer:
         return path
 
     def _any_running(self) -> bool:
-        """Whether the save under way goes on on any rank: they must decide alike. Asked on the
-        training's communicator, since the save talks on the checkpoint's.
-        """
+        """Whether the save under way goes on on any rank: they must decide alike."""
+        # Asked on the training's communicator, since the save talks on the checkpoint's
         mine = bytes([255, running(self._engine) is not None])  # of a length of its own
         place = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
         return bool(self._engine.group.any_of(mine, place)[1])
@@ -147,9 +146,7 @@ class Checkpointer:
                 )
 
     def check(self) -> None:
-        """Look at the save under way, if any, without waiting. Raises: CheckpointError: it has
-        failed.
-        """
+        """Raise CheckpointError if the save under way has failed; does not wait for it."""
         if self._saving is not None and self._saving.done:
             # And stays known: ranks see its end at different moments, and must decide alike at the
             # next save
@@ -188,9 +185,7 @@ class Checkpointer:
         return None
 
     def close(self) -> None:
-        """Wait for the save under way and give the folder back. Raises: CheckpointError: it
-        failed.
-        """
+        """Wait for the save under way, give the folder back. Raises: CheckpointError."""
         try:
             self.wait()
         finally:

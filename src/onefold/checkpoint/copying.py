@@ -72,9 +72,7 @@ class Copying:
 
     def run(self) -> RankState:
         """Copy what is left, in whatever thread. Returns the copied parts.
-
-        Raises:
-            CheckpointError: somebody wrote to what was being copied.
+        Raises: CheckpointError: somebody wrote to what was being copied.
         """
         try:
             with guard(self._device), torch.no_grad():

@@ -270,9 +270,7 @@ class OptimizerState(_State):
                     yield optimizer, group, names[id(param)], entries[id(param)]
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
-        """Each group's options from the loaded group that has its parameters, wherever that
-        stands.
-        """
+        """Each group's options from the loaded group that has its parameters."""
         group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
         for group in self._groups():
@@ -407,9 +405,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened tensor of `shape` as boxes (offsets, sizes), in order;
-    at most 2n - 1 for n dimensions.
-    """
+    """Elements [start, stop) of a flattened tensor as at most 2n - 1 boxes (offsets, sizes)."""
     if start >= stop:
         return []
     if len(shape) < 2:

@@ -164,9 +164,7 @@ def differences(
 def paired(
     first: Source, second: Source, wanted: Callable[[Item], bool]
 ) -> Iterator[tuple[Item, Item | None, Item | None]]:
-    """(tensor to show, the one in the first, the one in the second) of all that are wanted; None
-    where there is none.
-    """
+    """(tensor to show, the one in the first or None, the one in the second or None)."""
     here, there = first.items(), second.items()
     own, others, met = first.aliases(), second.aliases(), set()
     for item in here:
@@ -182,9 +180,7 @@ def paired(
 def _in_other(
     item: Item, there: Mapping[Item, Stored], own: Mapping[str, str], others: Mapping[str, str]
 ) -> Item | None:
-    """`item` in the other source: a tied tensor may be stored under another of its names, and some
-    formats know no buffers.
-    """
+    """`item` in the other source: under a tied name, or as a parameter for a buffer."""
     tied = [alias for alias, name in own.items() if name == item.name]
     names = [item.name, others.get(item.name, ""), *tied]
     kinds = KINDS_OF["weights"] if item.kind in KINDS_OF["weights"] else ()
@@ -249,9 +245,7 @@ class _Seen:
 
 
 def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Elements as float64, exact for every dtype but whole numbers past 2^53; a complex number is
-    its modulus.
-    """
+    """Elements as float64, whole numbers past 2^53 rounded; of a complex one its modulus."""
     return x.abs().double() if x.is_complex() else x.double()
 
 

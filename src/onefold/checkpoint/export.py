@@ -10,6 +10,7 @@ raised on all, and nothing is left.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -187,11 +188,11 @@ def stream(
     together = Together.of(engine)
     made: Export | None = None
     planned: Sheet | None = None
-    try:
+    with contextlib.ExitStack() as unless_whole:  # whatever goes wrong leaves nothing
         with together.each_rank():
             planned = sheet()
             if engine.rank == 0:
-                made = Export(target, overwrite)
+                made = unless_whole.enter_context(Export(target, overwrite))
                 planned.files.create(made.folder)
                 beside(made.folder)
         assert planned is not None
@@ -203,17 +204,11 @@ def stream(
                     " ranks share."
                 )
             mine = list(_own(engine, model))
-            total = planned.nbytes_of(
-                (name, start, start + data.numel()) for name, start, data in mine
-            )
+            total = planned.nbytes_of((name, a, a + data.numel()) for name, a, data in mine)
             planned.write(there, _in_memory(mine), total, progress)
         with together.each_rank():
             if made is not None:
                 _finish(made, overwrite)
-    except BaseException:
-        if made is not None:
-            made.discard()
-        raise
     return target
 
 
@@ -307,9 +302,7 @@ def _check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    """What transformers calls the names that are not saved since another name's tensor is tied to
-    them.
-    """
+    """What transformers calls the names that are tied to another's tensor, and not saved."""
     return [
         f"{path}.{key}" if path else key
         for path, m in model.named_modules()
@@ -318,9 +311,7 @@ def _tied_patterns(model: nn.Module) -> list[str]:
 
 
 def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """The names of one tensor that `save_pretrained` keeps: those that no pattern names, at least
-    one.
-    """
+    """The names of one tensor that `save_pretrained` keeps: those without a pattern, or one."""
     patterns = list(patterns)
     if len(names) == 1:
         return list(names)
@@ -389,9 +380,7 @@ def _outline_of(source: Source) -> Outline:
 
 
 def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
-    """The transformers model that config.json describes, on the meta device, if its names are the
-    checkpoint's.
-    """
+    """The model that config.json describes, on the meta device, if the checkpoint's names fit."""
     if near is None or not (near / "config.json").is_file():
         return None
     try:

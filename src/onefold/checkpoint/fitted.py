@@ -70,9 +70,7 @@ class Outline:
 
 
 def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
-    """The model inside peft's wrappings, and {name in `module`: name in the model inside}, without
-    the adapters' own tensors.
-    """
+    """The model inside peft's wrappings, and {name in `module`: name in the model inside}."""
     inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
     base: nn.Module = inner() if callable(inner) else module
     adapters = tuple(

@@ -93,18 +93,12 @@ class Lock:
 
 
 class Unfinished:
-    """A folder in the making, on the rank that makes it. `what` says in messages what cannot be
-    where.
-    """
+    """A folder in the making, on the rank that makes it. `what`: for messages."""
 
     what = "no checkpoint can be written at"
 
     def __init__(self, target: Path, overwrite: bool) -> None:
-        """Make it beside `target`.
-
-        Raises:
-            CheckpointError: there cannot be one at `target`.
-        """
+        """Make it beside `target`. Raises: CheckpointError: there cannot be one at `target`."""
         self.target = target
         self.check(target, overwrite)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.unfinished"
@@ -129,11 +123,8 @@ class Unfinished:
             raise CheckpointError(f"{target} is {what} already{hint}, or name another folder.")
 
     def commit(self, overwrite: bool) -> None:
-        """Flush the folder and give it its name.
-
-        Raises:
-            CheckpointError: somebody else put something there meanwhile.
-            OSError: as the system says it.
+        """Flush the folder and give it its name. Raises: CheckpointError: somebody else put
+        something there meanwhile. OSError: as the system says it.
         """
         # The names of its files, then its own: what is seen under its name is whole after a crash
         flush(self.folder)
@@ -175,9 +166,7 @@ class Unfinished:
 
 
 class Export(Unfinished):
-    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
-    export.
-    """
+    """The folder of an export in the making, which may replace an earlier export."""
 
     what = "nothing can be exported to"
 
@@ -277,9 +266,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every folder in `root` that has a manifest, in no order; step -1 where none
-    can be read.
-    """
+    """(step, folder) of every folder in `root` with a manifest; step -1: none can be read."""
     for folder in root.iterdir() if root.is_dir() else ():
         if not folder.name.startswith(".") and (folder / MANIFEST).is_file():
             try:
@@ -290,18 +277,14 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def latest(root: Path | str) -> Path | None:
-    """The checkpoint of the greatest step in folder `root` whose manifest is sound; None if there
-    is none.
-    """
+    """The checkpoint of the greatest step in `root` whose manifest is sound, if there is one."""
     found = [(step, folder.name, folder) for step, folder in checkpoints(Path(root)) if step >= 0]
     return max(found)[2] if found else None
 
 
 def of_run(path: Path) -> Path:
     """`path`, or the folder of checkpoints in it where `path` is a run's output folder.
-
-    Raises:
-        CheckpointError: the run kept none.
+    Raises: CheckpointError: the run kept none.
     """
     if (path / MANIFEST).exists():
         return path

@@ -61,9 +61,7 @@ class Tags:
         self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
 
     def add(self, name: str, shape: Shape) -> torch.Tensor:
-        """An int64 tensor that stands for tensor `name`: its shape, with a last dimension of at
-        most 2.
-        """
+        """int64 [..., at most 2] that stands for tensor `name` of `shape`."""
         width = shape[-1] if len(shape) > 1 else 1
         kept, rows = min(2, width), numel_of(shape) // max(1, width)
         self._starts.append(self._next)
@@ -74,9 +72,7 @@ class Tags:
 
     def trace(self, tags: torch.Tensor) -> tuple[Shape, Runs]:
         """The shape of the tensor that `tags` stands for, and what it is made of.
-
-        Raises:
-            NotRows: it is not made of whole rows.
+        Raises: NotRows: it is not made of whole rows.
         """
         flat = tags.reshape(-1)
         if not flat.numel():
@@ -130,9 +126,7 @@ def is_transformers(module: nn.Module) -> bool:
 
 
 class Rules:
-    """transformers' renamings and converters for one model, in the direction of loading or of
-    saving.
-    """
+    """transformers' renamings and converters for one model, of loading or of saving."""
 
     def __init__(self, module: nn.Module, saving: bool) -> None:
         self.module: Any = module
@@ -146,11 +140,8 @@ class Rules:
             # not have had.
             used = getattr(module, "_weight_conversions", None)
             if used is None:
-                used = [
-                    c
-                    for c in mapping(module, add_legacy=False)
-                    if not isinstance(c, self.loading.PrefixChange)
-                ]
+                known, prefix = mapping(module, add_legacy=False), self.loading.PrefixChange
+                used = [c for c in known if not isinstance(c, prefix)]
             self.rules = [c.reverse_transform() for c in reversed(used)]
         else:
             self.rules = list(mapping(module))
@@ -172,16 +163,12 @@ class Rules:
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def remember(self) -> None:
-        """Leave word on the model which rules its weights came through, as `from_pretrained` does:
-        saving goes back through them.
-        """
+        """Leave word which rules the weights came through: saving goes back through them."""
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
 
 
 class _Shapes:
-    """What converters ask of a model: the shapes of its parameters (those of a sharded one are
-    intervals).
-    """
+    """What converters ask of a model: whole shapes, which a sharded one's are not."""
 
     def __init__(self, shapes: Mapping[str, Shape], config: Any) -> None:
         self._shapes, self.config = shapes, config
@@ -222,9 +209,7 @@ def reading(
     stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
 ) -> Layout:
     """How the model's tensors (`expected`) are made of the folder's (`stored`).
-
-    Raises:
-        CheckpointError: a rule of transformers does more than move rows.
+    Raises: CheckpointError: a rule of transformers does more than move rows.
     """
     rules = rules_of(module, saving=False)
     prefix = getattr(module, "base_model_prefix", "") if is_transformers(module) else ""
@@ -307,9 +292,7 @@ def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
 
 
 def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
-    """`name` with the base model's prefix taken off or put on, if that is how the model calls
-    it.
-    """
+    """`name` with the base model's prefix taken off or put on, if the model calls it so."""
     if not prefix:
         return name
     without = name.removeprefix(prefix + ".")

@@ -51,9 +51,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """A parameter group: the optimizer's class and number, its own number, the names in it, their
-    elements, its options.
-    """
+    """A parameter group; `number`: of its optimizer. `index`: its own."""
 
     optimizer: str
     number: int
@@ -97,11 +95,7 @@ class Summary:
 
 
 def summarize(source: Source, path: Path) -> Summary:
-    """What `source`, opened from `path`, holds.
-
-    Raises:
-        CheckpointError: its values cannot be read.
-    """
+    """What `source`, opened from `path`, holds. Raises: CheckpointError: its values cannot be read."""
     own = source if isinstance(source, FolderSource) else None
     folder, tensors = source.folder or path, tuple(_tensors(source, own))
     numels = {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"}
@@ -200,9 +194,7 @@ LEFT = "belongs to a save under way, or a killed one has left it: the next start
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint in a folder. `wrong`: why it is not whole as far as names and sizes tell, "" if
-    it is.
-    """
+    """A checkpoint in a folder. `wrong`: why it is not whole, by names and sizes alone."""
 
     path: Path
     step: int | None = None

@@ -171,11 +171,7 @@ def load_async(
 
 
 def source_of(path: Path) -> Source:
-    """Whatever lies at `path`.
-
-    Raises:
-        CheckpointError: nothing that can be read.
-    """
+    """Whatever lies at `path`. Raises: CheckpointError: nothing that can be read."""
     if (path / MANIFEST).exists():
         return FolderSource(path)
     if path.is_dir():
@@ -216,9 +212,7 @@ def _open(engine: Engine, path: Path) -> Source:
 
 
 def _named_as(model: nn.Module, source: Source) -> Source:
-    """`source` under the names of `model`: those of a Hugging Face folder are of another library's
-    model. Raises: CheckpointError.
-    """
+    """`source` under the names of `model`. Raises: CheckpointError."""
     return source.fitted(model) if isinstance(source, HuggingFaceSource) else source
 
 
@@ -300,17 +294,20 @@ class _Beside:
         if rng and streams:
             text = bytes(source.whole(Item("rng", str(together.rank % streams))).numpy())
             random = decode(json.loads(text))
-        data = source.value("data") or {"all": None}
-        if "all" not in data and len(data["ranks"]) == together.size:
-            data["all"] = data["ranks"][together.rank]
         extra, extra_state = source.value("extra"), source.value("extra_state") or {}
-        return cls(random, streams, extra, extra_state, data.get("all"))
+        data = _of_rank(source.value("data") or {"all": None}, together)
+        return cls(random, streams, extra, extra_state, data)
+
+
+def _of_rank(data: dict[str, Any], together: Together) -> Any:
+    """What this rank gave as `data`; None where it cannot be told which rank's is this one's."""
+    if "all" in data:
+        return data["all"]
+    return data["ranks"][together.rank] if len(data["ranks"]) == together.size else None
 
 
 def _verify(together: Together, own: FolderSource | None, error: Exception | None) -> None:
-    """Whether all ranks could read, and, on the first of them, whether what all have read is what
-    the manifest says.
-    """
+    """Whether all ranks could read, and what they have read is what the manifest says."""
     checks = own.checks if own is not None else []
     said = together.gather((None if error is None else worded(error), checks))
     told: Said | None = None
@@ -345,18 +342,14 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
                 f" data, which cannot be divided among {together.size}. Load on as many ranks, or"
                 " leave data out and give a position that is the same on every rank when saving."
             )
-        if name == "data":
-            found = found["all"] if "all" in found else found["ranks"][together.rank]
-        out[name] = found
+        out[name] = _of_rank(found, together) if name == "data" else found
     return out
 
 
 def _fit_extra_state(
     engine: Engine, model: nn.Module, source: FolderSource, fit: ModelFit, strict: bool
 ) -> None:
-    """Compare the modules with extra state (get_extra_state), and enter differences in `fit`.
-    Raises: CheckpointError: under `strict`.
-    """
+    """Enter in `fit` how extra states differ. Raises: CheckpointError: under `strict`."""
     theirs = set(source.state.get("extra_state", {}))
     ours = set(beside_parameters(engine, model)[1])
     if strict and theirs != ours:

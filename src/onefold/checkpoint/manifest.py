@@ -55,9 +55,7 @@ def rank_file(rank: int) -> str:
 
 def path_in(folder: Path, name: str) -> Path:
     """The file `name` of the checkpoint in `folder`; see [Note: nothing outside the folder].
-
-    Raises:
-        CheckpointError: it lies elsewhere.
+    Raises: CheckpointError: it lies elsewhere.
     """
     _refuse_outside(name, folder / MANIFEST)
     path = folder / name
@@ -134,9 +132,7 @@ class Record:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its bytes and a SHA-256, of all of it, or of the head alone where the pieces'
-    checksums cover the rest.
-    """
+    """A file: its bytes and a SHA-256, of all of it or of the head alone."""
 
     nbytes: int
     sha256: str
@@ -225,9 +221,7 @@ def checksum_line(text: bytes) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, its checksum verified.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or from a later version.
+    Raises: CheckpointError: there is none, it is damaged, or from a later version.
     """
     path, check = path_in(folder, MANIFEST), path_in(folder, CHECKSUM)
     try:
@@ -258,9 +252,7 @@ OPEN = 64
 
 @dataclass(frozen=True, order=True)
 class RangeRead:
-    """Elements `[start, stop)` of a tensor were read, all of one piece, and their bytes have this
-    CRC-32.
-    """
+    """Elements `[start, stop)` of a piece were read, and their bytes have this CRC-32."""
 
     item: Item
     start: int
@@ -357,11 +349,8 @@ class FolderSource(Source):
                 continue
             file, key = self._open(piece.file), key_of(item, piece.start)
             entry = file.header.get(key)
-            if (
-                entry is None
-                or entry.shape != (piece.stop - piece.start,)
-                or entry.dtype != DTYPES[record.dtype]
-            ):
+            expected = DTYPES[record.dtype], (piece.stop - piece.start,)
+            if entry is None or (entry.dtype, entry.shape) != expected:
                 raise DamagedCheckpoint(
                     f"{file.path} does not hold {item} as the manifest says: it belongs to another"
                     " checkpoint, or is damaged."

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -123,10 +122,8 @@ def collect(
         if things["data"] is not None:
             out.values["data"] = encode(state_of(things["data"], "data"), "data")
         text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
-        out.add_own(
-            Item("rng", str(engine.rank)),
-            torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()),
-        )
+        random = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        out.add_own(Item("rng", str(engine.rank)), random)
     return out
 
 
@@ -221,11 +218,7 @@ class States:
 
 
 def state_of(thing: Any, name: str) -> Any:
-    """`thing.state_dict()`, or a dict as it is.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
+    """`thing.state_dict()`, or a dict as it is. Raises: CheckpointError: it is neither."""
     if isinstance(thing, dict):
         return thing
     if not callable(getattr(thing, "state_dict", None)):
@@ -238,9 +231,7 @@ Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
 
 
 def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
-    """Write this rank's file, each tensor fetched to the host when its turn comes. Returns what the
-    first rank needs to know of it.
-    """
+    """Write this rank's file. Returns what the first rank needs to know of it."""
     planned = [
         Planned(key_of(p.item, p.start), p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
         for p in parts.tensors
@@ -260,9 +251,7 @@ def _fetch(tensor: torch.Tensor | OnDisk) -> Callable[[], torch.Tensor | Iterabl
 
 def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
     """All ranks' reports as the tensors of a manifest.
-
-    Raises:
-        CheckpointError: they do not fit together.
+    Raises: CheckpointError: they do not fit together.
     """
     found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[StoredPiece]]] = {}
     for rank, said in enumerate(reports):

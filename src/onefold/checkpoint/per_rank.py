@@ -83,9 +83,7 @@ def wire_values(engine: Engine) -> dict[str, Any] | None:
 
 
 class Lost:
-    """What a checkpoint has for this rank. `note` is the same on every rank, "" if there is nothing
-    to say.
-    """
+    """What a checkpoint has for this rank. `note`: the same on every rank, or ""."""
 
     def __init__(self, engine: Engine) -> None:
         recipe, self.engine = engine.recipe, engine

@@ -9,6 +9,7 @@ all     hear whether it worked
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import operator
@@ -132,9 +133,7 @@ def _begin(
     call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
     overwrite: bool,
 ) -> _Writing:  # fmt: skip
-    """All that needs the training to stand still, and the errors that can be found before anything
-    is written.
-    """
+    """What needs the training to stand still, and the errors found before anything is written."""
     engine = engine_of(model)
     refuse_changes(engine, "save")
     meet(engine, call)
@@ -244,32 +243,21 @@ class _Writing:
         written: FileRecord | None = None
         pieces: list[Report] = []
         me = self.together.rank
-        try:
-            if self.copying is not None:
-                self.parts = self.copying.run()
-            written, pieces = write_parts(self.folder, rank_file(me), self.parts)
-        except Exception as failure:
-            error = worded(failure)
-        except BaseException:  # Ctrl-C: nothing is left
-            if self.place is not None:
-                self.place.discard()
-            raise
-        said = (error, written, pieces, self.parts.values if me == 0 or written else {})
-        try:
+        with self.place or contextlib.nullcontext():  # whatever goes wrong leaves nothing
+            try:
+                if self.copying is not None:
+                    self.parts = self.copying.run()
+                written, pieces = write_parts(self.folder, rank_file(me), self.parts)
+            except Exception as failure:
+                error = worded(failure)
+            said = (error, written, pieces, self.parts.values if me == 0 or written else {})
             reports = self.together.gather(said)
-            error = self._finish(reports) if me == 0 else None
-            error = self.together.from_first(error)
-        except BaseException:
-            if self.place is not None:
-                self.place.discard()
-            raise
-        if error is not None:
-            raise error.raised()
+            error = self.together.from_first(self._finish(reports) if me == 0 else None)
+            if error is not None:
+                raise error.raised()
 
     def _finish(self, reports: list[Any]) -> Said | None:
-        """On the first rank: complete the folder and give it its name. Returns what went wrong, in
-        words.
-        """
+        """The first rank completes the folder and gives it its name. Returns what went wrong."""
         assert self.place is not None
         try:
             raise_first([error for error, *_ in reports])
@@ -279,24 +267,21 @@ class _Writing:
             self._look(files)
             self.place.commit(self.overwrite)
         except Exception as failure:
-            self.place.discard()
             return worded(failure)
         return None
 
     def _write(
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
     ) -> None:
-        (self.folder / STATE).write_text(
-            json.dumps({**state, "step": self.step}) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({**state, "step": self.step}) + "\n"
+        (self.folder / STATE).write_text(text, encoding="utf-8")
         for thing in self.texts:
             thing.save_pretrained(str(self.folder))
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in files and name != OWNER:
-                files[name] = FileRecord(
-                    path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-                )
+                data = path.read_bytes()
+                files[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
         # Before the folder gets its name: a name must not reach the disk ahead of what it stands for
@@ -315,8 +300,9 @@ class _Writing:
                 )
             if record.head_only:
                 with TensorFile(path) as file:
-                    if hashlib.sha256(file.head).hexdigest() != record.sha256:
-                        raise CheckpointError(
-                            f"{name} reads differently than it was written: another save writes"
-                            " there, or the disk fails."
-                        )
+                    read = hashlib.sha256(file.head).hexdigest()
+                if read != record.sha256:
+                    raise CheckpointError(
+                        f"{name} reads differently than it was written: another save writes there,"
+                        " or the disk fails."
+                    )

@@ -111,15 +111,11 @@ class Source:
         return None
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of parameter `name` that is no tensor, or of no dimensions, such as
-        {"step": tensor(3.)}.
-        """
+        """The optimizer's numbers of parameter `name`, such as {"step": tensor(3.)}."""
         return {}
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
-        """For each optimizer its parameter groups: the options, and under "params" the names. None:
-        there is no optimizer in it.
-        """
+        """The parameter groups of each optimizer, "params" being names. None: there is none."""
         return None
 
     def value(self, name: str) -> Any:
@@ -174,9 +170,7 @@ class View(Source):
 
 
 def read_by_another(path: Path) -> Source | None:
-    """What another library has left at `path`, by the first of the package's `READERS` that knows
-    it.
-    """
+    """What another library has left at `path`, by the package's `READERS`."""
     import onefold  # the package says who reads what; this room knows nobody else's files
 
     for name in onefold.READERS:

@@ -66,11 +66,8 @@ class PlannedFiles:
         lengths: dict[str, int] = {}
         places: dict[str, tuple[str, TensorSpan]] = {}
         for number, group in enumerate(groups, 1):
-            file = (
-                f"{name}.safetensors"
-                if len(groups) == 1
-                else f"{name}-{number:05d}-of-{len(groups):05d}.safetensors"
-            )
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            file = f"{name}{part}.safetensors"
             head, entries = header_of(sorted(group, key=lambda t: -t[1].itemsize), {"format": "pt"})
             if again := next((key for key in entries if key in places), None):
                 raise CheckpointError(f"two tensors are called {again!r}.")
@@ -84,9 +81,7 @@ class PlannedFiles:
 
     def create(self, folder: Path) -> None:
         """Make the files with their heads, and the index if there are several.
-
-        Raises:
-            CheckpointError: there is no room for them. OSError: as the system says it.
+        Raises: CheckpointError: there is no room for them. OSError: as the system says it.
         """
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
@@ -139,9 +134,8 @@ class Sheet:
             first = runs[0].name if runs else key
             tensors.append((key, dtypes.get(first, torch.float32), shape))
             for run in runs:
-                backward.setdefault(run.name, []).append(
-                    ElementRun(run.start, key, run.at, run.length)
-                )
+                back = ElementRun(run.start, key, run.at, run.length)
+                backward.setdefault(run.name, []).append(back)
         for runs_there in backward.values():
             runs_there.sort(key=lambda run: run.at)
         goes = {
@@ -185,9 +179,7 @@ class Sheet:
 
 
 def _put(file: int, span: TensorSpan, start: int, data: torch.Tensor) -> Iterator[int]:
-    """Write elements [n] as those from `start` on of the tensor at `span`, `CHUNK` at a time. Yields
-    the bytes written.
-    """
+    """Write elements [n] from element `start` of `span` on. Yields the bytes written."""
     step = CHUNK // max(span.dtype.itemsize, data.dtype.itemsize)
     at = span.begin + start * span.dtype.itemsize
     for begin in range(0, data.numel(), step):

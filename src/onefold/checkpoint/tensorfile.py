@@ -49,9 +49,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: `tensor` is it (contiguous, on the host), or makes it or its parts in
-    order when its turn comes.
-    """
+    """A tensor to write: contiguous, on the host; or what makes it, or its parts in order."""
 
     key: str
     dtype: torch.dtype
@@ -82,9 +80,7 @@ def header_of(
     planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorSpan]]:
     """The first bytes of a file with these tensors in this order, and where each lies.
-
-    Raises:
-        CheckpointError: a dtype that the format has no name for, or a key twice.
+    Raises: CheckpointError: a dtype that the format has no name for, or a key twice.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -106,9 +102,7 @@ def header_of(
 
 
 def parse_header(head: bytes) -> dict[str, TensorSpan]:
-    """Where each tensor lies, by a file's first bytes. What is damaged raises whatever it comes
-    to.
-    """
+    """Where each tensor lies, by a file's first bytes. Damage raises whatever it comes to."""
     table = json.loads(head[8:])
     table.pop("__metadata__", None)
     spans = {}
@@ -120,9 +114,7 @@ def parse_header(head: bytes) -> dict[str, TensorSpan]:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file has become: its size, the SHA-256 of its head (length and header), each tensor's
-    CRC-32.
-    """
+    """A file that was written. `head`: the SHA-256 of its head. `crcs`: of each tensor."""
 
     nbytes: int
     head: str
@@ -142,9 +134,7 @@ def _chunks(planned: Planned) -> Iterator[memoryview]:
 
 def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
     """Write a new file, tensor after tensor; returns when the disk has it.
-
-    Raises:
-        OSError: as the system says it (no space, no permission, the file exists).
+    Raises: OSError: as the system says it (no space, no permission, the file exists).
     """
     head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), {})
     crcs: dict[str, int] = {}

@@ -40,12 +40,8 @@ def meet(engine: Engine, call: str) -> None:
     if engine.group.fake:
         return
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    said = [
-        int(p.item())
-        for p in engine.group.exchange_control(
-            payload, CollectiveContext("control", f"({call})", engine.step, "state")
-        )
-    ]
+    place = CollectiveContext("control", f"({call})", engine.step, "state")
+    said = [int(p.item()) for p in engine.group.exchange_control(payload, place)]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(
@@ -103,17 +99,13 @@ class Together:
 
     def agree(self, error: Exception | None) -> None:
         """Go on if no rank has an error.
-
-        Raises:
-            CheckpointError: on every rank, with what each rank met.
+        Raises: CheckpointError: on every rank, with what each rank met.
         """
         raise_first(self.all_gather(None if error is None else worded(error)))
 
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
-        """Around work that every rank does by itself, without collectives: what goes wrong on one
-        raises on all, once all have come to its end.
-        """
+        """Around local work: what goes wrong on one rank raises on all, at its end."""
         error: Exception | None = None
         try:
             yield

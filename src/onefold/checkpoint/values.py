@@ -52,10 +52,7 @@ Fetch = Callable[[int], torch.Tensor]
 
 def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     """`value` as JSON. `where` names it in messages; `keep` stores a large tensor and returns its
-    number.
-
-    Raises:
-        CheckpointError: a value that only pickle could write.
+    number. Raises: CheckpointError: a value that only pickle could write.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value

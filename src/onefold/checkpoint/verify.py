@@ -60,9 +60,7 @@ Inside = tuple[Record, StoredPiece]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something is not as it was saved: the file's name in the checkpoint, the tensor in it ("" for
-    all of it), what is wrong.
-    """
+    """What is not as it was saved: the file, the tensor in it ("" for all of it), and how."""
 
     file: str
     tensor: str
@@ -74,9 +72,7 @@ class Problem:
 
 @dataclass
 class Examination:
-    """What came of reading a checkpoint: its problems, what is no problem but worth a word, and how
-    much was read.
-    """
+    """What came of reading a checkpoint. `notes`: what is no problem but worth a word."""
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -203,9 +199,7 @@ def _blame(out: Examination, text: bytes, line: bytes) -> None:
 
 
 def _doubt_manifest(out: Examination) -> None:
-    """The manifest does not agree with its checksum. Say what that means for all that was found by
-    it.
-    """
+    """The manifest and its checksum differ: say so of all that was found by it."""
     own = [p for p in out.problems if p.file in (MANIFEST, CHECKSUM)]
     rest = [p for p in out.problems if p.file not in (MANIFEST, CHECKSUM)]
     if not any(p.file == MANIFEST for p in own):

@@ -30,9 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class Recoded(View):
-    """`source` with the moments of each parameter in the format that `wanted` gives for (its name,
-    its elements).
-    """
+    """`source` with moments in the format that `wanted` gives for (name, elements)."""
 
     def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
         super().__init__(source)
@@ -88,9 +86,7 @@ class Recoded(View):
             out[low - start : high - start].copy_(values[low - i : high - i])
 
     def _values(self, plain: Item, there: Format, a: int, b: int) -> torch.Tensor:
-        """Elements [a, b) of a moment in fp32; they begin with a block, and end with one or the
-        parameter.
-        """
+        """Elements [a, b) of a moment in fp32, which begin and end with a block."""
         if not there.packed:
             out = torch.empty(b - a, dtype=torch.float32, device=_CPU)
             self.source.read(plain, a, b, out)
