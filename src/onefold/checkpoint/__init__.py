@@ -17,8 +17,8 @@ There is no pickle in it.
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
 | commands                  | inspect, verify, diff, reshard                                                           |
-| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, streams; adapters of peft: adapters      |
-| torch's own checkpoints   | dcp                                                                                      |
+| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, streams; of peft: adapters      |
+| torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
 Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the
 storage that they rest in (runtime/storage.py).
