@@ -27,7 +27,6 @@ from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.on_disk import OnDisk
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
 
 
@@ -165,9 +164,9 @@ class Storage(ABC):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_ledger(self, engine: Engine) -> MemoryLedger:
-        """The ledger of the memory that reduced gradients are in."""
-        return engine.memory
+    def gradient_ledger(self, device: MemoryLedger) -> MemoryLedger:
+        """The ledger of the memory that reduced gradients are in; `device`: that of the device."""
+        return device
 
     @property
     def gradient_tier(self) -> Tier:
