@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import choices
 import pytest
 import torch
 from torch import nn
@@ -94,16 +95,7 @@ class Language(nn.Module):
 
 
 def asked(**changes: Any) -> Asked:
-    plain: dict[str, Any] = {
-        "stage": "auto",
-        "micro_batch": 1,
-        "global_batch": 0,
-        "seq": 8,
-        "precision": "fp32",
-        "checkpointing": "none",
-    }
-    here: dict[str, Any] = {"ranks": 4, "local_ranks": 4, "free": GIB, "device": "cpu"}
-    return Asked(**{**plain, **here, **changes})
+    return choices.asked(**{"micro_batch": 1, "seq": 8, "free": GIB, **changes})
 
 
 def test_auto_takes_the_lowest_stage_that_fits() -> None:

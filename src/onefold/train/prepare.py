@@ -15,8 +15,8 @@ from torch import nn
 import onefold
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
+from onefold.plan.job import Job
 from onefold.plan.schema import Account
-from onefold.recipe.options import NODES, TIERS
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
@@ -261,21 +261,21 @@ def _choice(
     config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]
 ) -> Choice:
     """What the first rank chooses, on every rank. Collective."""
+    job = {
+        "seq": config.seq,
+        "micro_batch": 0 if config.micro_batch == "auto" else config.micro_batch,
+        "global_batch": config.global_batch or 0,
+        "precision": config.precision,
+        "checkpointing": config.activation_checkpointing,
+        "offload": "none",
+    }
     asked = Asked(
-        stage=config.stage,
-        micro_batch=0 if config.micro_batch == "auto" else config.micro_batch,
-        global_batch=config.global_batch or 0,
-        seq=config.seq,
-        precision=config.precision,
-        checkpointing=config.activation_checkpointing,
-        ranks=ranks.world_size,
-        local_ranks=ranks.local_world_size,
-        free=free,
-        device=ranks.device.type,
-        reduce_at=config.reduce_at,
-        units=config.units,
-        tiers=tuple(config.arguments(TIERS).items()),
-        wires=tuple(config.arguments(NODES).items()),
+        config.stage,
+        Job.of({**job, **config.arguments()}, "onefold train"),
+        ranks.world_size,
+        ranks.local_world_size,
+        free,
+        ranks.device.type,
     )
     note("planning: what each stage would hold")
     return ranks.on_first(lambda: choose(model, asked))
