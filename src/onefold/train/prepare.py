@@ -61,10 +61,12 @@ def parameter_groups(
     """Two groups for a torch optimizer: decayed and not. Frozen parameters are in neither; an empty
     group is left out.
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    decayed = [p for name, p in trained if name not in no_decay]
-    others = [p for name, p in trained if name in no_decay]
-    groups = [(decayed, weight_decay), (others, 0.0)]
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (others if name in no_decay else decayed).append(parameter)
+    groups = ((decayed, weight_decay), (others, 0.0))
     return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
 
 
@@ -72,34 +74,24 @@ def parameter_groups(
 WSD_DECAY = 0.2
 
 
-def warmup_steps(warmup: float, steps: int) -> int:
-    """Steps of warm-up: `warmup` itself if it is 1 or more, else that share of `steps`
-    (rounded).
-    """
-    return round(warmup) if warmup >= 1 else round(warmup * steps)
-
-
-def lr_factor(kind: str, steps: int, warmup: int, minimum: float) -> Callable[[int], float]:
-    """Return step (from 0) -> factor on the peak learning rate.
+def lr_factor(kind: str, steps: int, warmup: float, minimum: float) -> Callable[[int], float]:
+    """Return step (from 0) -> factor on the peak learning rate, over a run of `steps`.
 
     The first step already learns: warm-up gives (step + 1) / (warmup + 1). After the last step the
-        factor is `minimum`.
+    factor is `minimum`.
 
     Args:
         kind: "constant", "cosine", "linear" or "wsd".
-        steps: optimizer steps of the run.
-        warmup: steps before the peak.
-        minimum: factor at the end, unless constant.
+        warmup: steps before the peak if 1 or more, else that share of `steps` (rounded).
     """
-    if kind not in ("constant", "cosine", "linear", "wsd"):
-        raise TrainError(f"schedule {kind!r}: expected constant, cosine, linear or wsd.")
-    start = steps - max(1, round(WSD_DECAY * steps)) if kind == "wsd" else warmup
-    start = max(start, warmup)
+    warmup = round(warmup) if warmup >= 1 else round(warmup * steps)
+    falls = {"constant": math.inf, "wsd": steps - max(1, round(WSD_DECAY * steps))}
+    start = max(falls.get(kind, warmup), warmup)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if kind == "constant" or step < start:
+        if step < start:
             return 1.0
         progress = min(1.0, (step - start) / max(1, steps - start))
         fall = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
@@ -225,8 +217,7 @@ def prepare(
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
     # Dropout differs from rank to rank; everything drawn before this line was the same everywhere.
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))
-    warmup = warmup_steps(config.warmup, steps)
-    factor = lr_factor(config.schedule, steps, warmup, config.min_lr)
+    factor = lr_factor(config.schedule, steps, config.warmup, config.min_lr)
     return Run(
         config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
     )  # fmt: skip
