@@ -163,9 +163,7 @@ def _refuse(
 
 
 def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> int:
-    """Check and show; the exit status. With a launcher rank 0 shows, and the others have status
-    0.
-    """
+    """Check and show; the exit status. With a launcher rank 0 shows, the others answer 0."""
     import os
     import shlex
     import time
@@ -219,9 +217,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
 
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
-    """The calibration that is there, and what is to be said about it. One that was asked for by
-    name must be good.
-    """
+    """The calibration, and a note on it. One that was asked for by name must be good."""
     from onefold.plan.calibrate import Calibration, CalibrationError
 
     try:

@@ -119,9 +119,7 @@ def default_ranks(most: int) -> list[int]:
 
 
 def threads_of(counts: list[int], cores: int) -> dict[int, int]:
-    """Threads of one rank by number of ranks: what `onefold train` gives it, which OMP_NUM_THREADS
-    overrules there and here.
-    """
+    """Threads of one rank by number of ranks, as `onefold train` gives them."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     return {
         count: int(asked) if asked.isdigit() and int(asked) else max(1, cores // count)
@@ -130,9 +128,7 @@ def threads_of(counts: list[int], cores: int) -> dict[int, int]:
 
 
 class Progress:
-    """A bar on standard error where that is a terminal, one line where it is not, nothing if
-    silent.
-    """
+    """A bar on standard error in a terminal, else one line, or nothing if silent."""
 
     def __init__(self, total: int, counts: list[int], silent: bool) -> None:
         self.total, self.counts, self.silent = total, counts, silent

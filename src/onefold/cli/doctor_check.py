@@ -111,9 +111,7 @@ class Minder:
     children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def start(self, generation: int, world: int) -> None:
-        """One child for each rank of mine, or for all of `world`, in a session of its own: a Ctrl-C
-        reaches this process only.
-        """
+        """One child for each rank of mine, or for all of `world`, out of a Ctrl-C's reach."""
         host, port = self.address
         for rank in range(world) if self.ranks is None else self.ranks:
             with self._errors(rank).open("wb") as errors:
@@ -132,9 +130,7 @@ class Minder:
         }
 
     def stands(self) -> dict[int, str]:
-        """Where those stand that still run: the innermost line of Onefold's on their main
-        thread.
-        """
+        """Where those stand that still run, on their main thread."""
         running = [rank for rank, child in self.children.items() if child.poll() is None]
         for rank in running:
             self.children[rank].send_signal(WHERE)
@@ -191,9 +187,7 @@ class Checking:
         self.said: Callable[[str], None] = lambda name: None
 
     def rows(self, casts: Sequence[Cast]) -> list[Outcome]:
-        """A row of every check, in the order of `CHECKS`, and one of each cast that did not
-        start.
-        """
+        """A row of every check, in order, and one of each cast that did not start."""
         known = {check.name: check for check in CHECKS}
         rows: dict[str, Outcome] = {}
         failed = []
@@ -227,9 +221,7 @@ class Checking:
         return [*failed, *(rows[check.name] for check in CHECKS if check.name in rows)]
 
     def _generation(self, cast: Cast, waiting: Sequence[Check]) -> tuple[Outcome, list[Outcome]]:
-        """Start ranks and take them through the checks as far as they get; (how they started, the
-        rows that came of it).
-        """
+        """Start ranks and take them as far as they get; (how they started, their rows)."""
         number, self.generation = self.generation, self.generation + 1
         names = tuple(check.name for check in waiting)
         plan = Plan(
@@ -320,9 +312,7 @@ class Checking:
         return lost
 
     def _over(self, number: int, ranks: int, how: str) -> dict[int, str]:
-        """End a generation; answers where those stood that still ran, if it hung. A second time
-        does nothing.
-        """
+        """End a generation, once; where those stood that still ran, if it hung."""
         if self.store.check([f"{number}/over"]):
             return {}
         self.store.set(f"{number}/over", how)
@@ -446,9 +436,7 @@ def check_with_launcher(
 
 
 def _mind(board: Any, minder: Minder, rank: int, arrived: list[int]) -> None:
-    """A launcher's rank other than 0: start, watch and end one child for each generation, until
-    rank 0 says that there are no more.
-    """
+    """A launcher's rank other than 0: one child for each generation, until rank 0 ends it."""
     number = 0
     try:
         while True:
@@ -487,9 +475,7 @@ def _at_work() -> Iterator[tuple[list[int], Path]]:
 
 
 def _folder_of_all(stack: contextlib.ExitStack) -> str:
-    """A folder in the working folder, which several nodes share as a rule; a check looks whether
-    they do.
-    """
+    """A folder in the working folder, which several nodes share as a rule."""
     try:
         folder = tempfile.TemporaryDirectory(
             prefix=".onefold-check-", dir=Path.cwd(), ignore_cleanup_errors=True
@@ -500,9 +486,7 @@ def _folder_of_all(stack: contextlib.ExitStack) -> str:
 
 
 def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
-    """What a rank finds: as in a training, and what makes the same kernels give the same bits
-    again.
-    """
+    """A training's environment, and what makes kernels give the same bits again."""
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if device == "cpu":
         ours["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -510,9 +494,7 @@ def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
 
 
 def _line_of(said: str) -> str:
-    """The innermost line in what faulthandler wrote of the thread that a signal found, libraries
-    left out.
-    """
+    """The innermost line of the found thread, libraries left out, as faulthandler wrote it."""
     current = said.rpartition("Current thread")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', current)
     own = [

@@ -84,9 +84,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def kernels_and_operations(here: Here, findings: Findings) -> str:
-    """Encoding, decoding and adding of every codec that has kernels, and the sums of reductions,
-    with both.
-    """
+    """Every codec that has kernels, and the sums of reductions, with both."""
     reason = kernels_run_here(here.device)
     if reason:
         raise LeftOut(reason)
@@ -159,9 +157,7 @@ def _acts(by: Blockwise, source: torch.Tensor) -> Iterator[tuple[str, bool]]:
 
 
 def _sums_agree(device: torch.device, ranks: int, numel: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel that adds up the parts of a reduction gives torch's bits, rounded to the
-    dtype of the parts.
-    """
+    """Whether the kernel that adds up parts gives torch's bits, in the parts' dtype."""
     parts = torch.stack([values(numel, rank, dtype) for rank in range(ranks)]).to(device)
     results = []
     for alone in (contextlib.nullcontext, by_torch):

@@ -29,9 +29,7 @@ PARAMETERS = (1, 63, 4097, 30011)
 def values(
     numel: int, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> torch.Tensor:
-    """What a rank contributes, on the host: [numel], of many magnitudes, so that the order of a sum
-    shows in its bits.
-    """
+    """What a rank contributes: [numel], of many magnitudes, so that a sum's order shows."""
     generator = torch.Generator().manual_seed(1 + 7919 * rank + 104729 * seed)
     found = torch.randn(numel, generator=generator) * torch.exp2(
         torch.randint(-8, 8, (numel,), generator=generator)
@@ -50,9 +48,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
-    """The sum in rank order in fp32; with groups of `inner` ranks, of each group first and then of
-    the groups.
-    """
+    """The sum in rank order in fp32; of groups of `inner` ranks first, if they are given."""
     inner = inner or len(parts)
     groups = [parts[i : i + inner] for i in range(0, len(parts), inner)]
     if len(groups) > 1:
@@ -64,9 +60,7 @@ def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
 
 
 def collectives(here: Here, findings: Findings) -> str:
-    """Each collective of torch.distributed that Onefold uses, on gloo and on the device's own
-    backend.
-    """
+    """Each collective that Onefold uses, on gloo and on the device's own backend."""
     where = [("gloo", torch.device("cpu"))] + (
         [(here.backend, here.device)] if here.device.type != "cpu" else []
     )
@@ -129,9 +123,7 @@ def _moves(
 
 
 def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> bool:
-    """Whether a sum of `parts`, times `scale`, is right within what any order of adding them up may
-    round.
-    """
+    """Whether a sum of `parts`, times `scale`, is right within rounding in any order."""
     wide = torch.stack([part.double() for part in parts])
     unit = torch.finfo(found.dtype).eps
     room = len(parts) * unit * wide.abs().sum(0) * scale
@@ -139,9 +131,7 @@ def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> 
 
 
 class Probe(nn.Module):
-    """Parameters whose gradient on each rank is known: the loss is Σ wᵢ·cᵢ with the rank's own c.
-    It notes what it computes with.
-    """
+    """The loss is Σ wᵢ·cᵢ with the rank's own c, so gradients are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,9 +157,7 @@ class Part(nn.Module):
 
 
 def ordered_sums(here: Here, findings: Findings) -> str:
-    """Onefold's reduction at every stage, to the bit; and that the next gather brings what was
-    stepped.
-    """
+    """Reductions at every stage, to the bit, and that the next gather brings the step."""
     for stage in range(4):
         _reduced(here, findings, Recipe.zero(stage), is_ordered_mean)
     findings.figures |= {"stages": 4, "elements": sum(PARAMETERS)}
@@ -180,9 +168,7 @@ def ordered_sums(here: Here, findings: Findings) -> str:
 
 
 def native_sums(here: Here, findings: Findings) -> str:
-    """`reduce="native"` within rounding; torch's own reduce-scatter where this Onefold does not
-    know the option.
-    """
+    """`reduce="native"` within rounding; on gloo its own reduce-scatter."""
     if "reduce" in Recipe.__dataclass_fields__ and here.backend != "gloo":
         for stage in range(1, 4):
             _reduced(
@@ -216,9 +202,7 @@ def native_sums(here: Here, findings: Findings) -> str:
 
 
 def is_ordered_mean(found: torch.Tensor, parts: list[torch.Tensor], inner: int = 0) -> bool:
-    """Whether these are the bits of a mean in rank order, the factor 1/N having been put to the
-    parts or to their sum.
-    """
+    """The bits of a mean in rank order, 1/N times each part or times their sum."""
     factor = 1 / len(parts)
     return same_bits(found, ordered(parts, inner) * factor) or same_bits(
         found, ordered([part * factor for part in parts], inner)
@@ -231,9 +215,7 @@ def _reduced(
     recipe: Recipe,
     right: Callable[[torch.Tensor, list[torch.Tensor], int], bool],
 ) -> None:
-    """Two steps of SGD with a learning rate of 1 from zero: after the first, weights are the
-    negated mean gradients.
-    """
+    """Two steps of SGD from zero at rate 1: the weights are the negated mean gradients."""
     model: Any = onefold.shard(Probe().to(here.device), recipe)
     engine = engine_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

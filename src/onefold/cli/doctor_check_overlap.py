@@ -39,9 +39,7 @@ Spans = list[tuple[float, float]]
 
 
 def overlap(here: Here, findings: Findings) -> str:
-    """Stage 3 with overlap and without, or copies of parameters beside computing on a lone
-    accelerator.
-    """
+    """Stage 3 with overlap and without; on a lone accelerator copies beside computing."""
     if here.world > 1:
         return _between_ranks(here, findings)
     if not has_streams(here.device):
@@ -163,9 +161,7 @@ def judge(findings: Findings, hidden: float, what: str) -> None:
 
 
 def split(events: Sequence[Any]) -> tuple[Spans, Spans]:
-    """(copies and messages, other kernels) among a profiler's events on the device, in
-    microseconds.
-    """
+    """(copies and messages, other kernels) of a profiler's events, in microseconds."""
     moving: Spans = []
     computing: Spans = []
     for event in events:

@@ -62,9 +62,7 @@ def key(generation: int, check: str, rank: int) -> str:
 
 
 def main(host: str, port: int, generation: int, rank: int, parent: int) -> None:
-    """Run the plan. Ends this process by itself: a process group in the middle of something would
-    be waited for.
-    """
+    """Run the plan, and end this process at once: nobody waits for its process group."""
     end_with_parent(parent)
     faulthandler.register(WHERE, all_threads=True)
     try:

@@ -60,9 +60,7 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself, a
-    scalar.
-    """
+    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself."""
 
     def __init__(
         self,
@@ -100,9 +98,7 @@ def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.T
 
 @dataclass
 class Trained:
-    """Losses of each micro-batch of this rank, norms of each step, and whole weights (rank 0 only),
-    all on the host.
-    """
+    """Losses of this rank's micro-batches, norms of steps, whole weights (rank 0 only)."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -161,9 +157,7 @@ class Cast(nn.Module):
 
 
 def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHES) -> Trained:
-    """The same training with DistributedDataParallel: fp32 parameters, sums and states, passes in
-    `precision`. Collective.
-    """
+    """The same training with DistributedDataParallel and fp32 states. Collective."""
     model = small(here)
     ddp = DistributedDataParallel(Cast(model, COMPUTE_DTYPES[precision]))
     optimizer, found = adamw(model), Trained()
@@ -204,9 +198,7 @@ def bits_differ(a: Trained, b: Trained) -> str:
 
 
 def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
-    """Relative differences: of losses and norms the largest; of weights, of what the training has
-    changed (rank 0, else 0).
-    """
+    """Relative differences: the largest of numbers; of weights, by what training changed."""
     moved = 0.0
     if b.weights:
         begin = small(here).state_dict()
@@ -298,9 +290,7 @@ def stages(here: Here, findings: Findings) -> str:
 
 
 def two_levels(here: Here, findings: Findings) -> str:
-    """Recipes over groups to the bit with each other, with all ranks within rounding, and their
-    bytes between groups.
-    """
+    """Recipes over groups with each other, with all ranks, and their bytes between groups."""
     inner = here.per_node if here.per_node < here.world else here.world // 2
     if here.world < 4 or here.world % inner or inner < 2:
         raise LeftOut(
@@ -363,9 +353,7 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 
 
 def offload(here: Here, findings: Findings) -> str:
-    """State on the host to the bit with each other, and with the device (within rounding where its
-    arithmetic is another).
-    """
+    """State on the host with each other to the bit, and with the device."""
     for precision in PRECISIONS:
         plain = train(here, Recipe.zero(3, precision=precision))
         kept = train(here, Recipe.zero(3, precision=precision, offload_activations="cpu"))
@@ -403,9 +391,7 @@ def offload(here: Here, findings: Findings) -> str:
 
 
 def save_and_reload(here: Here, findings: Findings) -> str:
-    """Steps while `save_async` is under way. What is loaded afterwards, at another stage, is what
-    was there at the call, and trains on.
-    """
+    """Steps behind `save_async`; the load at another stage is what was there at the call."""
     path = Path(here.folder) / "checkpoint"
     if here.rank == 0:
         (Path(here.folder) / "seen").touch()
@@ -509,9 +495,7 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
 
 
 def _held(here: Here) -> int:
-    """Bytes on the device: the allocator's, or on a CPU of every tensor that Python can reach, each
-    storage once.
-    """
+    """Bytes of the allocator, or on a CPU of every tensor that Python can reach."""
     gc.collect()
     figures = memory_figures(here.device)
     if figures is not None:

@@ -152,9 +152,7 @@ class Here:
 
 @dataclass
 class Findings:
-    """What a check notes on one rank: figures for the JSON, and sentences that say what is
-    wrong.
-    """
+    """What a check notes on one rank: figures for the JSON, and what is wrong."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)

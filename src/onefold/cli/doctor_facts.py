@@ -95,9 +95,7 @@ def _backends() -> list[str]:
 
 
 def _disks() -> list[dict[str, Any]]:
-    """Free space where a run writes; a folder that is not there yet counts as its nearest
-    parent.
-    """
+    """Free space where a run writes, at the nearest folder that is there."""
     out = []
     for use, folder in (
         ("working folder", Path.cwd()),

@@ -108,9 +108,7 @@ def _watch(
     arrived: list[int],
     say: Callable[[str], None],
 ) -> None:
-    """Until all ranks are done, one failed, or a signal came. What rank 0 writes is passed on line
-    by line.
-    """
+    """Until all ranks are done, one failed, or a signal came; passes on rank 0's lines."""
     with (folder / "rank-0.out").open(encoding="utf-8", errors="replace") as progress:
         while not arrived:
             running = [r for r in ranks if r.poll() is None]
@@ -157,9 +155,7 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 def main(folder: Path, rank: int) -> None:
-    """Measure with the other ranks. Ends this process by itself: a process group in the middle of
-    something would be waited for.
-    """
+    """Measure with the others, and end this process at once: nobody waits for its group."""
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         end_with_parent(job["parent"])

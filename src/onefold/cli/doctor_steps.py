@@ -49,9 +49,7 @@ WARMUP, COUNTED = 2, 3
 
 
 class Reference(nn.Module):
-    """Embedding, blocks, norm, head, and the mean cross-entropy of predicting each token from
-    itself: [1, tokens] → scalar.
-    """
+    """[1, tokens] → the mean cross-entropy of predicting each token from itself."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()

@@ -134,9 +134,7 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def next_sound(paths: Sequence[Path]) -> Point | None:
-    """The first of `paths` that can be read; those behind it are kept in mind, should its tensors
-    turn out damaged.
-    """
+    """The first of `paths` that can be read; it remembers those behind it."""
     for number, path in enumerate(paths, 1):
         try:
             return replace(read_point(path), before=tuple(paths[number:]))
@@ -182,9 +180,7 @@ def read_point(path: Path) -> Point:
 
 
 def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
-    """What a checkpoint of this run keeps beside its states: totals (`wires.totals`), and the
-    options that decide its numbers.
-    """
+    """What a checkpoint keeps beside its states: totals, and options that decide its numbers."""
     return {
         **sent,
         "skipped": skipped,
@@ -314,9 +310,7 @@ class Keeper:
         return (12 * self.run.trained + 4 * self.run.frozen) / SLOW_DISK
 
     def time_is_up(self) -> bool:
-        """Whether this step must be the last, for a checkpoint to be there before --save-before:
-        another step may not fit.
-        """
+        """Whether another step might leave no time for a checkpoint before --save-before."""
         if self.limit is None:
             return False
         step = max(self._steps, default=0.0)
@@ -353,9 +347,7 @@ class Keeper:
         return (urgent or due or (self.on and bool(stopping))) and self.saved != step
 
     def look(self) -> None:
-        """Take note of a save that has ended behind the training. Raises: CheckpointError: it
-        failed.
-        """
+        """Take note of a save that has ended. Raises CheckpointError if it failed."""
         if self._saving is not None and self._saving.done:
             self.wait()
 
@@ -461,9 +453,7 @@ def check_time(run: Run, keeper: Keeper) -> str | None:
 
 
 def started_at() -> float:
-    """When the run started, seconds since the epoch: its launcher, torchrun's agent, or this
-    process. Restarts change nothing.
-    """
+    """When the run first started, seconds since the epoch. Restarts change nothing."""
     if STARTED in os.environ:
         return float(os.environ[STARTED])
     of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()

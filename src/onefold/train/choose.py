@@ -184,9 +184,7 @@ def _why(asked: Asked, chosen: Candidate, needed: Mapping[int, int], fits: bool)
 
 
 def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
-    """Judge by states and reduced gradients alone, with half of the free memory left for
-    activations.
-    """
+    """Judge by states and reduced gradients; half of the free memory is for activations."""
     shape = model_shape(model, dict(asked.job.options).get("units"))
     available = int(asked.free * USABLE / 2)
 

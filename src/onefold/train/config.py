@@ -289,9 +289,7 @@ class TrainConfig(_RecipeOptions):
         return Recipe.zero(stage, precision=self.precision, **self.arguments())
 
     def arguments(self, *panels: str) -> dict[str, Any]:
-        """The arguments of `Recipe.zero` that are not as usual, of these panels of the table or of
-        all.
-        """
+        """Arguments of `Recipe.zero` that are not as usual, of these panels or of all."""
         return {
             name: value
             for name, option in OPTIONS.items()

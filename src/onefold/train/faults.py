@@ -181,9 +181,7 @@ class Location:
 
 @dataclass
 class NonFiniteHooks:
-    """Hooks on the units' modules; a context manager. The first bad place of this rank is
-    `found`.
-    """
+    """Hooks on the units' modules; the first bad place of this rank is `found`."""
 
     engine: Engine
     rank: int
@@ -257,9 +255,7 @@ def _finite(t: torch.Tensor) -> bool:
 
 
 def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
-    """Units with a non-finite number in this rank's part of their weights (or of the weights'
-    gradients), in forward order.
-    """
+    """Units with a non-finite weight or gradient on this rank, in forward order."""
     out = []
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
@@ -332,9 +328,7 @@ class Pace:
     _due: int = 0
 
     def look(self, seconds: Sequence[float]) -> str | None:
-        """Take in one step: `seconds[r]` is what rank r computed. A sentence when a rank becomes
-        slow or is so no longer.
-        """
+        """Take in one step's seconds, by rank. A sentence when a rank gets slow or keeps up."""
         self._seen.append(tuple(seconds))
         if self.factor <= 0 or len(seconds) < 2 or len(self._seen) < WINDOW:
             return None
@@ -402,9 +396,7 @@ def _told(sizes: Mapping[str, int]) -> str:
 
 
 def _wrong_line(predicted: Account, held: Mapping[str, int], available: int) -> str:
-    """The line of the plan that reality exceeded: one of the engine's, or what is not the
-    engine's.
-    """
+    """The line of the plan that was exceeded: one of the engine's, or one of the others."""
     planned = {c: max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)) for c in ENGINE}
     worst = max(ENGINE, key=lambda category: held.get(category, 0) - planned[category])
     if held.get(worst, 0) > planned[worst]:
@@ -442,9 +434,7 @@ def _advice(run: Run) -> str:
 
 
 def _colder(run: Run) -> list[str]:
-    """What could leave the device that has not left it: to the host beside a GPU, whose memory is
-    another; else to a disk.
-    """
+    """What could still leave the device: to the host beside a GPU, else to a disk."""
     p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
     whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
     out = []

@@ -98,9 +98,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks told each other: the loss of a step, the seconds of each rank in it, and why
-    to stop.
-    """
+    """What the ranks told each other of a step."""
 
     loss: float
     stopping: Stop
@@ -158,9 +156,7 @@ class _Loop:
         return max(0.0, time.perf_counter() - self._begun - waited + self._update_s)
 
     def _tell(self, loss: float, own: float, asking: bool = True) -> _Told:
-        """Collective. `asking`: whether ranks may say now that the run is to stop behind this
-        step.
-        """
+        """Collective. `asking`: whether ranks may ask now to stop behind this step."""
         ranks = self.run.ranks
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
         if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
@@ -194,9 +190,7 @@ class _Loop:
         return over or (step + 1) % every == 0
 
     def _figures(self, step: int, tokens: int) -> Row:
-        """The figures of a step as this run keeps them: `memory` of the process, `held` of the
-        engine by category. Nothing is read yet.
-        """
+        """Figures of a step: `memory` of the process, `held` of the engine. Nothing is read yet."""
         figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
@@ -208,9 +202,7 @@ class _Loop:
     def _complete(
         self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool
     ) -> None:
-        """Put into `row` what was read from the device and told by the ranks. `scale`: the loss
-        scale behind the step.
-        """
+        """Put into `row` what was read from the device and told by the ranks."""
         row["loss"] = told.loss if math.isfinite(told.loss) else None
         row["grad_norm"] = norm if math.isfinite(norm) else None
         if scale is not None:
@@ -229,9 +221,7 @@ class _Loop:
                 self.alert(said)
 
     def _end(self, step: int, stopping: Stop, row: Row | None) -> int:
-        """What comes behind a step. Returns the number of the next. `row`: complete; None where the
-        step is read in the next one.
-        """
+        """What follows a step; returns the next one. `row`: None for a step that is read later."""
         if row is not None:
             if self._evaluates(step, stopping):
                 sent = self.engine.traffic.total()
@@ -344,9 +334,7 @@ class _StepLate(_Loop):
         return self._end(step, told.stopping, launched.row)
 
     def _is_needed(self, step: int, stopping: Stop) -> bool:
-        """Whether somebody needs to know of the step before the next one begins. The same on every
-        rank.
-        """
+        """Whether the step must be read before the next one begins. The same on every rank."""
         over = bool(stopping) or step + 1 == self.run.steps
         saves = self.keeper is not None and self.keeper.saves(
             step + 1, stopping, step + 1 == self.run.steps
@@ -354,9 +342,7 @@ class _StepLate(_Loop):
         return over or saves or self._evaluates(step, stopping) or self.window.is_near(step)
 
     def _read(self, launched: _Launched) -> list[float]:
-        """Waits for that step, and for nothing that was launched behind it. A step's time is that
-        between its numbers and those before.
-        """
+        """Wait for that step's numbers, and for nothing behind them."""
         read = launched.reading.numbers()
         self._seconds = time.perf_counter() - max(launched.begun, self._arrived)
         self._arrived = time.perf_counter()

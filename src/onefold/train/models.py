@@ -107,9 +107,7 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
 
 
 def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`: "auto" takes the model's own (`own`: its folder or GGUF file), else SmolLM2's,
-    else bytes.
-    """
+    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
     check_tokenizer(choice)
     if choice == "smollm2" or (choice == "auto" and own is None):
         own = smollm2_path()
@@ -167,9 +165,7 @@ def _read_once() -> Iterator[None]:
 
 
 def _from_gguf(path: Path) -> nn.Module:
-    """A GGUF file as an ordinary fp32 model: its weights are dequantized, and it saves like any
-    other.
-    """
+    """A GGUF file as an ordinary fp32 model, dequantized; it saves like any other."""
     from transformers import AutoModelForCausalLM
 
     with _read_once():
@@ -288,9 +284,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Progress bars and warnings of transformers off inside (they would print once a rank), then as
-    before.
-    """
+    """Without transformers' progress bars and warnings, which each rank would print."""
     try:
         from transformers.utils import logging
     except ModuleNotFoundError:

@@ -58,9 +58,7 @@ def parameter_groups(
     no_decay: frozenset[str],
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Two groups for a torch optimizer: decayed and not. Frozen parameters are in neither; an empty
-    group is left out.
-    """
+    """Up to two groups for a torch optimizer, decayed and not, without frozen parameters."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named_parameters:

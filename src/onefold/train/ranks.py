@@ -171,9 +171,7 @@ def join(device: str, timeout: float) -> Ranks:
 
 
 def leave() -> None:
-    """Free the process groups; on clean exits only, since destroying them while a collective is
-    stuck would wait for it.
-    """
+    """Free the process groups. On clean exits only: a stuck collective would be waited for."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -283,9 +281,7 @@ class PeerMonitor:
         return cls(peers, links, on_gone) if made else None
 
     def close(self) -> None:
-        """Leave with a word: this rank ends as it should, or because of another that the others
-        know of already.
-        """
+        """Leave with a word: the others need not report this rank as gone."""
         self._closing = True
         for link in self._links.values():
             with contextlib.suppress(OSError):

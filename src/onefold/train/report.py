@@ -83,9 +83,7 @@ class JsonReporter(Reporter):
 
 
 class ConsoleReporter(Reporter):
-    """For people: a table, then a bar (a terminal) or a line every `log_every` steps (a file or a
-    pipe).
-    """
+    """For people: a table, then a bar in a terminal, else a line every `log_every` steps."""
 
     def __init__(self, log_every: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -222,9 +220,7 @@ class Window:
         self._whole = 0
 
     def is_near(self, step: int) -> bool:
-        """Whether `step` is recorded, or the next one is the first that will be: both are to begin
-        and end by themselves.
-        """
+        """Whether `step` is recorded or comes before the first one: it is then read by itself."""
         return self._recording is not None or step + 1 == self.first
 
     def begin(self, step: int) -> None:
@@ -237,9 +233,7 @@ class Window:
             self._recording = self._stack.enter_context(seen)
 
     def end(self, step: int, over: bool, whole: bool = True) -> None:
-        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a
-        window without such a step moves on.
-        """
+        """A step has ended. A window in which no update was applied (`whole`) moves on."""
         self._whole += whole and self._recording is not None
         if self._recording is not None and (step >= self.last or over):
             self._stack.close()
@@ -372,9 +366,7 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its
-    own file.
-    """
+    """Leave this rank's ledgers in the output folder, for `onefold report`."""
     if run.measured is None or not rows:
         return
     later = rows[1:] or rows

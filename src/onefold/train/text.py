@@ -70,9 +70,7 @@ def check_documents(name: str, seq: int, seconds: float = 1.0) -> None:
 
 
 def _rows(path: Path, only_look: bool = False) -> Iterator[tuple[str, Any]]:
-    """(kind, document) of all there is; with `only_look` no more than the beginning of a text
-    file.
-    """
+    """(kind, document) of all there is; with `only_look` the beginning of a text file."""
     try:
         if path.is_dir():
             files = sorted(
@@ -230,9 +228,7 @@ class ByteTokenizer:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[bool] | None]:
-    """(tokens of the conversation, whether an assistant wrote each); None where this tokenizer or
-    its chat template cannot tell: then everything counts.
-    """
+    """(tokens, whether an assistant wrote each; None where that cannot be told)."""
     text, spans = render_chat(tokenizer, messages)
     encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
     return encoded or (tokenizer.encode(text, add_special_tokens=False), None)
@@ -271,9 +267,7 @@ def render_chat(
 def encode_with_spans(
     tokenizer: Any, text: str, spans: list[tuple[int, int]]
 ) -> tuple[list[int], list[bool]] | None:
-    """(tokens, whether each starts inside a span), or None if this tokenizer cannot say where its
-    tokens start.
-    """
+    """(tokens, whether each starts inside a span); None if this tokenizer cannot say."""
     if isinstance(tokenizer, ByteTokenizer):
         tokens = tokenizer.encode(text)
         starts = [at for at, character in enumerate(text) for _ in character.encode("utf-8")]

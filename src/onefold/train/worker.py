@@ -51,9 +51,7 @@ def prompt_of(run: Run) -> str:
 
 
 def sample(run: Run) -> str | None:
-    """What the model continues the prompt with, or None if it cannot generate or none is wanted.
-    Collective.
-    """
+    """What the model continues the prompt with; None if it cannot generate. Collective."""
     model: Any = run.model
     words, most = run.loaded.tokenizer, run.config.sample_tokens
     if not most or words is None or not callable(getattr(model, "generate", None)):
@@ -247,9 +245,7 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
 
 
 def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
-    """This rank's hold on the output folder: as long as it lives, nobody else begins there.
-    Collective.
-    """
+    """This rank's hold on the output folder, as long as it lives. Collective."""
     assert config.output is not None
     folder, run = Path(config.output), ranks.from_first(run_of(config, os.environ))
     if claim is not None and claim.folder == folder:
@@ -312,9 +308,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
 
 
 class Log:
-    """Where the rows of a run go: the metrics file, TensorBoard, the screen, and `rows` of this
-    start.
-    """
+    """Where rows go: the metrics file, TensorBoard, the screen, and `rows` of this start."""
 
     def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
         first = run.ranks.is_first
@@ -440,9 +434,7 @@ def _finish(
 
 
 def _exit_code(run: Run, me: Rank) -> int:
-    """0, 130 after Ctrl-C; `AGAIN` on a machine that was not asked to end, where the run goes on
-    with those that remain.
-    """
+    """0; 130 after Ctrl-C; `AGAIN` on a machine that is to go on with those that remain."""
     several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     elastic = several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if Stop.PREEMPT in run.stopped and elastic:
