@@ -98,10 +98,8 @@ class Asked:
 
 def choose(model: nn.Module, asked: Asked) -> Choice:
     """Take the stage that was asked for, or the lowest that fits.
-
-    Raises:
-        TrainError: the batch does not divide, `units` names nothing, or no stage can keep state
-            where it is asked for.
+    Raises TrainError for a batch that does not divide, units that are not there, or state that
+    no stage can keep where it is asked for.
     """
     try:
         return _planned(model, asked)

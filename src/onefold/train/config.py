@@ -279,11 +279,7 @@ class TrainConfig(_RecipeOptions):
         return self
 
     def recipe(self, stage: int) -> Recipe:
-        """What the run executes at that stage.
-
-        Raises:
-            ValueError: no recipe can be what is asked for.
-        """
+        """What the run executes at that stage. Raises ValueError if no recipe can be so."""
         from onefold.recipe import Recipe
 
         return Recipe.zero(stage, precision=self.precision, **self.arguments())
@@ -298,11 +294,7 @@ class TrainConfig(_RecipeOptions):
         }
 
     def check_recipe(self) -> None:
-        """See that there is a recipe for these options. Imports torch.
-
-        Raises:
-            TrainError: there is none.
-        """
+        """Raise TrainError if no recipe can have these options. Imports torch."""
         try:
             self.recipe(3 if self.stage == "auto" else int(self.stage))
         except ValueError as error:
@@ -323,11 +315,7 @@ def field_names() -> dict[str, str]:
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Read a YAML or TOML file into {key: value}, keys checked, hyphens turned into underscores.
-
-    Raises:
-        TrainError: no such file, another ending, not a table, or a key that no option has.
-    """
+    """Read a YAML or TOML file into {key: value}. Raises TrainError if that cannot be."""
     path = Path(path)
     if not path.is_file():
         raise TrainError(f"--config {path}: there is no such file.")
@@ -383,10 +371,8 @@ def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = No
 def read_options(
     command_line: Mapping[str, Any], config_file: str | Path | None = None
 ) -> TrainConfig:
-    """Defaults, then the file, then the command line; None on the command line means "not given".
-
-    Raises:
-        TrainError: a value that cannot be, with its key, what was given and what was expected.
+    """Defaults, then the file, then the command line, where None is "not given".
+    Raises TrainError with the key, what was given and what was expected.
     """
     values = read_config_file(config_file) if config_file is not None else {}
     given = {key: value for key, value in command_line.items() if value is not None}

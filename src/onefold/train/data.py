@@ -106,13 +106,8 @@ def load_data(
     eval_fraction: float,
     documents: Documents | None = None,
 ) -> Data:
-    """Read `--data`, tokenize it, split it.
-
-    Args:
-        documents: what `read_documents` has given, where that was asked before.
-
-    Raises:
-        TrainError: nothing there, nothing readable in it, or too little for one sequence.
+    """Read `--data` (or take `documents`), tokenize it, split it.
+    Raises TrainError for data that is not there, not readable, or too little for one sequence.
     """
     kind, found = documents or read_documents(name)
     notes: list[str] = []
@@ -236,11 +231,7 @@ class DataOrder:
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that kept `state`.
-
-        Raises:
-            TrainError: this order reads other samples, or in another order.
-        """
+        """Go on as the run that kept `state`. Raises TrainError if this order is another."""
         mine = self.state_dict()
         for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
             if state[name] != mine[name]:

@@ -85,12 +85,8 @@ class Verdict(enum.Enum):
 
 @dataclass
 class NonFinite:
-    """Judges each step; all ranks come to the same verdict, since loss and norm are the same on
-    all.
-
-    Attributes:
-        total: steps that were not finite, earlier starts of the run counted in. in_a_row: since the
-            last good step behind the worst.
+    """Judges each step, alike on all ranks: loss and norm are the same on all.
+    `total` counts steps that were not finite, `in_a_row` those since the last good step.
     """
 
     run: Run
@@ -310,12 +306,8 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
 
 @dataclass
 class Pace:
-    """Compares the ranks' own seconds over the last `WINDOW` steps. See [Note: an alert does not
-    flap].
-
-    Attributes:
-        factor: how many times the others' median makes a rank slow; 0 looks at nothing.
-        slow: the rank that is slow now, None if none is.
+    """Compares the ranks' own seconds. See [Note: an alert does not flap].
+    `factor`: times the others' median that make a rank slow, 0 for none. `slow`: the slow rank.
     """
 
     factor: float
@@ -333,39 +325,30 @@ class Pace:
         if self.factor <= 0 or len(seconds) < 2 or len(self._seen) < WINDOW:
             return None
         own = [statistics.median(column) for column in zip(*self._seen, strict=True)]
-        return self._name(own) if self.slow is None else self._let_go(own, self.slow)
-
-    def _name(self, own: list[float]) -> str | None:
-        worst = max(range(len(own)), key=own.__getitem__)
-        others = _median_of_others(own, worst)
-        if own[worst] <= self.factor * others or own[worst] - others <= FLOOR:
-            self._due = 0
+        named = self.slow is not None
+        rank = self.slow if self.slow is not None else own.index(max(own))
+        others = statistics.median(own[:rank] + own[rank + 1 :])
+        lag = own[rank] - others
+        if named:  # well below the factor, for a while
+            limit = 1 + (self.factor - 1) / 2
+            due, needed = own[rank] <= limit * others or lag <= FLOOR / 2, WINDOW
+        else:
+            due = own[rank] > self.factor * others and lag > FLOOR
+            needed = WINDOW << (self._alerts - 1) if self._alerts else 1
+        self._due = (self._due if rank == self._next else 0) + 1 if due else 0
+        self._next = rank if due or named else self._next
+        if self._due < needed:
             return None
-        self._due = self._due + 1 if worst == self._next else 1
-        self._next = worst
-        if self._due < (WINDOW << (self._alerts - 1) if self._alerts else 1):
-            return None
-        self.slow, self._due, self._alerts = worst, 0, self._alerts + 1
+        self._due = 0
+        if named:
+            self.slow = self._next = None
+            return f"rank {rank} keeps up again"
+        self.slow, self._alerts = rank, self._alerts + 1
         return (
-            f"rank {worst} is slow: it computes {1000 * own[worst]:.0f} ms a step, the others"
+            f"rank {rank} is slow: it computes {1000 * own[rank]:.0f} ms a step, the others"
             f" {1000 * others:.0f} ms (medians of {WINDOW} steps),"
-            f" {own[worst] / max(others, 1e-9):.1f} times as long, and all wait for it"
+            f" {own[rank] / max(others, 1e-9):.1f} times as long, and all wait for it"
         )
-
-    def _let_go(self, own: list[float], named: int) -> str | None:
-        others = _median_of_others(own, named)
-        keeps_up = (
-            own[named] <= (1 + (self.factor - 1) / 2) * others or own[named] - others <= FLOOR / 2
-        )
-        self._due = self._due + 1 if keeps_up else 0
-        if self._due < WINDOW:
-            return None
-        self.slow, self._next, self._due = None, None, 0
-        return f"rank {named} keeps up again"
-
-
-def _median_of_others(own: list[float], rank: int) -> float:
-    return statistics.median(own[:rank] + own[rank + 1 :])
 
 
 def is_out_of_memory(error: BaseException) -> bool:

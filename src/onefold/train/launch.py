@@ -56,9 +56,7 @@ SPARE = 5.0
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads, from what `srun` sets; {} outside a step of several tasks, or
-    where RANK is set already.
-
+    """What torch.distributed reads, from what `srun` sets; {} where RANK is set or one task runs.
     Only a job step counts: a batch script itself is one process, whatever was allocated.
     """
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
@@ -81,11 +79,8 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def joins(environment: Mapping[str, str]) -> bool:
-    """True if a launcher (torchrun, Slurm, Kubernetes, ...) has set RANK: then this process is a
-    rank.
-
-    Raises:
-        TrainError: RANK is set but not what belongs to it.
+    """True if a launcher (torchrun, Slurm, ...) has set RANK: then this process is a rank.
+    Raises TrainError if what belongs to RANK is not set.
     """
     if "RANK" not in environment:
         return False
@@ -101,9 +96,7 @@ def joins(environment: Mapping[str, str]) -> bool:
 
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     """(how many, why): --nproc, else one a GPU, else one a physical core.
-
-    Raises:
-        TrainError: more ranks than GPUs.
+    Raises TrainError for more ranks than GPUs.
     """
     gpus = _gpus() if config.device != "cpu" else 0
     if config.device == "cuda" and not gpus:
@@ -147,10 +140,8 @@ def _gpus() -> int:
 
 
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
-    """What torchrun is asked for: a rendezvous of its own on one machine, the user's on several.
-
-    Raises:
-        TrainError: something that several machines need is missing.
+    """A rendezvous of its own on one machine, the user's on several.
+    Raises TrainError if something that several machines need is missing.
     """
     arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={config.max_restarts}"]
     fewest, most = config.nodes
@@ -177,11 +168,8 @@ def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
 
 
 def launch(config: TrainConfig) -> int:
-    """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130
-    after Ctrl-C. See `onefold.train.process`.
-
-    Raises:
-        TrainError: it cannot be; nothing was started then, and nothing is left.
+    """Run on ranks of this machine; the exit status: 0, 1 for a failure, 130 after Ctrl-C.
+    Raises TrainError if it cannot be; nothing was started then, and nothing is left.
     """
     fewest, most = config.nodes
     # It needs no GPUs counted, which takes an import of torch

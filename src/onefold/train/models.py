@@ -78,12 +78,9 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
 
 
 def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
-    """As `load_model`, with weights on rank 0 only; other ranks get the same model on the meta
-    device. Collective.
-
-    `onefold.shard` gives every rank its part of rank 0's weights, so a machine never holds one
-    whole model a rank. A factory is called on every rank, since only it knows how to build its
-    model.
+    """As `load_model`, with weights on rank 0 only and the meta device elsewhere. Collective.
+    `onefold.shard` gives every rank its part of rank 0's. Only a factory itself knows how to
+    build its model: it is called on every rank.
     """
     if ranks.world_size == 1 or kind_of(name) == "factory":
         return load_model(name, tokenizer, seed, seq)
@@ -303,14 +300,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def checkpoint_activations(model: nn.Module, how: str) -> None:
-    """Recompute blocks in the backward pass instead of keeping what they computed.
-
-    Args:
-        how: "none", "full" (every block) or "selective" (every second block: half the memory for
-            half the recompute).
-
-    Raises:
-        TrainError: the model has no way to do it.
+    """Recompute all blocks ("full") or every second one ("selective") in the backward pass.
+    Raises TrainError if the model has no way to do it.
     """
     if how == "none":
         return
@@ -338,14 +329,9 @@ def checkpoint_activations(model: nn.Module, how: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """`torch.compile` the forward of each repeated block, so that all of them share one
-    compilation.
-
-    The forward alone, not `block.compile()`: gathering and releasing happen in hooks around it,
-    which have nothing to compile.
-
-    Raises:
-        TrainError: no repeated block was found.
+    """`torch.compile` each repeated block's forward: all share one compilation.
+    Not `block.compile()`: gathering and releasing are hooks around the forward, with nothing to
+    compile. Raises TrainError if there is no repeated block.
     """
     blocks = repeated_blocks(model)
     if not blocks:

@@ -66,9 +66,7 @@ def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
 
 class Claim:
     """This process's hold on an output folder.
-
-    Attributes:
-        known: False where the file system has no locks: then another run would not be noticed.
+    `known` is False where the file system has no locks: another run would not be noticed.
     """
 
     def __init__(self, folder: Path, file: int, known: bool, made: list[Path]) -> None:
@@ -243,11 +241,7 @@ def _held(folder: Path, record: Mapping[str, Any]) -> str:
 
 
 def refuse_earlier_run(config: TrainConfig) -> None:
-    """Say what `with_output` would say, where no checkpoint has to be read for it.
-
-    Raises:
-        TrainError: the folder holds a run that nobody wants to replace or to go on with.
-    """
+    """Raise what `with_output` would, where no checkpoint has to be read for it."""
     if config.output is None or config.overwrite or config.resume != "none":
         return
     folder = Path(config.output)
@@ -258,14 +252,9 @@ def refuse_earlier_run(config: TrainConfig) -> None:
 
 
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
-    """`config` with its output folder decided. With --overwrite, checkpoints of the run that is
-    replaced are removed. Imports torch.
-
-    Args:
-        restarted: this is the same run, started once more.
-
-    Raises:
-        TrainError: the folder holds an earlier run, or is none.
+    """`config` with its output folder decided. Imports torch.
+    With --overwrite, checkpoints of the run that is replaced are removed. `restarted`: this is
+    the same run once more. Raises TrainError for an earlier run's folder, or a file.
     """
     from onefold.train.checkpoints import newest_first
 

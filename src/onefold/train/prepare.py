@@ -171,7 +171,7 @@ def prepare(
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
     refuse_groups(config, ranks.world_size)
-    (free,) = ranks.least(ranks.free_memory())
+    free = ranks.least(ranks.free_memory())
     note(f"reading {config.data}")
     documents = read_documents(config.data)  # what cannot be read is told before a model is loaded
     note(f"loading {config.model}")

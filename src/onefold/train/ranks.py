@@ -73,17 +73,21 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over ranks. Collective."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+    def sum(self, *values: float, how: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Each value summed (or reduced otherwise) over ranks. Collective."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        self._talk(
+            "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
+        )
+        return numbers.tolist()
 
-    def least(self, *values: float) -> list[float]:
-        """The least of each value over ranks. Collective."""
-        return self._reduce(values, dist.ReduceOp.MIN)
+    def least(self, value: float) -> float:
+        """The least value of all ranks. Collective."""
+        return self.sum(value, how=dist.ReduceOp.MIN)[0]
 
-    def most(self, *values: float) -> list[float]:
-        """The greatest of each value over ranks. Collective."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+    def most(self, value: float) -> float:
+        """The greatest value of all ranks. Collective."""
+        return self.sum(value, how=dist.ReduceOp.MAX)[0]
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 has, on every rank. Collective; it must pickle."""
@@ -120,13 +124,6 @@ class Ranks:
         if self.device.type != "cpu":
             return free_memory(self.device)
         return free_host_memory() // self.local_world_size
-
-    def _reduce(self, values: tuple[float, ...], how: Any) -> list[float]:
-        numbers = torch.tensor(values, dtype=torch.float64)
-        self._talk(
-            "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
-        )
-        return numbers.tolist()
 
     def _talk(self, what: str, act: Callable[[], object]) -> None:
         if self.world_size == 1:
@@ -195,11 +192,8 @@ def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) ->
     """
 
     def read(*keys: str) -> list[str]:
-        return (
-            [value.decode() for value in store.multi_get(list(keys))]
-            if store.check(list(keys))
-            else []
-        )
+        there = store.check(list(keys))
+        return [value.decode() for value in store.multi_get(list(keys))] if there else []
 
     mine, end = secrets.token_hex(8), time.monotonic() + timeout
     hellos = [f"hello/{r}" for r in range(world_size)]
@@ -275,7 +269,7 @@ class PeerMonitor:
                     there = (os.environ.get("MASTER_ADDR", "localhost"), port)
                     links[0] = socket.create_connection(there, timeout=SETUP)
                     links[0].sendall(token + ranks.rank.to_bytes(4))
-        (made,) = ranks.least(len(links) == (ranks.world_size - 1 if ranks.is_first else 1))
+        made = ranks.least(len(links) == (ranks.world_size - 1 if ranks.is_first else 1))
         for link in links.values():
             _keep_alive(link) if made else link.close()
         return cls(peers, links, on_gone) if made else None
@@ -326,12 +320,11 @@ class PeerMonitor:
 
 
 def _listener(ranks: int) -> socket.socket:
+    here, both = ("", 0), socket.AF_INET6
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=ranks
-            )
-    return socket.create_server(("", 0), backlog=ranks)
+            return socket.create_server(here, family=both, dualstack_ipv6=True, backlog=ranks)
+    return socket.create_server(here, backlog=ranks)
 
 
 def _accept(

@@ -42,12 +42,11 @@ from onefold.train.process import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.train.ranks import Peer, PeerMonitor, Ranks, join, leave
 from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
 
-PROMPTS = {"topics": 'The "with" statement is used to'}
-OTHER_PROMPT = "The"
-
 
 def prompt_of(run: Run) -> str:
-    return run.config.prompt or PROMPTS.get(run.config.data, OTHER_PROMPT)
+    """What the sample continues."""
+    usual = 'The "with" statement is used to' if run.config.data == "topics" else "The"
+    return run.config.prompt or usual
 
 
 def sample(run: Run) -> str | None:
@@ -225,7 +224,7 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
     try:
         ranks = join(config.device, config.stall_timeout)
         me.watch(ranks)
-        (count,) = ranks.most(restarts())
+        count = ranks.most(restarts())
         restarted: bool = ranks.from_first(
             count > 0 or checkpoints.made_since(config, started_at())
         )
@@ -257,12 +256,9 @@ def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
 
 def unlike(given: TrainConfig, taken: TrainConfig) -> str:
     """Options of this machine that give way to those of the first rank's, "" if there are none."""
-    left_open = {*OF_A_MACHINE, *(["output"] if given.output is None else [])}
-    return changed(
-        (name, getattr(given, name), getattr(taken, name))
-        for name in TrainConfig.model_fields
-        if name not in left_open
-    )
+    left_open = {*OF_A_MACHINE, "" if given.output is not None else "output"}
+    names = [name for name in TrainConfig.model_fields if name not in left_open]
+    return changed((name, getattr(given, name), getattr(taken, name)) for name in names)
 
 
 def otherwise(said: list[str]) -> str:
@@ -297,7 +293,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         if point is None:
             _show_sample(run, say, "before")
         after = run.start if point is not None or restarted else None
-        log = stack.enter_context(Log(run, folder, say, after))
+        log = stack.enter_context(contextlib.closing(Log(run, folder, say, after)))
         me.stop.arm()
         me.doing = "training"
         done = _train(run, me, keeper, log, folder)
@@ -314,8 +310,9 @@ class Log:
         first = run.ranks.is_first
         self.say, self.rows = say, list[Row]()
         self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
-        wanted = run.config.tensorboard and first
-        self.board = TensorBoard(folder / "tensorboard", after=after) if wanted else None
+        self.files: list[Metrics | TensorBoard] = [self.metrics]
+        if run.config.tensorboard and first:
+            self.files.append(TensorBoard(folder / "tensorboard", after=after))
         if after is not None:
             facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage}
             row = {"resumed": True, "from_step": run.start, **facts, "restart": restarts()}
@@ -324,25 +321,19 @@ class Log:
     def row(self, row: Row) -> None:
         """One step's figures."""
         self.rows.append(row)
-        self.metrics.write(row)
-        if self.board is not None:
-            self.board.write(row)
+        for file in self.files:
+            file.write(row)
         self.say.say("step", **row)
 
     def forget(self, step: int) -> None:
         """The run has gone back to `step`."""
         self.rows[:] = [row for row in self.rows if row["step"] <= step]
-        self.metrics.cut(step)
-        if self.board is not None:
-            self.board.cut(step)
+        for file in self.files:
+            file.cut(step)
 
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.metrics.close()
-        if self.board is not None:
-            self.board.close()
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
 
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
@@ -362,14 +353,12 @@ def _about_starting(run: Run, me: Rank) -> list[str]:
                 "--max-restarts without --save-every: a restart begins again at the first step"
             )
         return said
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in OF_A_LAUNCHER
-        if getattr(config, name) != TrainConfig.model_fields[name].default
-    ]
+    fields = TrainConfig.model_fields
+    given = [name for name in OF_A_LAUNCHER if getattr(config, name) != fields[name].default]
     if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         said.append(
-            f"{', '.join(given)}: the launcher that started this rank decides that, so it does"
+            f"{options}: the launcher that started this rank decides that, so it does"
             " nothing here; give it to the launcher"
         )
     return said
@@ -408,7 +397,7 @@ def _finish(
     if not hurried:
         me.leave()  # the first rank writes for long, and may finish even if another goes
         kind = export(run, model)
-    (peak,) = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
+    peak = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
     first = log.metrics.first
     sent = log.rows[-1] if log.rows else {TOTALS[0]: 0, **run.earlier}
