@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onefold.cli.doctor_calibrate import MICRO_BATCHES, Reference, Training, take_steps
+from onefold.cli.doctor_steps import MICRO_BATCHES, Reference, Training, take_steps
 from onefold.comm import Group
 from onefold.plan.benchmark_blocks import Sizes, gated_flops, reference_bytes
 from onefold.plan.measure import Bench

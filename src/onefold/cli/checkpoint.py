@@ -388,8 +388,9 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     item = getattr(value, "item", None)
-    one = callable(item) and getattr(value, "numel", lambda: 1)() == 1
-    return _plain(item()) if one else str(value)
+    if callable(item) and getattr(value, "numel", lambda: 1)() == 1:
+        return _plain(item())
+    return str(value)
 
 
 def _tables() -> Any:

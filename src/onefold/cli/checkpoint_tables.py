@@ -75,14 +75,14 @@ def show_summary(summary: Summary, tensors: Sequence[TensorSummary] | None) -> N
         out.print(
             f"saved {summary.created or 'at an unknown time'} {where}, by {escape(versions)}{cut}"
         )
-    rows = [
+    rows: list[Sequence[str]] = [
         (s.kind, s.state, s.dtype, str(s.tensors), f"{s.elements:,}", _bytes(s.nbytes))
         for s in summary.sorts
     ]
     _show(out, "tensors", ("kind", "state", "dtype", " tensors", " elements", " bytes"), rows)
     if summary.groups:
         numbered = any(g.number for g in summary.groups)
-        columns = ("optimizer", " group", " tensors", " elements", "options")
+        columns: Sequence[str] = ("optimizer", " group", " tensors", " elements", "options")
         rows = [
             (
                 g.optimizer + (f" {g.number}" if numbered else ""),
@@ -178,8 +178,8 @@ def show_difference(
             out, "tensors that differ", ("name", "kind", "what", *figures, "first", "second"), rows
         )
     if found.values:
-        values = [(v.part, v.where, str(v.first), str(v.second)) for v in found.values[:MOST]]
-        _show(out, "values that differ", ("part", "where", "first", "second"), values)
+        differing = [(v.part, v.where, str(v.first), str(v.second)) for v in found.values[:MOST]]
+        _show(out, "values that differ", ("part", "where", "first", "second"), differing)
     left = max(0, len(found.tensors) - MOST) + max(0, len(found.values) - MOST)
     if left:
         out.print(f"and {left} more; --json lists all")

@@ -140,8 +140,8 @@ def _refuse(
         raise CalibrationError(
             f"--json {file}: this is a folder, or its folder is not there; name a file."
         )
-    options = {"--ranks": ranks, "--disk": disk, "--quick": quick}
-    only = [name for name, given in options.items() if given]
+    how = {"--ranks": ranks, "--disk": disk, "--quick": quick}
+    only = [name for name, given in how.items() if given]
     if only and not (calibrate or check):
         raise CalibrationError(
             f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add"

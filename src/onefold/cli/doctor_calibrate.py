@@ -4,44 +4,26 @@ sizes, and the file.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import lru_cache
 from math import log2
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
-import onefold
 from onefold.cli.doctor_ranks import measure_with_ranks
 from onefold.plan.benchmark_blocks import (
     MIB,
-    REFERENCE_BLOCKS,
-    REFERENCE_VOCABULARY,
-    Gated,
-    RootMeanSquare,
     Sizes,
-    gated_flops,
 )
 from onefold.plan.calibrate import KIND, VERSION, Calibration, CalibrationError
-from onefold.plan.counting import count
-from onefold.plan.evaluate import calls_of
-from onefold.plan.fit import Kernels
-from onefold.plan.from_module import model_shape
-from onefold.plan.measure import Bench, measure_disk, says
-from onefold.plan.measured import StepPoint, this_machine
-from onefold.plan.states import units_of, wire
-from onefold.recipe import Recipe
-from onefold.recipe.options import Precision
+from onefold.plan.measure import measure_disk, says
+from onefold.plan.measured import this_machine
 from onefold.train.errors import readable
 
 #: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.
@@ -210,7 +192,6 @@ def _others() -> Callable[[], float]:
 
 
 def _half_dtypes(device: str) -> tuple[str, ...]:
-    import torch
 
     if device == "cpu":
         return ("bfloat16",)
@@ -247,117 +228,3 @@ def _check_writable(path: Path) -> None:
             f"the calibration cannot be written to {path}: {error.strerror}. Name another file with"
             " --output."
         ) from None
-
-
-PRECISION: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-#: Stages that are measured: one that keeps parameters whole, one that gathers them. A lone rank
-#: does the same at both.
-STAGES = (0, 3)
-#: Micro-batches of a step; all but the last under `onefold.no_sync`.
-MICRO_BATCHES = 2
-#: Steps before any counts (optimizer states are made, the order of units is learned), and steps of
-#: a round that count.
-WARMUP, COUNTED = 2, 3
-
-
-class Reference(nn.Module):
-    """[1, tokens] → the mean cross-entropy of predicting each token from itself."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(REFERENCE_VOCABULARY, hidden)
-        self.blocks = nn.ModuleList(Gated(hidden) for _ in range(REFERENCE_BLOCKS))
-        self.norm = RootMeanSquare(hidden)
-        self.head = nn.Linear(hidden, REFERENCE_VOCABULARY, bias=False)
-
-    def forward(self, ids_BT: torch.Tensor) -> torch.Tensor:
-        x_BTH = self.embedding(ids_BT)
-        for block in self.blocks:
-            x_BTH = block(x_BTH)
-        return F.cross_entropy(self.head(self.norm(x_BTH)).float().flatten(0, 1), ids_BT.flatten())
-
-
-class Training:
-    """A reference model under the engine at one stage, ready to step."""
-
-    def __init__(
-        self, bench: Bench, members: Any, dtype: str, stage: int, hidden: int, tokens: int
-    ) -> None:
-        self.dtype, self.stage, self.hidden, self.tokens = dtype, stage, hidden, tokens
-        self.recipe = Recipe.zero(
-            stage, precision=PRECISION[dtype], stall_timeout=bench.group.timeout
-        )
-        torch.manual_seed(0)
-        self.kernels = _kernels(dtype, hidden, tokens, bench.device)
-        model = Reference(hidden).to(bench.device)
-        self.shape = model_shape(model)
-        self.model = onefold.shard(model, self.recipe, group=members)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
-        self.ids = torch.randint(0, REFERENCE_VOCABULARY, (1, tokens), device=bench.device)
-        self.ranks = bench.group.size
-
-    def step(self) -> None:
-        """One optimizer step."""
-        for number in range(1, MICRO_BATCHES + 1):
-            last = number == MICRO_BATCHES
-            with contextlib.nullcontext() if last else onefold.no_sync(self.model):
-                self.model(self.ids).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def point(self, seconds: float) -> StepPoint:
-        """What such a step computes and sends, and the seconds that it took."""
-        units = units_of(self.shape, self.recipe, self.ranks)
-        sent = wire(units, self.recipe, MICRO_BATCHES)
-        calls = calls_of(units, self.recipe, MICRO_BATCHES)
-        head = 6 * self.hidden * REFERENCE_VOCABULARY * self.tokens
-        flops = REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head
-        slots = (
-            slot for unit in units for f in unit.flats for slot in map(f.local, f.layout.slots)
-        )
-        return StepPoint(
-            dtype=self.dtype,
-            stage=self.stage,
-            hidden=self.hidden,
-            tokens=self.tokens,
-            micro_batches=MICRO_BATCHES,
-            flops=float(MICRO_BATCHES * flops),
-            kernels=self.kernels * MICRO_BATCHES,
-            numel=self.shape.numel,
-            stepped=sum(slots),
-            wire={move: float(nbytes) for move, nbytes in sent.items()},
-            calls={move: calls[move] for move in sent},
-            seconds=seconds,
-        )
-
-
-@lru_cache(maxsize=64)
-def _kernels(dtype: str, hidden: int, tokens: int, device: torch.device) -> Kernels:
-    """What runs in one pass of the reference model."""
-    model = Reference(hidden).to(device=device, dtype=getattr(torch, dtype))
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-    return count(lambda: model(ids).backward())
-
-
-def take_steps(bench: Bench, members: Any) -> tuple[StepPoint, ...]:
-    """Reference steps at every size and dtype, the stages in turns. Collective over the bench's
-    ranks.
-
-    Args:
-        members: the process group of these ranks, None for a lone process.
-    """
-    out = []
-    for dtype in bench.sizes.dtypes:
-        for hidden, tokens in bench.sizes.steps:
-            stages = STAGES if bench.group.size > 1 else STAGES[:1]
-            trained = [Training(bench, members, dtype, stage, hidden, tokens) for stage in stages]
-            for training in trained * WARMUP:
-                training.step()
-            spans = [bench.span(training.step) for _ in range(COUNTED) for training in trained]
-            seconds = bench.group_seconds(spans)
-            for i, training in enumerate(trained):
-                mine = sorted(seconds[i :: len(trained)])
-                out.append(training.point(mine[len(mine) // 2]))
-            del trained, training
-            gc.collect()  # the engines' groups close before others open
-    return tuple(out)

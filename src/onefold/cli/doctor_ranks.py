@@ -188,7 +188,7 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from onefold.cli.doctor_calibrate import take_steps
+    from onefold.cli.doctor_steps import take_steps
     from onefold.plan.benchmark_blocks import Sizes
     from onefold.plan.measure import measure
     from onefold.plan.measured import decode

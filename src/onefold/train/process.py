@@ -253,24 +253,23 @@ class StopSignal:
 # -- ending with one's parent ----------------------------------------------------------------------
 
 
-def end_with_parent(parent: int | None = None, interval: float = 1.0) -> None:
-    """End this process when its parent ends, however that ends: nothing is left running. See [Note:
-    nobody is left behind].
+def end_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent ends, however that ends. See [Note: nobody is left behind].
 
-    Args:
-        parent: the process that has started this one, None if that is not known. If it has ended by
-            now, so does this process.
-        interval: seconds between two looks where the kernel does not tell (it does on Linux, at
-            once).
+    `parent`: the process that has started this one, where that is known: it may have ended by now.
     """
-    _have_the_kernel_do_it()
+    if sys.platform == "linux":  # the kernel tells at once, of the thread that started this process
+        with contextlib.suppress(OSError, AttributeError, ImportError):
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     started_by = os.getppid() if parent is None else parent
     if os.getppid() != started_by:
         os._exit(128 + signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == started_by:
-            time.sleep(interval)
+            time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="onefold-end-with-parent", daemon=True).start()
@@ -279,12 +278,3 @@ def end_with_parent(parent: int | None = None, interval: float = 1.0) -> None:
 def parent_told() -> int | None:
     """The process id that whoever started this process has left for it in the environment."""
     return int(os.environ[PARENT]) if PARENT in os.environ else None
-
-
-def _have_the_kernel_do_it() -> None:
-    """The kernel watches the thread that started this process, a main thread each time."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError, ImportError):
-            import ctypes
-
-            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
