@@ -31,6 +31,7 @@ of it will not do: ranks may drop different outputs.
 from __future__ import annotations
 
 import weakref
+import zlib
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.comm import CollectiveContext
-from onefold.memory import GATHERED, storage_of
+from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
@@ -52,6 +53,10 @@ from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+
+
+#: Kept copies of so few bytes are refreshed together, in one message.
+SMALL = 64 << 10
 
 
 class Recorded:
@@ -514,11 +519,62 @@ class Gatherer:
 
     def refresh(self) -> None:
         """Launch the gather of every kept copy that an optimizer step left behind, in the order of
-        use.
+        use; small ones, which come first, in one message.
         """
-        for unit in self.units:
-            if unit.resident and unit.state is State.STALE:
+        stale = [unit for unit in self.units if unit.resident and unit.state is State.STALE]
+        together = self._small(stale)
+        if len(together) > 1:
+            self._launch_together(together)
+        for unit in stale:
+            if unit.state is State.STALE:
                 self.launch(unit)
+
+    def _small(self, units: list[Unit]) -> list[Unit]:
+        """Those of `units` whose gathers go in one message. Their bytes lie twice in memory until
+        the first of them is used: no more of them than small reductions may have under way.
+        """
+        recipe, chosen, nbytes = self.engine.recipe, [], 0
+        if not (recipe.overlap and recipe.in_flight and self.beside is nullcontext):
+            return []
+        one: torch.dtype | None = None
+        for unit in units:
+            flats = [flat for flat in unit.flats if flat.stale]
+            one = one or flats[0].dtypes.compute
+            size = sum(flat.layout.numel * one.itemsize for flat in flats)
+            if (
+                size <= SMALL
+                and nbytes + size <= 3 * SMALL_TRAFFIC
+                and all(flat.dtypes.compute == one and flat.gather.plain for flat in flats)
+                and all(flat.owners_group.joins_messages for flat in flats)
+            ):
+                chosen.append(unit)
+                nbytes += size
+        return chosen
+
+    def _launch_together(self, units: list[Unit]) -> None:
+        engine = self.engine
+        fulls, places, numbers = [], [], []
+        for unit in units:
+            unit.move(State.GATHERING, engine.step)
+            place = CollectiveContext("all-gather", unit.name, engine.step, engine.phase)
+            for flat in unit.flats:
+                if not flat.stale:
+                    continue
+                flat.stale = False
+                full = self._buffer(unit, flat)
+                self._put(flat, full)
+                fulls.append(full)
+                places.append(place)
+                numbers.append(flat.index)
+        # Ranks that put different units together never take each other's bytes for their own
+        number = zlib.crc32(repr(numbers).encode())
+        nbytes = sum(nbytes_of(full) for full in fulls)
+        engine.memory.add(GATHERED, nbytes)
+        group = units[0].flats[0].owners_group
+        pending = group.all_gather_together(fulls, places, number)
+        pending.then(lambda: engine.memory.add(GATHERED, -nbytes))
+        for unit in units:
+            unit.pending.append(pending)
 
     # -- saved tensors -----------------------------------------------------------------------------
 
