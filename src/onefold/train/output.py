@@ -75,14 +75,9 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, run: str, patience: float = PATIENCE, new: bool = False) -> Claim:
-        """Claim `folder` for `run`, or join those that have. The folder is made if it is not there.
-
-        Args:
-            patience: seconds that what a killed run has left behind gets to end.
-            new: `name_output` has made the folder just now.
-
-        Raises:
-            HeldError: another run has it. TrainError: nothing can be written there.
+        """Claim `folder` for `run`, or join those that have; it is made (`new`: was made just now).
+        Raises HeldError if another run has it and what that has left does not end within `patience`
+        seconds, TrainError if nothing can be written there.
         """
         try:
             made = [folder.parent, folder] if new else _make(folder)
@@ -298,10 +293,9 @@ def _holds_a_run(folder: Path, holds: list[str], instead: str) -> str:
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
-    """Save the resolved configuration, as it turned out (`chosen`: `describe`'s words).
-
-    Length and global batch are written as numbers, so that any number of ranks reads the same
-    samples. --overwrite and --json were said about this run only.
+    """Save the resolved configuration, with what `describe` says was `chosen`.
+    Length and global batch are numbers in it: any number of ranks reads the same samples.
+    --overwrite and --json were said about this run only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settled = {"steps": chosen["steps"], "epochs": None, "global_batch": chosen["global_batch"]}

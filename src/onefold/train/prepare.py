@@ -37,11 +37,8 @@ if TYPE_CHECKING:
 
 
 def names_without_decay(module: nn.Module) -> frozenset[str]:
-    """Names (as `named_parameters` gives them) of the parameters that weight decay skips. Call it
-    before sharding.
-
-    A tied weight has one name, its first: an embedding that is the output layer too counts as an
-    embedding.
+    """Names, before sharding, of the parameters that weight decay skips.
+    A tied weight has its first name: an embedding that is the output layer too is an embedding.
     """
     out: set[str] = set()
     for prefix, owner in module.named_modules():
@@ -104,11 +101,8 @@ RECORDED = 3
 
 
 def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
-    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1, both
-    included.
-
-    Raises:
-        TrainError: it is neither, or lies outside the run.
+    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1.
+    Raises TrainError if it is neither, or lies outside the run.
     """
     if trace is None:
         one = min(RECORDED, steps - 1)
@@ -162,11 +156,8 @@ def prepare(
     config: TrainConfig, ranks: Ranks, note: Callable[[str], None], point: Point | None = None
 ) -> Run:
     """Load, choose, shard. Collective: every rank calls it with the same configuration.
-
-    Args:
-        note: tells the user what is being done, a line at a time.
-        point: the checkpoint that the run will go on from (`checkpoints.load` does); its global batch
-            stays, whatever the ranks are now.
+    `note` tells the user what is being done. The global batch of `point`, from which the run
+    will go on (`checkpoints.load`), stays.
     """
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
@@ -225,9 +216,7 @@ def _with_global_batch(
     config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]
 ) -> TrainConfig:
     """`config` with the global batch of the run that goes on, and a micro-batch that divides it.
-
-    Raises:
-        TrainError: another one was asked for, or these ranks cannot share it.
+    Raises TrainError if another was asked for, or these ranks cannot share it.
     """
     if config.global_batch not in (None, global_batch):
         raise TrainError(

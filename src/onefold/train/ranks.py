@@ -139,10 +139,7 @@ class Ranks:
 
 def join(device: str, timeout: float) -> Ranks:
     """Initialize torch.distributed from what the launcher has set, and say where this rank stands.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        timeout: seconds after which a collective on the host gives up.
+    `timeout`: seconds after which a collective on the host gives up.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -233,10 +230,8 @@ class Peer:
 
 
 class PeerMonitor:
-    """This rank's connection to rank 0, or rank 0's to all others, and the thread that watches it.
-
-    Attributes:
-        gone: the ranks that have ended without a word, in the order this rank learned of them.
+    """This rank's connection to rank 0, or rank 0's to all, and the thread that watches it.
+    `gone`: the ranks that have ended without a word, in the order this rank learned of them.
     """
 
     def __init__(
@@ -251,9 +246,7 @@ class PeerMonitor:
     @classmethod
     def connect(cls, ranks: Ranks, on_gone: Callable[[Peer], None]) -> PeerMonitor | None:
         """None for a lone rank, or where not all ranks can reach rank 0. Collective.
-
-        Args:
-            on_gone: called on the watching thread, once for each rank that has gone.
+        `on_gone`: called on the watching thread, once for each rank that has gone.
         """
         if ranks.world_size == 1:
             return None
@@ -330,10 +323,8 @@ def _listener(ranks: int) -> socket.socket:
 def _accept(
     server: socket.socket, token: bytes, links: dict[int, socket.socket], count: int
 ) -> None:
-    """Accept `count` ranks into `links`. Who does not know `token` is a stranger.
-
-    Raises:
-        OSError: they did not come within `SETUP` seconds.
+    """Accept `count` ranks into `links`; who does not know `token` is a stranger.
+    Raises OSError if they did not come within `SETUP` seconds.
     """
     server.settimeout(SETUP)
     while len(links) < count:

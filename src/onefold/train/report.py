@@ -267,12 +267,8 @@ def totals(run: Run) -> dict[str, int]:
 
 
 def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
-    """What belongs to the bytes sent, in brackets, for people; "" where there is one node and no
-    codec.
-
-    Args:
-        row: of a step, or with `ending` "_total" of the whole run.
-        borders: `Group.borders`.
+    """What belongs to the bytes sent, in brackets, for people; "" for one node and no codec.
+    `row`: of a step, or with `ending` "_total" of the run. `borders`: `Group.borders`.
     """
     said = []
     between, plain = row.get(f"wire_bytes_between{ending}"), row.get(f"wire_bytes_plain{ending}")

@@ -29,11 +29,7 @@ _NO_TEXT = 0.1
 
 
 def read_documents(name: str) -> Documents:
-    """What a `--data` value names.
-
-    Raises:
-        TrainError: nothing is there, or something that cannot be read.
-    """
+    """What a `--data` value names. Raises TrainError if it is not there or cannot be read."""
     if name == "topics":
         from pydoc_data.topics import topics
 
@@ -45,11 +41,8 @@ def read_documents(name: str) -> Documents:
 
 
 def check_documents(name: str, seq: int, seconds: float = 1.0) -> None:
-    """Look at `--data` for at most so many seconds: is it there, can it be read, is it enough for a
-    sequence?
-
-    Raises:
-        TrainError: it is not.
+    """Raise TrainError if `--data` is not there, unreadable or too little for one sequence, as far
+    as so many seconds of reading tell.
     """
     if name == "topics":
         return

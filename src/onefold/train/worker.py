@@ -77,14 +77,9 @@ def sample(run: Run) -> str | None:
 
 def export(run: Run, folder: Path) -> str:
     """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
-
-    A transformers model is saved as one (`from_pretrained` opens it); of a model of peft the
-    adapters alone, which `PeftModel.from_pretrained` opens over its base; any other as safetensors
-    with the names of its state dict. The folder appears under its name only when it is whole; an
-    earlier one is replaced.
-
-    Raises:
-        CheckpointError: on every rank: it cannot be written.
+    A transformers model as one; of a model of peft the adapters alone; any other as safetensors
+    with the names of its state dict. Replaces an earlier folder once the new one is whole.
+    Raises CheckpointError on every rank if it cannot be written.
     """
     model: Any = run.loaded.module
     if getattr(model, "peft_config", None):
@@ -214,11 +209,8 @@ class Rank:
 
 
 def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
-    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the
-    first rank it happens to.
-
-    Args:
-        claim: this process's hold on the output folder, where it has one already.
+    """Be one rank and return the exit status. The first rank that something goes wrong on tells.
+    `claim`: this process's hold on the output folder, where it has one already.
     """
     me = Rank(config)
     try:
