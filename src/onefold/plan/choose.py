@@ -22,7 +22,15 @@ from math import floor
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
 from onefold.plan.hardware import Machine
-from onefold.plan.job import CHECKPOINTING, IN_PART, OFFLOAD, PLACES, WIRE_OPTIONS, Job, Scheme
+from onefold.plan.job import (
+    CHECKPOINTING,
+    COMMUNICATION_OPTIONS,
+    IN_PART,
+    OFFLOAD,
+    PLACES,
+    Job,
+    Scheme,
+)
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
 
@@ -133,7 +141,7 @@ def rungs(
                 out.append([Scheme(stage, checkpointing, offload, micro) for stage in possible])
     for scheme in (s for rung in out for s in rung if job.places):
         scheme.recipe(job)  # says what cannot be
-    return _that_can_be(out, job) if job.wires else out
+    return _that_can_be(out, job) if job.communication else out
 
 
 def _that_can_be(rungs: list[list[Scheme]], job: Job) -> list[list[Scheme]]:
@@ -376,7 +384,7 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         )
     kept = "none" if question.job.offload == "none" else ""
     job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
-    jobs = (job, _without_wires(job)) if job.wires else (job,)
+    jobs = (job, _without_communication(job)) if job.communication else (job,)
     for asked, ranks in (
         (asked, ranks) for asked in jobs for ranks in _more_ranks(question.machine)
     ):
@@ -419,17 +427,19 @@ def _relaxed(
         options = tuple((k, v) for k, v in question.job.options if k not in PLACES)
         question = replace(question, job=replace(question.job, offload="", options=options))
         yield question, ()
-    if question.job.wires:
-        yield replace(question, job=_without_wires(question.job)), ()
+    if question.job.communication:
+        yield replace(question, job=_without_communication(question.job)), ()
 
 
-def _without_wires(job: Job) -> Job:
-    return replace(job, options=tuple((k, v) for k, v in job.options if k not in WIRE_OPTIONS))
+def _without_communication(job: Job) -> Job:
+    return replace(
+        job, options=tuple((k, v) for k, v in job.options if k not in COMMUNICATION_OPTIONS)
+    )
 
 
 def _less(asked: Job, answered: Job) -> str:
     """What of groups and codecs an answer leaves out, in words."""
-    left_out = sorted(set(asked.wires) - set(answered.wires))
+    left_out = sorted(set(asked.communication) - set(answered.communication))
     return f", without {', '.join(left_out)}," if left_out else ""
 
 

@@ -151,7 +151,7 @@ def evaluate(
         bound=limit + peak.get(FRAGMENTATION, 0),
         host=host,
         nvme=offloaded.nvme,
-        beyond={tier: by for tier, by in held.items() if by},
+        offloaded={tier: by for tier, by in held.items() if by},
         moved=moved_by(carried),
         wire=engine.wire,
         links={k: round(v / machine.local) for k, v in links.items() if v},

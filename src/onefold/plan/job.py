@@ -1,7 +1,7 @@
 """What is to be trained, and how it may be divided: the questions of a plan.
 
-What a plan may put between nodes (`WIRES`), by name: groups of a node, copies inside it, codecs; as
-arguments of `Recipe.zero`.
+What a plan may put between nodes (`COMMUNICATION`), by name: groups of a node, copies inside it,
+codecs; as arguments of `Recipe.zero`.
 
 | name         | what it is                                                            | changes numbers          |
 |--------------|-----------------------------------------------------------------------|--------------------------|
@@ -31,12 +31,14 @@ from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
-WIRE_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {"reduce"}
+COMMUNICATION_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {
+    "reduce"
+}
 
 
 @dataclass(frozen=True)
-class Wires:
-    """One way.
+class Communication:
+    """One way to divide and send between nodes.
 
     Attributes:
         words: for a sentence. lossy: values are rounded on the wire. from_stage: the lowest at
@@ -49,19 +51,19 @@ class Wires:
     from_stage: int = 3
 
 
-WIRES: Mapping[str, Wires] = {
-    "": Wires("", from_stage=0),
-    "flat": Wires("every rank to every other", {"group": "flat"}, from_stage=0),
-    "qwZ": Wires("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
-    "hpZ": Wires("a second copy in each node", {"second_copy": True}),
-    "qgZ": Wires("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
-    "ZeRO++": Wires(
+COMMUNICATION: Mapping[str, Communication] = {
+    "": Communication("", from_stage=0),
+    "flat": Communication("every rank to every other", {"group": "flat"}, from_stage=0),
+    "qwZ": Communication("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
+    "hpZ": Communication("a second copy in each node", {"second_copy": True}),
+    "qgZ": Communication("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
+    "ZeRO++": Communication(
         "hpZ, qwZ and qgZ",
         {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
         lossy=True,
     ),
-    "HSDP": Wires("divided in each node", {"shard_group": "node"}, from_stage=1),
-    "hybrid": Wires(
+    "HSDP": Communication("divided in each node", {"shard_group": "node"}, from_stage=1),
+    "hybrid": Communication(
         "divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}
     ),
 }
@@ -72,7 +74,7 @@ def given(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
     return {
         name: value
         for name, value in options
-        if name in WIRE_OPTIONS and value not in (None, False, "nearest")
+        if name in COMMUNICATION_OPTIONS and value not in (None, False, "nearest")
     }
 
 
@@ -211,7 +213,7 @@ class Job:
         reduce at the boundary).
 
         Args:
-            places: where states rest, as `OFFLOAD` has it, and what `WIRES` has; the job's own
+            places: where states rest, as `OFFLOAD` has it, and what `COMMUNICATION` has; the job's own
                 options say it where none is given.
 
         Raises:
@@ -239,7 +241,7 @@ class Job:
         return {k for k, v in self.options if k in PLACES and v is not None}
 
     @property
-    def wires(self) -> dict[str, Any]:
+    def communication(self) -> dict[str, Any]:
         """What was said of groups, codecs and frozen weights. With any of it given, the plan adds
         nothing of the kind.
         """
@@ -301,8 +303,8 @@ class Scheme:
     Attributes:
         offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART`
             only.
-        wires: one of `plan.job.WIRES`, what is done about links between nodes beside what the job
-            says.
+        communication: one of `COMMUNICATION`, what is done about links between nodes beside what
+            the job says.
     """
 
     stage: int
@@ -310,12 +312,13 @@ class Scheme:
     offload: str = "none"
     micro_batch: int = 1
     share: float = 1.0
-    wires: str = ""
+    communication: str = ""
 
     def __post_init__(self) -> None:
-        if self.wires not in WIRES:
+        if self.communication not in COMMUNICATION:
             raise ValueError(
-                f"wires {self.wires!r}: expected one of {', '.join(map(repr, WIRES))}."
+                f"communication {self.communication!r}: expected one of"
+                f" {', '.join(map(repr, COMMUNICATION))}."
             )
         if self.stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage {self.stage!r}: expected 0, 1, 2 or 3.")
@@ -338,6 +341,11 @@ class Scheme:
         return replace(self, **changes)
 
     @property
+    def way(self) -> Communication:
+        """What `communication` names."""
+        return COMMUNICATION[self.communication]
+
+    @property
     def places(self) -> dict[str, Any]:
         """Where states rest, as arguments of `Recipe.zero` beside the job's own."""
         whole = dict(OFFLOAD[self.offload])
@@ -350,7 +358,7 @@ class Scheme:
     @property
     def asked(self) -> dict[str, Any]:
         """Arguments of `Recipe.zero` beside the job's own."""
-        return self.places | dict(WIRES[self.wires].options)
+        return self.places | dict(self.way.options)
 
     def recipe(self, job: Job) -> Recipe:
         """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does
@@ -369,6 +377,6 @@ class Scheme:
             parts.append(
                 f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}"
             )
-        if self.wires:
-            parts.append(WIRES[self.wires].words)
+        if self.communication:
+            parts.append(self.way.words)
         return ", ".join(parts)

@@ -35,7 +35,7 @@ from onefold.plan.choose import (
 from onefold.plan.evaluate import Candidate
 from onefold.plan.from_module import is_in_tiles
 from onefold.plan.hardware import Machine
-from onefold.plan.job import SOMEWHERE, WIRES, Job, Scheme, as_recipe
+from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
 from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.states import topology_of, units_of
@@ -61,7 +61,7 @@ def said_of(question: Question, shown: Candidate) -> tuple[str, ...]:
 
 def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
     """The same that an engine says when it is made (runtime/notes.py)."""
-    machine, asked = question.machine, question.job.wires
+    machine, asked = question.machine, question.job.communication
     topology = topology_of(recipe, machine.ranks, machine.local if machine.nodes > 1 else None)
     named = next((name for name in ("group", "shard_group") if name in asked), "")
     divides = "second_copy" in asked or "shard_group" in asked
@@ -94,13 +94,13 @@ def _of_nodes(question: Question, shown: Candidate) -> Iterator[str]:
         machine.nodes < 2
         or machine.measured is not None
         or machine.gpu.name != "here"
-        or question.job.wires
+        or question.job.communication
         or scheme.stage < 3
     ):
         return
-    with_copy = question.answer(scheme.with_(wires="hpZ"))
+    with_copy = question.answer(scheme.with_(communication="hpZ"))
     plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_copy))
-    way = as_recipe(scheme.stage, WIRES["hpZ"].options)
+    way = as_recipe(scheme.stage, COMMUNICATION["hpZ"].options)
     yield (
         f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB with"
         f" {way}: the plan does not know how fast they are linked, so that is yours to choose"
@@ -265,7 +265,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "checkpointing": c.scheme.checkpointing,
         "offload": c.scheme.offload,
         "share": c.scheme.share,
-        "wires": c.scheme.wires,
+        "communication": c.scheme.communication,
         "micro_batch": c.scheme.micro_batch,
         "accumulation": c.accumulation,
         "fits": c.fits,
@@ -314,7 +314,7 @@ def plan(
     columns = [
         _column(s, like, job)
         for s in (0, 1, 2, 3)
-        if not (job.places or job.wires) or can_be(job, s)
+        if not (job.places or job.communication) or can_be(job, s)
     ]
     shown = tuple(question.answer(scheme) for scheme in columns)
     slow = slow_links(question, best, stages) if best is not None else None
@@ -373,11 +373,11 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
     more than those before it.
     """
     out: list[Candidate] = []
-    micro, wires = best.scheme.micro_batch, best.scheme.wires
+    micro, communication = best.scheme.micro_batch, best.scheme.communication
     order = [candidate.scheme.with_(micro_batch=micro) for candidate in ladder(question, stages)]
-    for later in order[order.index(best.scheme.with_(wires="")) + 1 :]:
+    for later in order[order.index(best.scheme.with_(communication="")) + 1 :]:
         try:
-            found = question.answer(later.with_(wires=wires))
+            found = question.answer(later.with_(communication=communication))
         except ValueError:  # that way cannot be with states elsewhere
             found = question.answer(later)
         if found.account.peak_bytes < min(

@@ -20,7 +20,7 @@ from typing import Any
 from onefold.plan.choose import Question
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
-from onefold.plan.job import WIRES, as_options, as_recipe
+from onefold.plan.job import COMMUNICATION, as_options, as_recipe
 
 #: Share of a step that waits for communication from which on links are slow; by how much a way has
 #: to be faster to be taken, or named.
@@ -49,18 +49,18 @@ class SlowLinks:
         """Plain data, a dictionary for each row."""
         return {
             "rows": [self._row(c) for c in self.rows],
-            "recommended": self.taken.scheme.wires,
-            "lossy": self.named.scheme.wires if self.named is not None else None,
+            "recommended": self.taken.scheme.communication,
+            "lossy": self.named.scheme.communication if self.named is not None else None,
             "why": list(self.why),
         }
 
     def _row(self, c: Candidate) -> dict[str, Any]:
-        wires, account = WIRES[c.scheme.wires], c.account
+        way, account = c.scheme.way, c.account
         return {
             "stage": c.scheme.stage,
-            "wires": c.scheme.wires,
-            "options": dict(wires.options),
-            "lossy": wires.lossy,
+            "communication": c.scheme.communication,
+            "options": dict(way.options),
+            "lossy": way.lossy,
             "fits": c.fits,
             "rest_bytes": account.rest_bytes,
             "peak_bytes": account.peak_bytes,
@@ -89,7 +89,7 @@ def slow_links(
     unknown = machine.measured is None and machine.gpu.name == "here"
     if (
         machine.nodes < 2
-        or question.job.wires
+        or question.job.communication
         or unknown
         or waiting(best) < SLOW
         or not _between_is_slower(best, machine)
@@ -119,11 +119,11 @@ def _stages(best: Candidate, stages: tuple[int, ...]) -> list[int]:
 
 def _rows(question: Question, best: Candidate, stage: int) -> list[Candidate]:
     found = []
-    for name, wires in WIRES.items():
-        if stage < wires.from_stage:
+    for name, way in COMMUNICATION.items():
+        if stage < way.from_stage:
             continue
         try:
-            found.append(question.answer(best.scheme.with_(stage=stage, wires=name)))
+            found.append(question.answer(best.scheme.with_(stage=stage, communication=name)))
         except ValueError:  # with states where they are, this stage or this way cannot be
             continue
     return found
@@ -132,9 +132,7 @@ def _rows(question: Question, best: Candidate, stage: int) -> list[Candidate]:
 def _taken(best: Candidate, rows: Sequence[Candidate]) -> Candidate:
     """The fastest that rounds nothing; of those that are as fast the one that holds least."""
     own = [
-        c
-        for c in rows
-        if c.fits and c.scheme.stage == best.scheme.stage and not WIRES[c.scheme.wires].lossy
+        c for c in rows if c.fits and c.scheme.stage == best.scheme.stage and not c.scheme.way.lossy
     ]
     fastest = min(map(_step, own), default=_step(best))
     if fastest > (1 - GAIN) * _step(best):
@@ -146,13 +144,13 @@ def _taken(best: Candidate, rows: Sequence[Candidate]) -> Candidate:
 
 def _named(taken: Candidate, rows: Sequence[Candidate]) -> Candidate | None:
     """The fastest that rounds; of those that are as fast the one with fewest parts."""
-    lossy = [c for c in rows if c.fits and WIRES[c.scheme.wires].lossy]
+    lossy = [c for c in rows if c.fits and c.scheme.way.lossy]
     fastest = min(map(_step, lossy), default=_step(taken))
     if fastest > (1 - MORE) * _step(taken):
         return None
     return min(
         (c for c in lossy if _step(c) <= (1 + ALIKE) * fastest),
-        key=lambda c: len(WIRES[c.scheme.wires].options),
+        key=lambda c: len(c.scheme.way.options),
     )
 
 
@@ -168,7 +166,7 @@ def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str
     if taken is best:
         said = [f"{waits}; no way that rounds nothing is {GAIN:.0%} faster"]
     else:
-        way, less = WIRES[taken.scheme.wires], 1 - _step(taken) / _step(best)
+        way, less = taken.scheme.way, 1 - _step(taken) / _step(best)
         sends = f"{_gb(taken)} instead of {_gb(best)} leave a node in a step"
         said = [
             f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words}) {sends}, and"
@@ -176,12 +174,12 @@ def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str
         ]
     if named is not None:
         way, stage, less = (
-            WIRES[named.scheme.wires],
+            named.scheme.way,
             named.scheme.stage,
             1 - _step(named) / _step(taken),
         )
         said.append(
-            f"{named.scheme.wires} ({way.words}) would take {less:.0%} less again, {_gb(named)}"
+            f"{named.scheme.communication} ({way.words}) would take {less:.0%} less again, {_gb(named)}"
             " between nodes; it rounds what travels, so it is yours to ask for:"
             f" {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
         )

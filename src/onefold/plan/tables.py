@@ -12,7 +12,6 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.plan.evaluate import Candidate
-from onefold.plan.job import WIRES
 from onefold.plan.schema import CATEGORIES, MOVED, TIER_SECONDS
 from onefold.plan.sums import Sums
 
@@ -63,13 +62,13 @@ def show(plan: Plan, console: Console | None = None) -> None:
         f" {count(plan.model.trainable)} trained"
     )
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
-    wires = "".join(f", {name}={value!r}" for name, value in job.wires.items())
+    named = "".join(f", {name}={value!r}" for name, value in job.communication.items())
     device = (
         f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}),"
         f" {machine.local} a node"
     )
     out.print(
-        f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires};"
+        f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{named};"
         f" activations {plan.source}"
     )
     _print(out, _stages(plan))
@@ -120,9 +119,9 @@ def _stages(plan: Plan) -> Table:
     for candidate in columns:
         mark = " ◄" if best is not None and candidate.scheme == best.scheme else ""
         off = ", offload" if candidate.scheme.offload != "none" else ""
-        wires = f", {candidate.scheme.wires}" if candidate.scheme.wires else ""
+        way = f", {candidate.scheme.communication}" if candidate.scheme.communication else ""
         table.add_column(
-            f"stage {candidate.scheme.stage}{off}{wires}{mark}", justify="right", no_wrap=True
+            f"stage {candidate.scheme.stage}{off}{way}{mark}", justify="right", no_wrap=True
         )
     accounts = [c.account for c in columns]
     # The largest are looked for as the stages are shown
@@ -223,13 +222,13 @@ def tiers_table(found: Candidate) -> Table | None:
     all of it is on the device.
     """
     account = found.account
-    if not account.beyond:
+    if not account.offloaded:
         return None
     table = Table(
         title=f"where it is at peak: {found.scheme}", title_justify="left", box=None, padding=(0, 2)
     )
     table.add_column("", no_wrap=True)
-    held = {"device": account.peak, **account.beyond}
+    held = {"device": account.peak, **account.offloaded}
     for title in _TIERS.values():
         table.add_column(title, justify="right", no_wrap=True)
     others = sorted({c for by in held.values() for c in by} - set(CATEGORIES))
@@ -302,19 +301,19 @@ def slow_links_table(plan: Plan) -> Table | None:
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     stage = None
     for row in slow.rows:
-        wires, account, seconds = WIRES[row.scheme.wires], row.account, row.account.seconds
+        way, account, seconds = row.scheme.way, row.account, row.account.seconds
         marks = [
             word
             for word, is_so in (
                 ("◄", row is slow.taken),
-                ("rounds", wires.lossy),
+                ("rounds", way.lossy),
                 ("to ask for", row is slow.named),
             )
             if is_so
         ]
         table.add_row(
             f"stage {row.scheme.stage}" if row.scheme.stage != stage else "",
-            f"{row.scheme.wires}: {wires.words}" if row.scheme.wires else "plain",
+            f"{row.scheme.communication}: {way.words}" if row.scheme.communication else "plain",
             gib(account.rest_bytes),
             gib(account.peak_bytes),
             gib(account.node_links.get("between", 0)),

@@ -67,7 +67,7 @@ class Asked:
         micro_batch: 0 is auto. free: bytes on the rank that has least.
         reduce_at, units: the recipe's, None for what is usual.
         tiers: arguments of `Recipe.zero` that say where state rests; () keeps it on the device.
-        wires: those about groups and codecs.
+        communication: those about groups and codecs.
     """
 
     stage: str
@@ -83,12 +83,12 @@ class Asked:
     reduce_at: str | None = None
     units: tuple[str, ...] | None = None
     tiers: tuple[tuple[str, Any], ...] = ()
-    wires: tuple[tuple[str, Any], ...] = ()
+    communication: tuple[tuple[str, Any], ...] = ()
 
     @property
     def given(self) -> tuple[tuple[str, Any], ...]:
         """Arguments of `Recipe.zero` that not every stage can have."""
-        return (*self.tiers, *self.wires)
+        return (*self.tiers, *self.communication)
 
     @property
     def options(self) -> tuple[tuple[str, Any], ...]:
@@ -239,7 +239,7 @@ def _why(asked: Asked, stage: int, account: Account, usable: int, needed: Mappin
     if stage - 1 not in needed:
         why = (
             "can be with the options about groups and codecs"
-            if asked.wires
+            if asked.communication
             else "can keep parameters off the device"
         )
         return f"stage {stage}, the only one that {why}: {fits}"

@@ -275,7 +275,7 @@ def _choice(
         reduce_at=config.reduce_at,
         units=config.units,
         tiers=tuple(config.arguments(TIERS).items()),
-        wires=tuple(config.arguments(NODES).items()),
+        communication=tuple(config.arguments(NODES).items()),
     )
     note("planning: what each stage would hold")
     return ranks.on_first(lambda: choose(model, asked))
