@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 from benchmarks.validation.formulas import traffic
+from legs import by_link
 from random_plans import GIB, gpus
 
 import onefold
 from onefold.plan.api import plan_here
-from onefold.plan.architectures import architecture
+from onefold.plan.communication import waiting
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
-from onefold.plan.slow_links import waiting
-from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of
+from onefold.plan.shapes import architecture
+from onefold.plan.states import legs_of, topology_of, units_of
 from onefold.quant import codec
 from onefold.recipe import Recipe
 
@@ -168,7 +169,7 @@ def test_what_crosses_a_nodes_border_is_the_formula(
         for u in units_of(shape, recipe, per_node * nodes, per_node=per_node)
         if not u.looks_up_only
     ]
-    legs = by_level(legs_of(units, recipe, micro))
+    legs = legs_of(units, recipe, micro)
     sent = sum(by_link(legs, topology, per_node, rank)["between"] for rank in range(per_node))
     e, r = (
         codec(name).encoded_bytes(1 << 16) / (2 << 16) if name else 1.0

@@ -171,7 +171,7 @@ def _with_host(machine: Any, memory: str | None, disk: str | None) -> Any:
     """
     both = (("memory", "--host-memory", memory), ("nvme", "--disk-space", disk))
     given = {name: float(bytes_of(flag, text)) for name, flag, text in both if text is not None}
-    return replace(machine, host=replace(machine.host, **given)) if given else machine
+    return replace(machine, host=replace(machine.host, **given))
 
 
 def _simulated(found: Any, wanted: Any, rank: int, trace: Path | None) -> Any:

@@ -21,7 +21,7 @@ arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -67,15 +67,6 @@ COMMUNICATION: Mapping[str, Communication] = {
         "divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}
     ),
 }
-
-
-def given(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Those of `options` that are about groups, codecs and frozen weights, and say something."""
-    return {
-        name: value
-        for name, value in options
-        if name in COMMUNICATION_OPTIONS and value not in (None, False, "nearest")
-    }
 
 
 def as_recipe(stage: int, options: Mapping[str, Any]) -> str:
@@ -245,7 +236,8 @@ class Job:
         """What was said of groups, codecs and frozen weights. With any of it given, the plan adds
         nothing of the kind.
         """
-        return given(self.options)
+        unsaid = (None, False, "nearest")
+        return {k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in unsaid}
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -349,11 +341,9 @@ class Scheme:
     def places(self) -> dict[str, Any]:
         """Where states rest, as arguments of `Recipe.zero` beside the job's own."""
         whole = dict(OFFLOAD[self.offload])
-        return (
-            whole
-            if self.share == 1
-            else {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
-        )
+        if self.share == 1:
+            return whole
+        return {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
 
     @property
     def asked(self) -> dict[str, Any]:
@@ -374,9 +364,8 @@ class Scheme:
         if self.checkpointing != "none":
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
-            parts.append(
-                f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}"
-            )
+            part = f"{self.share:.3g} of the " if self.share < 1 else ""
+            parts.append(part + _IN_WORDS[self.offload])
         if self.communication:
             parts.append(self.way.words)
         return ", ".join(parts)
