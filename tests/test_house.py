@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -60,3 +61,20 @@ def test_an_import_that_goes_up_or_round_is_noticed(
         out.write(f"\n\n{line}\n")
     status, said = contracts(source, tmp_path)
     assert status == 1 and f"{broken} BROKEN" in said, said
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        *("runtime/gather.py", "runtime/gathers.py", "runtime/reduce.py", "runtime/reductions.py"),
+        *("runtime/native_reductions.py", "quant/gathers.py", "quant/reductions.py"),
+    ],
+)
+def test_what_gathers_and_reduces_knows_no_engine(file: str) -> None:
+    """It is given what it works with (runtime/progress.py)."""
+    tree = ast.parse((ROOT / "src" / "onefold" / file).read_text())
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not {"engine", "Engine"} & (names | attributes), file
+    assert not any("engine" in module for module in modules), file

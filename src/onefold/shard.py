@@ -308,12 +308,14 @@ def capabilities() -> Capabilities:
         if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.fake:
             from onefold.quant.reductions import EncodedReduce
 
-            return EncodedReduce(flat, at, engine, codec)
+            return EncodedReduce(flat, at, engine.resources, engine.residuals, codec)
         if engine.recipe.reduce == NATIVE and group.size > 1:
-            return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, engine)
+            return (BackendAllReduce if flat.whole_master else BackendReduce)(
+                flat, at, engine.resources
+            )
         if group.native:
-            return RowsReduce(flat, at, engine)
-        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine)
+            return RowsReduce(flat, at, engine.resources)
+        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine.resources)
 
     def step(engine: Engine) -> Step:
         from onefold.offload.steps import StepsApart

@@ -80,7 +80,7 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
         group.close()
     shard(module, engine.recipe, group=given[0] if moved else group, units=given[1], init=given[2])
     again = engine_of(module)
-    again.given, again.step = given, step
+    again.given, again.progress.step = given, step
     engine.__dict__ = again.__dict__
 
 

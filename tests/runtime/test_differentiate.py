@@ -82,7 +82,7 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
         out += torch.autograd.grad(loss, (p for p in model.leave.parameters()), retain_graph=True)
         if stage is not None and any(p.grad is not None for p in model.parameters()):
             return "torch.autograd.grad left a gradient"
-        if stage is not None and (engine := onefold.engine_of(model)).backward_open:
+        if stage is not None and (engine := onefold.engine_of(model)).progress.backward_open:
             return "the pass is still open"
         x.grad = None
         loss.backward(inputs=[model.leave.weight, x], retain_graph=True)
@@ -106,8 +106,8 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
         optimizer.step()
     if stage is not None:
         counted = (
-            engine.open_graphs,
-            engine.root_graphs,
+            engine.progress.open_graphs,
+            engine.progress.root_graphs,
             engine.step,
             sum(u.handles for u in engine.units),
         )
@@ -184,7 +184,7 @@ def penalize(stage: int | None, wanted: str, **options: Any) -> Any:
             for p in model.parameters():
                 p.grad = mean_over_ranks(p.grad)
         optimizer.step()
-    if stage is not None and (counted := onefold.engine_of(model).open_graphs):
+    if stage is not None and (counted := onefold.engine_of(model).progress.open_graphs):
         return f"{counted} graphs are open"
     state = model.state_dict() if stage is None else onefold.full_state_dict(model)
     return [t.clone() for t in (*seen, *(state.values() if dist.get_rank() == 0 else []))]

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
+from invariants.wire import counted_sends
+from onefold.memory import GATHERED
 from onefold.runtime import gather, reduce
 from ranks import run_ranks
 
@@ -53,12 +55,9 @@ def trained(
     precision: str,
 ) -> Any:
     """Losses and whole weights."""
-    reduce.SMALL, reduce.ASIDE, reduce.SMALL_TRAFFIC, gather.SMALL_TRAFFIC = (
-        small,
-        aside,
-        traffic,
-        traffic,
-    )
+    reduce.SMALL = gather.SMALL = small
+    reduce.ASIDE = aside
+    reduce.SMALL_TRAFFIC = gather.SMALL_TRAFFIC = traffic
     torch.manual_seed(0)
     model = onefold.shard(
         Model(again), onefold.Recipe.zero(stage, precision=precision), units=(Odd,)
@@ -69,7 +68,7 @@ def trained(
     for step in range(3):
         for k in range(micro_batches):
             torch.manual_seed(100 * step + 10 * k + torch.distributed.get_rank())
-            engine.sync = k + 1 == micro_batches
+            engine.progress.sync = k + 1 == micro_batches
             x = torch.randn(3, 24, requires_grad=again)
             loss = model(x).float().square().mean()
             loss.backward()
@@ -155,3 +154,62 @@ def test_small_units_do_not_count_up_to_some_bytes(
             or not in_flight
             or (flying, gathered) == expected
         ), (flying, gathered)
+
+
+class Side(nn.Module):
+    """Layers beside one another, of any widths."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for width in widths)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return sum(layer(x[:, : layer.in_features]).square().mean() for layer in self.layers)
+
+
+def refreshed(overlap: bool, traffic: int) -> dict[str, Any]:
+    """The last of three forward passes at stage 1: its messages, and what the ledgers say of it."""
+    gather.SMALL_TRAFFIC = traffic
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(1, overlap=overlap)
+    model = onefold.shard(Side([24] * 9 + [200] + [32] * 3), recipe, units=(nn.Linear,))
+    engine, x = onefold.engine_of(model), torch.ones(3, 200)
+    engine.memory.record = True  # and with it the ledger of traffic its events
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        engine.traffic.reset()
+        engine.memory.timeline.clear()
+        with counted_sends() as sent:
+            loss = model(x)
+        events = [event for event in engine.traffic.events if event.move == "all-gather"]
+        gathers = [change for _, kind, _, change in engine.memory.timeline if kind == GATHERED]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "messages": sent.messages,
+        "payload": sent.payload,
+        "bytes": {event.unit: event.nbytes for event in events},
+        "landed": all(event.landed is not None for event in events),
+        "twice": max(gathers, default=0),
+        "left": engine.memory.held(GATHERED),
+        "loss": loss.item(),
+    }
+
+
+@pytest.mark.parametrize(("ranks", "traffic"), [(2, 256 << 10), (3, 256 << 10), (2, 4 << 10)])
+def test_small_kept_copies_are_refreshed_in_one_message(ranks: int, traffic: int) -> None:
+    for alone, together in zip(
+        run_ranks(ranks, refreshed, False, traffic),
+        run_ranks(ranks, refreshed, True, traffic),
+        strict=True,
+    ):
+        peers, each = ranks - 1, 24 * 25 * 4
+        assert alone["messages"] == 13 * peers and alone["twice"] == 0, alone
+        # All but the wide one; or as many as may have their bytes in memory twice
+        joined = 12 if traffic > 12 << 10 else 4
+        assert together["messages"] == (13 - joined + 1) * peers, together
+        assert 4 * each < together["twice"] < 3 * traffic + each and not together["left"], together
+        for same in ("payload", "bytes", "loss"):
+            assert together[same] == alone[same], (same, together, alone)
+        assert together["landed"] and sum(together["bytes"].values()) == together["payload"]

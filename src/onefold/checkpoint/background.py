@@ -72,7 +72,7 @@ class Background:
         self._error = error
         engine = self._engine()
         if engine is not None and self.tell_steps:
-            engine.failure = engine.last_failure = error
+            engine.progress.failure = engine.last_failure = error
 
     @property
     def stall_s(self) -> float:
@@ -99,8 +99,8 @@ class Background:
             raise TimeoutError(f"{self.path} is still being worked on after {timeout:g} s.")
         error, engine = self._error, self._engine()
         if error is not None:
-            if engine is not None and engine.failure is error:
-                engine.failure = None
+            if engine is not None and engine.progress.failure is error:
+                engine.progress.failure = None
             raise error
         return self.path
 

@@ -331,6 +331,51 @@ class Group:
                              part * len(self.peers), part * self._peers_away)  # fmt: skip
         return self.wire.all_gather(self, full, mine, place, unit_index, move, event)
 
+    @property
+    def joins_messages(self) -> bool:
+        """Whether `all_gather_together` is there, and worth it: a message costs the host more than
+        copies of the few bytes in it.
+        """
+        return (
+            self.wire is GLOO
+            and self.size > 1
+            and self.device.type == "cpu"
+            and (self._inter_group is None or self._intra_group is None)
+        )
+
+    def all_gather_together(
+        self, fulls: Sequence[torch.Tensor], places: Sequence[CollectiveContext], number: int
+    ) -> Pending:
+        """The same for several buffers, in one message to each rank: what is sent and received lies
+        in memory of its own, as large as all `fulls` are together, until it is waited for.
+
+        Args:
+            fulls: [numel] each, cut evenly, of one dtype. places: what the gather of each is for; the ledger has
+                an event for each.
+            number: messages of two numbers never meet.
+        """
+        size, rank = self.size, self.rank
+        rows = [full.view(size, -1) for full in fulls]
+        events = []
+        for row, place in zip(rows, places, strict=True):
+            each, count, away = row.shape[1] * row.element_size(), len(self.peers), self._peers_away
+            events.append(self._record("all-gather", place, row.dtype, each * count, each * away))
+        lengths = [row.shape[1] for row in rows]
+        sent = torch.cat([row[rank] for row in rows])
+        received = [(peer, torch.empty_like(sent)) for peer in self.peers]
+
+        def arrived() -> None:
+            for peer, message in received:
+                torch._foreach_copy_([row[peer] for row in rows], list(message.split(lengths)))
+            now = time.perf_counter()
+            for event in events[1:]:
+                self.ledger.waited(event, now)
+
+        sends = [(peer, sent) for peer in self.peers]
+        return self.wire.exchange(
+            self, sends, received, places[0], number, "all-gather", events[0]
+        ).then(arrived)
+
     # -- moves of reductions on native backends ----------------------------------------------------
 
     @property

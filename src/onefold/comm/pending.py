@@ -48,6 +48,11 @@ class Pending:
             act()
         self._keep, self._after = None, ()
 
+    def then(self, act: Callable[[], object]) -> Pending:
+        """Do `act` too, once the messages have come."""
+        self._after = (*self._after, act)
+        return self
+
 
 class Chain(Pending):
     """A move after a move that brings what it sends. On CUDA the second waits on a stream of its

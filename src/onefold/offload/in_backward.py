@@ -98,7 +98,7 @@ class InBackwardStepper:
             return False
         return (
             engine is not None
-            and engine.sync
+            and engine.progress.sync
             and all(self._owner(e) is not None for e in flat.entries if e.active)
         )
 
@@ -152,7 +152,7 @@ class InBackwardStepper:
         device memory is read and written.
         """
         engine = self._engine()
-        if engine is None or engine.failure is not None:
+        if engine is None or engine.progress.failure is not None:
             return
         try:
             # Faces are taken off in this thread alone: the main thread goes on seeing them.
@@ -166,7 +166,7 @@ class InBackwardStepper:
                     step_flat(optimizer, engine, flat, mine)
                 let_go(engine, flat, flat.entries)
         except Exception as error:
-            engine.failure = engine.failure or error
+            engine.progress.failure = engine.progress.failure or error
             engine.transfers.broken = HALF
 
     def join(self) -> None:

@@ -81,7 +81,9 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     ready = {id(entry) for entry in entries if entry.param.grad is not None}
     if engine.on_disk:
         _flush(engine)
-        agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
+        agree_on_failure(
+            engine, engine.progress.failure, "before the step: nothing has been stepped"
+        )
     error: BaseException | None = None
     groups = groups_of(optimizer)
     try:
@@ -116,7 +118,7 @@ def _flush(engine: Engine) -> None:
     try:
         engine.transfers.flush()
     except TierError as error:
-        engine.failure = engine.failure or error
+        engine.progress.failure = engine.progress.failure or error
 
 
 def step_flat(

@@ -153,7 +153,7 @@ class OffloadStorage(Storage):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_ledger(self, engine: Engine) -> MemoryLedger:
+    def gradient_ledger(self, device: MemoryLedger) -> MemoryLedger:
         return self.transfers.host
 
     @property

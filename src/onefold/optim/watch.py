@@ -162,12 +162,14 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         whole_state.meet_at_step(optimizer)
         # It leaves no marks
         for engine in [
-            e for e in _engines if e.unsharded and (e.failure is not None or e.copying is not None)
+            e
+            for e in _engines
+            if e.unsharded and (e.progress.failure is not None or e.copying is not None)
         ]:
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
                 engine.about_to_write()
-                if engine.failure is not None:
+                if engine.progress.failure is not None:
                     engine.tell_failure()
         _show_again(optimizer)  # a step that raised never came to its end
         found = _entries_of(optimizer)

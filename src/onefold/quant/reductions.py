@@ -19,15 +19,18 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.reductions import PartsSending, Reduce, Reduction, Sending
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.progress import Resources
+    from onefold.runtime.residuals import Residuals
 
 
 class EncodedReduce(Reduce):
     """One hop whose parts are encoded. Encoded parts begin at multiples of 16 bytes."""
 
-    def __init__(self, flat: Flat, at: int, engine: Engine, codec: Codec) -> None:
-        super().__init__(flat, at, engine)
-        self.codec, self.residuals = codec, engine.residuals
+    def __init__(
+        self, flat: Flat, at: int, resources: Resources, residuals: Residuals, codec: Codec
+    ) -> None:
+        super().__init__(flat, at, resources)
+        self.codec, self.residuals = codec, residuals
 
     def start(self, r: Reduction, place: CollectiveContext) -> Sending:
         group, codec, name, first = self.group, self.codec, r.unit.name, r.span[0]

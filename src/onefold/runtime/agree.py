@@ -52,7 +52,11 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
     parts = [
         walked,
         launched,
-        *map(_bits, ({0} if engine.failure is not None else set(), used, late, gathered), sizes),
+        *map(
+            _bits,
+            ({0} if engine.progress.failure is not None else set(), used, late, gathered),
+            sizes,
+        ),
     ]
     place = CollectiveContext("control", "(end of backward)", engine.step, "backward")
     anywhere = group.any_of(b"".join(parts), place)
@@ -95,7 +99,7 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     ]
     wrong = [(rank, message) for rank, message in messages if message]
     if wrong:
-        engine.failure, engine.failure_agreed = None, False
+        engine.progress.failure, engine.failure_agreed = None, False
         engine.transfers.forget_writes()
         rank, message = wrong[0]
         raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error

@@ -30,7 +30,7 @@ from onefold.layout import Dtypes, Tiers, grouped_as, round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
-from onefold.recipe.rows import GROUP, NATIVE
+from onefold.recipe.rows import NATIVE
 from onefold.runtime import differentiate, functional
 from onefold.runtime.agree import agree_and_finish, agree_on_failure
 from onefold.runtime.buffers import Buffers
@@ -44,6 +44,7 @@ from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.placement import leaving, rests_encoded
+from onefold.runtime.progress import Progress, Resources
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
@@ -68,8 +69,7 @@ class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. units: its units, the root first. step: synchronized backward
-            passes so far.
+        recipe: what it executes. units: its units, the root first. progress: where the run stands.
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
@@ -113,8 +113,10 @@ class Engine:
         self.residuals = Residuals(self)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
-        self.step = 0
-        self.sync = True
+        self.progress = Progress(recipe, self.group)
+        self.resources = Resources(
+            recipe, self.group, self.memory, self.pool, self.transfers, self.progress
+        )
         self._of_units, self._more_flats = len(specs) * 8, 0
         self.units = [self._unit(index, spec, index in away) for index, spec in enumerate(specs)]
         self.entries = [e for u in self.units for e in u.entries]
@@ -133,17 +135,10 @@ class Engine:
         self.current_pass = ForwardPass(self.write_counters)
         self.recorded: Recorded | None = None  # of the pass under way
         self.is_root_pass = False
-        self.graded = False  # the pass under way began with gradients
         self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
         self.part: object = None  # whoever called a part of the root by itself
-        self.backward_open = False
-        # The backward pass under way accumulates nothing: torch.autograd.grad
-        self.differentiating = False
-        self.creates_graph = False
         # Passes whose outputs the backward pass under way has come to
         self.reached: list[ForwardPass] = []
-        # Forward passes with gradients that no backward has followed
-        self.open_graphs = self.root_graphs = 0
         # Operations with gradients outside a forward pass (runtime/outside.py), since the last
         # backward pass
         self.outside_graphs = False
@@ -158,11 +153,7 @@ class Engine:
         self.handles: list[Any] = []
         self.given: tuple[Any, Any, Any] = (None, None, None)
         self.finalizer: Any = None
-        self.closed = False
-        # What work behind the training has failed with: not told yet, and at all. Ranks agree in a
-        # backward pass that one of them was not told, and the optimizer step behind it raises it on
-        # all: none takes a step that another does not.
-        self.failure: BaseException | None = None
+        # What work behind the training has failed with last, whether somebody was told or not
         self.last_failure: BaseException | None = None
         self.failure_agreed = False
         self.settle: Callable[[], None] | None = None  # waits for that work
@@ -201,9 +192,22 @@ class Engine:
 
     def start(self) -> None:
         """Everything is bound: create what works on it."""
-        self.gather = Gatherer(self)
+        self.gather = Gatherer(
+            self.units,
+            self.resources,
+            self.backward_event,
+            lambda units: self.reduce.passed_over(units),
+        )
         self.activations = self.capabilities.activations(self)
-        self.reduce = Reducer(self)
+        self.reduce = Reducer(
+            self.units,
+            self.resources,
+            self.gather,
+            self.steps,
+            self.spans,
+            self.write_counters,
+            self.backward_event,
+        )
         root = self.units[0].module()
         assert root is not None
         self.structure = Structure(root, self.entries)
@@ -232,7 +236,7 @@ class Engine:
         """
         if self.closed:
             return
-        self.closed = True
+        self.progress.closed = True
         if self.settle is not None:
             self.settle()
         self.steps.close()
@@ -277,25 +281,19 @@ class Engine:
         return bool(self.stack) or (in_autograd() and not self.closed and not self.whole_depth)
 
     @property
+    def step(self) -> int:
+        """Synchronized backward passes so far."""
+        return self.progress.step
+
+    @property
     def phase(self) -> str:
-        return "backward" if self.backward_open else "forward"
+        """The pass under way: forward, or backward."""
+        return self.progress.phase
 
     @property
-    def deferring(self) -> bool:
-        """Gradients stay whole in this backward pass."""
-        return not self.sync and self.recipe.reduce_at == "boundary"
-
-    @property
-    def holding(self) -> bool:
-        """Sums stay inside the groups in this backward pass: gradients are divided there, and the
-        boundary is not reached.
-        """
-        return (
-            not self.sync
-            and not self.deferring
-            and self.recipe.gradients.over == GROUP
-            and self.group.inter_group.size > 1
-        )
+    def closed(self) -> bool:
+        """It has let go of everything."""
+        return self.progress.closed
 
     def enter(self, unit: Unit, part: bool = False) -> bool:
         """The forward pass of a unit's module begins. True if it begins a pass over the model
@@ -316,7 +314,7 @@ class Engine:
             unit.depth += 1
             if recompute:
                 self.backward_event()
-            elif torch.is_grad_enabled() or self.graded:
+            elif torch.is_grad_enabled() or self.progress.graded:
                 # A re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
             if self.unset:
@@ -376,11 +374,11 @@ class Engine:
         return recompute, outermost
 
     def _begin_pass(self, is_root: bool) -> None:
-        if self.backward_open:  # a backward pass raised and never came to its end
+        if self.progress.backward_open:  # a backward pass raised and never came to its end
             self.reset()
         self.unset.look(self)
         self.is_root_pass, self.raised_in = is_root, None
-        self.graded = torch.is_grad_enabled()
+        self.progress.graded = torch.is_grad_enabled()
         self.transfers.check()
         self.memory.look()
         self.transfers.host.look()
@@ -394,7 +392,7 @@ class Engine:
             check_not_wrapped(self.units[0].module())
         look_for_writes(self)  # by what was trainable when the optimizer stepped
         self.follow_trainable()
-        if torch.is_grad_enabled() and self.open_graphs == 0 and not self.outside_graphs:
+        if torch.is_grad_enabled() and self.progress.open_graphs == 0 and not self.outside_graphs:
             for u in self.units:
                 u.calls = 0
         if self.is_root_pass and self.buffers.due:
@@ -410,11 +408,11 @@ class Engine:
         self.borrowed_units.clear()
         self.gather.end_forward(self.is_root_pass, aborted)
         if self.is_root_pass and not aborted:
-            self.buffers.after_pass(torch.is_grad_enabled() and self.sync)
+            self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)
         self.activations.end_forward()
         if torch.is_grad_enabled() and not aborted:
-            self.open_graphs += 1
-            self.root_graphs += self.is_root_pass
+            self.progress.open_graphs += 1
+            self.progress.root_graphs += self.is_root_pass
             self.current_pass.open, self.current_pass.of_root = True, self.is_root_pass
         recorded, self.recorded = self.recorded, None
         if recorded is not None:
@@ -430,7 +428,7 @@ class Engine:
         recompute = in_autograd()
         if recompute:
             self.backward_event()
-        elif (torch.is_grad_enabled() or self.graded) and not unit.claimed:
+        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.claimed:
             unit.calls += 1
         self.gather.acquire(unit, backward=recompute)
         unit.sticky = True
@@ -446,7 +444,7 @@ class Engine:
         parameters. See runtime/outside.py.
         """
         # A backward pass raised and never came to its end
-        if self.backward_open and not in_autograd():
+        if self.progress.backward_open and not in_autograd():
             self.reset()
         if not self.outside_graphs:
             self.outside_graphs = True
@@ -533,23 +531,25 @@ class Engine:
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
-        if self.backward_open and in_autograd():
+        if self.progress.backward_open and in_autograd():
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
-        if not self.backward_open:
+        if not self.progress.backward_open:
             self.gather.let_go_turned()
         self.about_to_write()
         self.transfers.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(
-                self, self.failure or self.last_failure, "before the step: nothing has been stepped"
+                self,
+                self.progress.failure or self.last_failure,
+                "before the step: nothing has been stepped",
             )
-        elif self.failure_agreed or (self.failure is not None and self.world_size == 1):
+        elif self.failure_agreed or (self.progress.failure is not None and self.world_size == 1):
             self.tell_failure()
         if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
             return
-        take_unreduced(self)
+        take_unreduced(self.reduce)
         if any(flat.grads or flat.held for u in self.units for flat in u.flats):
-            show_unreduced(self)
+            show_unreduced(self.reduce)
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been"
                 " reduced yet. Run the last micro-batch of the step outside"
@@ -579,8 +579,8 @@ class Engine:
         """Raise what work behind the training has failed with, if nobody was told yet."""
         if self.settle is not None:
             self.settle()  # another rank's may have failed first
-        failure = self.failure or self.last_failure
-        self.failure, self.failure_agreed = None, False
+        failure = self.progress.failure or self.last_failure
+        self.progress.failure, self.failure_agreed = None, False
         if failure is not None:
             raise failure
 
@@ -597,18 +597,21 @@ class Engine:
 
         `accumulates`: what happens is that a parameter has its gradient.
         """
-        if not self.backward_open and in_autograd():
+        if not self.progress.backward_open and in_autograd():
             with disable_torch_function():
-                self.differentiating = not (accumulates or differentiate.accumulates(self))
-                self.backward_open, self.creates_graph = True, torch.is_grad_enabled()
+                self.progress.differentiating = not (accumulates or differentiate.accumulates(self))
+                self.progress.backward_open, self.progress.creates_graph = (
+                    True,
+                    torch.is_grad_enabled(),
+                )
                 self.gather.begin_backward()
-                if not self.differentiating:
+                if not self.progress.differentiating:
                     self.reduce.begin_backward()
                 self.spans.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        elif accumulates and self.differentiating:
+        elif accumulates and self.progress.differentiating:
             # The gradients of a re-entrant checkpoint, which nothing had announced
-            self.differentiating = False
+            self.progress.differentiating = False
             self.gather.foresee_backward()
             self.reduce.begin_backward()
 
@@ -616,8 +619,8 @@ class Engine:
         """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to
         reduce, nothing to agree on.
         """
-        self.backward_open = self.differentiating = False
-        if not self.creates_graph:
+        self.progress.backward_open = self.progress.differentiating = False
+        if not self.progress.creates_graph:
             self._close_graphs()
         self.reached.clear()
         self.gather.end_backward()
@@ -631,32 +634,34 @@ class Engine:
         closed = [p for p in dict.fromkeys(self.reached) if p.open]
         for each in closed:
             each.open = False
-        self.open_graphs = max(0, self.open_graphs - (len(closed) if self.reached else 1))
-        self.root_graphs = max(
-            0, self.root_graphs - (sum(p.of_root for p in closed) if self.reached else 1)
+        self.progress.open_graphs = max(
+            0, self.progress.open_graphs - (len(closed) if self.reached else 1)
+        )
+        self.progress.root_graphs = max(
+            0, self.progress.root_graphs - (sum(p.of_root for p in closed) if self.reached else 1)
         )
         self.reached.clear()
 
     def _end_backward(self) -> None:
         with disable_torch_function(), torch.no_grad():
-            if self.differentiating:
+            if self.progress.differentiating:
                 self._end_differentiating()
                 return
             self.reduce.collect()
             self.gather.join_rest_of_backward()
             used = self.reduce.used
-            if used and not self.deferring:
+            if used and not self.progress.deferring:
                 self.reduce.launch_rest()
                 agree_and_finish(self, used)
-                self.step += 1
+                self.progress.step += 1
                 self.reduced_since_gather = True
             self.outside_graphs = False
             if used:
                 self._close_graphs()
-            if self.deferring or self.holding:
-                show_unreduced(self)
+            if self.progress.deferring or self.progress.holding:
+                show_unreduced(self.reduce)
             self.steps.join()
-            self.backward_open = False
+            self.progress.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
             self.transfers.down.wait()  # what the user finds in `.grad` is there
@@ -667,10 +672,10 @@ class Engine:
 
     def reset(self) -> None:
         """Clean up after a forward or backward pass that raised."""
-        if not self.differentiating:
+        if not self.progress.differentiating:
             self.reduce.drop()
-        self.backward_open = self.differentiating = False
-        self.open_graphs = self.root_graphs = 0
+        self.progress.backward_open = self.progress.differentiating = False
+        self.progress.open_graphs = self.progress.root_graphs = 0
         self.reached.clear()
         self.outside_graphs = False
         self.gather.end_backward()
@@ -680,11 +685,11 @@ class Engine:
 
     @contextlib.contextmanager
     def unsynced(self) -> Iterator[None]:
-        before, self.sync = self.sync, False
+        before, self.progress.sync = self.progress.sync, False
         try:
             yield
         finally:
-            self.sync = before
+            self.progress.sync = before
 
     def whole(self, entry: Entry) -> torch.Tensor:
         if self.unset:

@@ -31,6 +31,8 @@ of it will not do: ranks may drop different outputs.
 from __future__ import annotations
 
 import weakref
+import zlib
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,8 +40,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.comm import CollectiveContext
-from onefold.memory import GATHERED, storage_of
+from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
@@ -51,7 +52,11 @@ from onefold.runtime.recomputation import is_checkpoint
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.progress import Resources
+
+
+#: Kept copies of so few bytes are refreshed together, in one message.
+SMALL = 64 << 10
 
 
 class Recorded:
@@ -106,9 +111,29 @@ class Handle:
 class Gatherer:
     """Gathers, keeps and releases the units of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.units = engine.units
+    def __init__(
+        self,
+        units: list[Unit],
+        resources: Resources,
+        backward_event: Callable[[], None],
+        passed_over: Callable[[list[Unit]], None],
+    ) -> None:
+        """
+        Args:
+            backward_event: called when something happens in a backward pass.
+            passed_over: called with the units that a backward pass went past without using them.
+        """
+        self.units, self.backward_event, self.passed_over = units, backward_event, passed_over
+        self.recipe, self.group, self.progress = (
+            resources.recipe,
+            resources.group,
+            resources.progress,
+        )
+        self.memory, self.pool, self.transfers = (
+            resources.memory,
+            resources.pool,
+            resources.transfers,
+        )
         self.sharded = [u for u in self.units if not u.resident]
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
@@ -128,15 +153,15 @@ class Gatherer:
         # gathers it again
         self.let_go = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
-        topology = engine.group.topology
-        self.ahead = engine.recipe.units_ahead(1 not in (topology.inner, topology.outer))
+        topology = self.group.topology
+        self.ahead = self.recipe.units_ahead(1 not in (topology.inner, topology.outer))
         self.reads_ahead = any(
             flat.storage.reads_ahead for unit in self.sharded for flat in unit.flats
         )
         # What is copied for a gather (from the host, or cast) is copied, and gathered, on the
         # stream of the copies up: the computation goes on, and waits where the unit is used.
         self.beside: Beside = (
-            engine.transfers.up.beside if engine.transfers.up.asynchronous else nullcontext
+            self.transfers.up.beside if self.transfers.up.asynchronous else nullcontext
         )
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has come to the output of a unit
@@ -168,7 +193,7 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not come to use
         if not self.sharded:
             return
-        turns = self._turns and not aborted and self.engine.group.broken is None
+        turns = self._turns and not aborted and self.group.broken is None
         if self.cursor is not None and not aborted:
             for index in self.cursor.rest():
                 self.join(self.units[index])
@@ -181,7 +206,7 @@ class Gatherer:
                 unit.claimed = False
                 self.turned[unit.index] = _writes(unit)
                 continue
-            if unit.index in self.staying and self.engine.group.broken is None:
+            if unit.index in self.staying and self.group.broken is None:
                 unit.claimed = False
                 continue
             # What was joined and not used is kept too: in the backward pass either all ranks have a
@@ -189,12 +214,12 @@ class Gatherer:
             if (
                 unit.state is not State.SHARDED
                 and not (keep and (unit.claimed or not self.let_go))
-                and not self.engine.backward_open
+                and not self.progress.backward_open
             ):
                 self.release(unit)
         self.unwanted.clear()
         self.staying = frozenset()
-        self.engine.pool.drain()
+        self.pool.drain()
 
     def gather_kept(self) -> None:
         """Launch the gather of what stays and is not here."""
@@ -206,7 +231,7 @@ class Gatherer:
         for unit in self.sharded:
             if unit.index in self.kept_gathered and not unit.away and not unit.depth:
                 self.release(unit)
-        self.engine.pool.drain()  # a buffer made under inference_mode is of no use outside
+        self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
     def let_go_turned(self) -> None:
         """Release what waits for a backward pass. Called where all ranks pass."""
@@ -214,7 +239,7 @@ class Gatherer:
         if self.turned:
             for index in sorted(self.turned):
                 self.release(self.units[index])
-            self.engine.pool.drain()
+            self.pool.drain()
 
     def expect_backward_of(self, recorded: Recorded) -> None:
         """Let what waits for a backward pass go when no backward pass can come."""
@@ -222,7 +247,7 @@ class Gatherer:
 
         def gone(_: weakref.ref[Recorded]) -> None:
             if (gather := seen()) is not None and not (
-                gather.engine.closed or gather.engine.backward_open
+                gather.progress.closed or gather.progress.backward_open
             ):
                 gather.let_go_turned()
 
@@ -235,7 +260,7 @@ class Gatherer:
             # This backward pass computes with the new values, as with those of other units
             if _writes(self.units[index]) != writes:
                 self.release(self.units[index])
-        if not self.engine.differentiating:
+        if not self.progress.differentiating:
             self.foresee_backward()
 
     def foresee_backward(self) -> None:
@@ -246,7 +271,7 @@ class Gatherer:
         order = [
             index for index in self.backward_order if self.units[index].away or index in self.turned
         ]
-        self.backward_cursor = Cursor(order) if self.engine.root_graphs else None
+        self.backward_cursor = Cursor(order) if self.progress.root_graphs else None
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass: join what other ranks may still gather."""
@@ -260,12 +285,12 @@ class Gatherer:
             if unit.state is not State.SHARDED and unit.depth == 0:
                 self.release(unit)
         self.unwanted.clear()
-        self.engine.pool.drain()
+        self.pool.drain()
 
     @property
     def _keeps(self) -> bool:
         """Units stay gathered between this forward pass and its backward pass."""
-        return torch.is_grad_enabled() and not self.engine.recipe.reshard_after_forward
+        return torch.is_grad_enabled() and not self.recipe.reshard_after_forward
 
     @property
     def _turns(self) -> bool:
@@ -275,8 +300,8 @@ class Gatherer:
         return (
             self.cursor is not None
             and self.learned
-            and self.engine.graded
-            and not self.engine.backward_open
+            and self.progress.graded
+            and not self.progress.backward_open
         )
 
     # -- one unit ----------------------------------------------------------------------------------
@@ -298,7 +323,7 @@ class Gatherer:
             if unit.away:
                 self.launch(unit)
             if backward and passed:
-                self.engine.reduce.passed_over([u for u in passed if not u.encloses(unit)])
+                self.passed_over([u for u in passed if not u.encloses(unit)])
         self.wait(unit)
         if not unit.claimed:
             unit.claimed = True
@@ -375,11 +400,10 @@ class Gatherer:
 
     def launch(self, unit: Unit) -> None:
         """Start the gather of every flat buffer of the unit."""
-        engine = self.engine
-        unit.move(State.GATHERING, engine.step)
+        unit.move(State.GATHERING, self.progress.step)
         if not unit.resident:
             self.here[unit.index] = unit
-        place = CollectiveContext("all-gather", unit.name, engine.step, engine.phase)
+        place = self.progress.context("all-gather", unit.name)
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
@@ -390,7 +414,7 @@ class Gatherer:
             if under_way is not None:
                 unit.pending.append(under_way)
             if beside is not nullcontext:
-                unit.arriving.append(engine.transfers.up.mark())
+                unit.arriving.append(self.transfers.up.mark())
 
     def _put(self, flat: Flat, full: torch.Tensor) -> None:
         """This rank's masters into their place in the whole.
@@ -401,18 +425,14 @@ class Gatherer:
         try:
             flat.storage.put(full)
         except TierError as error:
-            if self.engine.world_size == 1 or not (
-                torch.is_grad_enabled() or self.engine.backward_open
-            ):
+            if self.group.size == 1 or not (torch.is_grad_enabled() or self.progress.backward_open):
                 raise
-            self.engine.failure = self.engine.failure or error
+            self.progress.failed(error)
 
     def _buffer(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Where the whole of `flat` is, or will be."""
         if flat.full is None:
-            flat.full = self.engine.pool.take(
-                flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name
-            )
+            flat.full = self.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
             self.by_storage[storage_of(flat.full)] = (unit, flat)
         return flat.full
 
@@ -421,7 +441,7 @@ class Gatherer:
         wanted = [f for f in unit.flats if f.storage.reads_ahead and f.gather.reads_masters]
         if unit.state is not State.SHARDED or not wanted:
             return
-        unit.move(State.FETCHING, self.engine.step)
+        unit.move(State.FETCHING, self.progress.step)
         for flat in wanted:
             self._buffer(unit, flat)
             flat.storage.fetch()
@@ -433,7 +453,7 @@ class Gatherer:
             pending.wait()
         unit.pending.clear()
         self._join(unit)
-        unit.move(State.GATHERED, self.engine.step)
+        unit.move(State.GATHERED, self.progress.step)
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
@@ -441,18 +461,18 @@ class Gatherer:
     def _join(self, unit: Unit) -> None:
         """What is computed from here on comes after the unit's copies up."""
         for ticket in unit.arriving:
-            self.engine.transfers.up.order(ticket)
+            self.transfers.up.order(ticket)
         unit.arriving.clear()
 
     def release(self, unit: Unit) -> None:
-        if self.engine.group.broken is None:
+        if self.group.broken is None:
             self.wait(unit)
         elif unit.state is State.GATHERING:  # its bytes will never come
             unit.pending.clear()
             self._join(unit)
-            unit.move(State.GATHERED, self.engine.step)
+            unit.move(State.GATHERED, self.progress.step)
         unit.claimed, unit.replayed = False, None
-        unit.move(State.SHARDED, self.engine.step)
+        unit.move(State.SHARDED, self.progress.step)
         self.here.pop(unit.index, None)
         self.turned.pop(unit.index, None)
         for flat in unit.flats:
@@ -464,7 +484,7 @@ class Gatherer:
             if full is not None:
                 self.by_storage.pop(storage_of(full), None)
                 flat.point_at(None)
-                self.engine.pool.give(full)
+                self.pool.give(full)
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """The unit's forward pass is over: release it, unless its very next use is announced, its
@@ -502,7 +522,7 @@ class Gatherer:
             unit.handles or unit.waiting or (unit.replayed is not None and unit.holds_frozen)
         )
         if (
-            self.engine.backward_open
+            self.progress.backward_open
             and unit.claimed
             and not unit.resident
             and done
@@ -514,11 +534,61 @@ class Gatherer:
 
     def refresh(self) -> None:
         """Launch the gather of every kept copy that an optimizer step left behind, in the order of
-        use.
+        use; small ones, which come first, in one message.
         """
-        for unit in self.units:
-            if unit.resident and unit.state is State.STALE:
+        stale = [unit for unit in self.units if unit.resident and unit.state is State.STALE]
+        together = self._small(stale)
+        if len(together) > 1:
+            self._launch_together(together)
+        for unit in stale:
+            if unit.state is State.STALE:
                 self.launch(unit)
+
+    def _small(self, units: list[Unit]) -> list[Unit]:
+        """Those of `units` whose gathers go in one message. Their bytes lie twice in memory until
+        the first of them is used: no more of them than small reductions may have under way.
+        """
+        recipe, chosen, nbytes = self.recipe, [], 0
+        if not (recipe.overlap and recipe.in_flight and self.beside is nullcontext):
+            return []
+        one: torch.dtype | None = None
+        for unit in units:
+            flats = [flat for flat in unit.flats if flat.stale]
+            one = one or flats[0].dtypes.compute
+            size = sum(flat.layout.numel * one.itemsize for flat in flats)
+            if (
+                size <= SMALL
+                and nbytes + size <= 3 * SMALL_TRAFFIC
+                and all(flat.dtypes.compute == one and flat.gather.plain for flat in flats)
+                and all(flat.owners_group.joins_messages for flat in flats)
+            ):
+                chosen.append(unit)
+                nbytes += size
+        return chosen
+
+    def _launch_together(self, units: list[Unit]) -> None:
+        fulls, places, numbers = [], [], []
+        for unit in units:
+            unit.move(State.GATHERING, self.progress.step)
+            place = self.progress.context("all-gather", unit.name)
+            for flat in unit.flats:
+                if not flat.stale:
+                    continue
+                flat.stale = False
+                full = self._buffer(unit, flat)
+                self._put(flat, full)
+                fulls.append(full)
+                places.append(place)
+                numbers.append(flat.index)
+        # Ranks that put different units together never take each other's bytes for their own
+        number = zlib.crc32(repr(numbers).encode())
+        nbytes = sum(nbytes_of(full) for full in fulls)
+        self.memory.add(GATHERED, nbytes)
+        group = units[0].flats[0].owners_group
+        pending = group.all_gather_together(fulls, places, number)
+        pending.then(lambda: self.memory.add(GATHERED, -nbytes))
+        for unit in units:
+            unit.pending.append(pending)
 
     # -- saved tensors -----------------------------------------------------------------------------
 
@@ -539,7 +609,7 @@ class Gatherer:
         def unpack(saved: Any) -> torch.Tensor:
             if type(saved) is not Handle:
                 return outer_unpack(saved) if outer_unpack else saved
-            self.engine.backward_event()
+            self.backward_event()
             self.acquire(saved.unit, backward=True)
             full = saved.flat.full
             assert full is not None

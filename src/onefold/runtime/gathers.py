@@ -37,11 +37,13 @@ class Gather(ABC):
 
     Attributes:
         exact: the whole holds the masters' values, rounded to the compute dtype and no further.
+        plain: one all-gather of the masters among `flat.owners_group`, and nothing else.
         secondary: what is kept on this rank between steps to gather from; None if masters are.
         fresh: `secondary` is of the masters as they are.
     """
 
     exact: bool = True
+    plain: bool = False
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -86,6 +88,8 @@ class LocalGather(Gather):
 
 class FlatGather(Gather):
     """One all-gather among the ranks whose masters together are the whole."""
+
+    plain = True
 
     def start(
         self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside

@@ -52,7 +52,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
         RuntimeError: it was entered inside a forward pass, or inside another one.
     """
     gather = engine.gather
-    if engine.stack or engine.backward_open:
+    if engine.stack or engine.progress.backward_open:
         raise RuntimeError(
             "keep_gathered was entered inside a pass of the model; enter it outside."
         )

@@ -23,11 +23,11 @@ another rank used gets its gradient here too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.comm import CollectiveContext
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
@@ -39,7 +39,11 @@ from onefold.runtime.unit import Unit
 from onefold.runtime.unreduced import take_unreduced
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.gather import Gatherer
+    from onefold.runtime.progress import Resources
+    from onefold.runtime.spans import Spans
+    from onefold.runtime.steps import Step
+    from onefold.runtime.write_counters import WriteCounters
 
 
 #: Gradients of so few bytes wait for others of their unit, as long as those that wait have no more
@@ -50,9 +54,30 @@ SMALL, ASIDE = 64 << 10, 1 << 20
 class Reducer:
     """Collects, reduces and hands over the gradients of one engine."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.units = engine.units
+    def __init__(
+        self,
+        units: list[Unit],
+        resources: Resources,
+        gather: Gatherer,
+        steps: Step,
+        spans: Spans,
+        write_counters: WriteCounters,
+        backward_event: Callable[[bool], None],
+    ) -> None:
+        """
+        Args:
+            backward_event: called when something happens in a backward pass; with True if a
+                parameter has its gradient.
+        """
+        self.units, self.gather, self.steps, self.spans = units, gather, steps, spans
+        self.write_counters, self.backward_event = write_counters, backward_event
+        self.unit_of = {entry.number: unit for unit in units for entry in unit.entries}
+        self.group, self.progress, self.memory = (
+            resources.group,
+            resources.progress,
+            resources.memory,
+        )
+        self.pool = resources.pool
         self.order = [u.index for u in self.units][::-1]
         self.turn = 0
         self.log: list[int] = []
@@ -65,7 +90,7 @@ class Reducer:
         self.used: set[int] = set()
         # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/unreduced.py)
         self.shows = False
-        self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
+        self.in_flight = resources.recipe.in_flight if resources.recipe.overlap else 0
         for entry in (entry for unit in self.units for entry in unit.entries):
             nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
             entry.small = nbytes if nbytes <= SMALL else 0
@@ -75,7 +100,7 @@ class Reducer:
     def begin_backward(self) -> None:
         if self.shows:
             self.shows = False
-            take_unreduced(self.engine)
+            take_unreduced(self)
         self.turn, self.log, self.used = 0, [], set()
         for unit in self.units:
             unit.waiting = set(unit.awaited)
@@ -87,18 +112,18 @@ class Reducer:
 
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
-        engine = self.engine
+        progress = self.progress
         if (
             entry.small
             and not entry.post_hooks
-            and engine.backward_open
-            and not engine.differentiating
+            and progress.backward_open
+            and not progress.differentiating
             and not torch.is_grad_enabled()
         ):
             self._put_aside(entry)
             return
         with disable_torch_function(), torch.no_grad():
-            engine.backward_event(accumulates=True)
+            self.backward_event(True)
             hooks = entry.param._post_accumulate_grad_hooks
             if not hooks:
                 self._take(entry)
@@ -110,7 +135,7 @@ class Reducer:
 
     def _put_aside(self, entry: Entry) -> None:
         """A small gradient waits on the whole parameter for others of its unit."""
-        unit, flat = self.engine.unit_of[entry.number], entry.flat
+        unit, flat = self.unit_of[entry.number], entry.flat
         run = flat.run_of[entry.index]
         if run not in flat.grads:
             with disable_torch_function():
@@ -180,7 +205,7 @@ class Reducer:
 
     def _take(self, entry: Entry) -> None:
         """The gradient of `entry` leaves the whole parameter, for its unit's buffer."""
-        unit = self.engine.unit_of[entry.number]
+        unit = self.unit_of[entry.number]
         self._store_one(unit, entry)
         unit.waiting.discard(entry.number)
         if not unit.waiting and unit.aside:
@@ -204,15 +229,14 @@ class Reducer:
         """If all gradients of the unit have come, it is ready."""
         if unit.waiting:
             return
-        engine = self.engine
         if not unit.launched:
             unit.ready = True
             self.log.append(unit.index)
-            if engine.memory.record:
-                engine.spans.came(unit.name)
-            if not engine.deferring:
+            if self.memory.record:
+                self.spans.came(unit.name)
+            if not self.progress.deferring:
                 self._advance()
-        engine.gather.maybe_release(unit)
+        self.gather.maybe_release(unit)
 
     def _call_hooks(self, entry: Entry, hooks: Any) -> None:
         """Let the user's hooks see, and change, this rank's whole gradient: with what earlier
@@ -240,7 +264,7 @@ class Reducer:
         for unit in units:
             if len(unit.waiting) == len(unit.awaited):
                 unit.ready = True
-        if not self.engine.deferring:
+        if not self.progress.deferring:
             self._advance()
 
     def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
@@ -251,9 +275,9 @@ class Reducer:
         if buffer is None:
             buffer = self._begin(flat, run)
         elif entry.filled and buffer.dtype != sums:  # accumulation never happens in 16 bits
-            wide = self.engine.pool.take(buffer.numel(), sums, self._category, unit.name)
+            wide = self.pool.take(buffer.numel(), sums, self._category, unit.name)
             wide.copy_(buffer)
-            self.engine.pool.give(buffer)
+            self.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
         scale = flat.early_scale
@@ -267,7 +291,7 @@ class Reducer:
 
     def _begin(self, flat: Flat, run: tuple[int, int]) -> torch.Tensor:
         """The first gradient of `run` has come: take a buffer."""
-        dtype = flat.dtypes.sums if self.engine.deferring else flat.dtypes.wire
+        dtype = flat.dtypes.sums if self.progress.deferring else flat.dtypes.wire
         buffer = flat.grads[run] = self._buffer(flat, run, dtype)
         return buffer
 
@@ -276,13 +300,13 @@ class Reducer:
         """Whole gradients that stay until the boundary are gradients; what is about to travel is a
         buffer.
         """
-        return GRADIENTS if self.engine.deferring else REDUCTION
+        return GRADIENTS if self.progress.deferring else REDUCTION
 
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """A gradient buffer over `run` with zeros between the slots (and nothing yet inside
         them).
         """
-        buffer = self.engine.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
+        buffer = self.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
         if nbytes_of(buffer) <= ASIDE:  # one call costs more than the bytes
             return buffer.zero_()
         end = run[0]
@@ -301,7 +325,7 @@ class Reducer:
         while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
             unit = self.units[self.order[self.turn]]
             if unit.calls == 0:
-                self.engine.gather.pass_by(unit)
+                self.gather.pass_by(unit)
             self._launch(unit)
             self.turn += 1
             self._land_what_is_due()
@@ -359,9 +383,7 @@ class Reducer:
 
     def _start(self, r: Reduction) -> None:
         """The hop that `r` stands before."""
-        place = CollectiveContext(
-            r.flat.reduce_move, r.unit.name, self.engine.step, self.engine.phase
-        )
+        place = self.progress.context(r.flat.reduce_move, r.unit.name)
         r.sending = r.flat.reduces[r.at].start(r, place)
 
     def _land(self, r: Reduction) -> None:
@@ -382,9 +404,7 @@ class Reducer:
             return
         if flat.broadcast_back is not None:
             if r.gathering is None:  # else the backend has done it
-                place = CollectiveContext(
-                    "all-reduce", r.unit.name, self.engine.step, self.engine.phase
-                )
+                place = self.progress.context("all-reduce", r.unit.name)
                 r.gathering = broadcast_back(r, place)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
@@ -397,18 +417,18 @@ class Reducer:
         """Before the boundary the group's sums stay here; at it those of earlier micro-batches
         join. See [Note: held sums].
         """
-        pool, held, total = self.engine.pool, r.flat.held.pop(r.run, None), r.total
+        pool, held, total = self.pool, r.flat.held.pop(r.run, None), r.total
         assert total is not None
         if held is not None:
             total.add_(held)
             pool.give(held)
-        if self.engine.holding:
+        if self.progress.holding:
             held = pool.take(total.numel(), total.dtype, GRADIENTS, r.unit.name)
             r.flat.held[r.run] = held.copy_(total)
             r.total = None
             r.buffer = total.new_empty(0)
             pool.give(total)
-        return self.engine.holding
+        return self.progress.holding
 
     # -- handing over ------------------------------------------------------------------------------
 
@@ -421,7 +441,7 @@ class Reducer:
         assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         self._bring_down(r)
-        behind = self.engine.steps.takes(flat, which)
+        behind = self.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
@@ -431,7 +451,7 @@ class Reducer:
                 storage.take_gradient(r.total, r.result_range, meant)
             except TierError as error:
                 # The other ranks are waiting: all raise before the optimizer steps
-                self.engine.failure = self.engine.failure or error
+                self.progress.failed(error)
             return kept
         total, same = r.total, r.total.dtype == flat.dtypes.master
         for entry, part in (
@@ -454,7 +474,7 @@ class Reducer:
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
         if behind:
-            self.engine.steps.landed(flat)
+            self.steps.landed(flat)
         return kept
 
     def _bring_down(self, r: Reduction) -> None:
@@ -463,7 +483,7 @@ class Reducer:
         storage = r.flat.storage
         if not r.down:
             r.down = True
-            here, there, nbytes = self.engine.memory, self._ledger(r.flat), nbytes_of(r.total)
+            here, there, nbytes = self.memory, self._ledger(r.flat), nbytes_of(r.total)
             if there is not here:
                 here.add(GRADIENTS, -nbytes)
                 r.total = storage.bring_down(r.total)
@@ -471,14 +491,14 @@ class Reducer:
         storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:
-        return flat.storage.gradient_ledger(self.engine)
+        return flat.storage.gradient_ledger(self.memory)
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
-        self.engine.write_counters.graded |= used_anywhere
+        self.write_counters.graded |= used_anywhere
         while self.flying:
             self._land(self.flying.pop(0))
-        if self.engine.holding:
+        if self.progress.holding:
             self.held |= used_anywhere
             return
         used_anywhere, self.held = used_anywhere | self.held, set()
@@ -528,7 +548,7 @@ class Reducer:
         module): reduce them too.
         """
         for index in late:
-            if self.engine.steps.has_stepped(self.units[index]):
+            if self.steps.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " behind the backward pass: this model uses it in more than one part of the"
@@ -541,8 +561,8 @@ class Reducer:
         """Forget everything that a failed backward pass left."""
         for r in (*self.flying, *self.crossing):
             if r.sending is not None:
-                r.sending.drop(wait=self.engine.group.broken is None)
-        if self.engine.group.broken is None:
+                r.sending.drop(wait=self.group.broken is None)
+        if self.group.broken is None:
             for r in self.summed:
                 if r.gathering is not None:
                     r.gathering.wait()
@@ -555,10 +575,10 @@ class Reducer:
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
                 for buffer in flat.grads.values():
-                    self.engine.pool.give(buffer)
+                    self.pool.give(buffer)
                 flat.grads.clear()
                 for buffer in flat.held.values():
-                    self.engine.pool.give(buffer)
+                    self.pool.give(buffer)
                 flat.held.clear()
                 for entry in flat.entries:
                     if entry.unreduced is not None and entry.param.grad is entry.unreduced:

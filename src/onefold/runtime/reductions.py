@@ -45,7 +45,7 @@ from onefold.runtime.hops import Hop
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.progress import Resources
 
 
 @dataclass
@@ -173,9 +173,9 @@ class Reduce(ABC):
 
     adds: ClassVar[Adds | None] = None
 
-    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
+    def __init__(self, flat: Flat, at: int, resources: Resources) -> None:
         self.flat, self.at, self.hop, self.group = flat, at, flat.hops[at], flat.hops[at].group
-        self.pool, self.memory = engine.pool, engine.memory
+        self.pool, self.memory = resources.pool, resources.memory
         self.is_last = at + 1 == len(flat.hops)
         # As many are kept as there are ways in which parameters have been frozen
         self._cuts: dict[tuple[int, int], Cut] = {}
@@ -288,8 +288,8 @@ class PairwiseReduce(Reduce):
 
     adds = "pairwise"
 
-    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
-        super().__init__(flat, at, engine)
+    def __init__(self, flat: Flat, at: int, resources: Resources) -> None:
+        super().__init__(flat, at, resources)
         in_place = (
             self.is_last
             and flat.broadcast_back is None

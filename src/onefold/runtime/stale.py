@@ -67,7 +67,7 @@ def _let_go(engine: Engine, unit: Unit) -> None:
     """A forward pass that no backward pass followed may have left the unit gathered, of masters
     that have new values now.
     """
-    if not unit.resident and not unit.away and not unit.depth and not engine.backward_open:
+    if not unit.resident and not unit.away and not unit.depth and not engine.progress.backward_open:
         engine.gather.release(unit)
 
 

@@ -25,7 +25,6 @@ from onefold.memory import MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage
 from onefold.recipe import Tier
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry, Flat
 
 
@@ -129,9 +128,9 @@ class Storage(ABC):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def gradient_ledger(self, engine: Engine) -> MemoryLedger:
-        """The ledger of the memory that reduced gradients are in."""
-        return engine.memory
+    def gradient_ledger(self, device: MemoryLedger) -> MemoryLedger:
+        """The ledger of the memory that reduced gradients are in; `device`: that of the device."""
+        return device
 
     @property
     def gradient_tier(self) -> Tier:

@@ -21,17 +21,18 @@ from onefold.runtime.storageless import is_storageless
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
+    from onefold.runtime.reduce import Reducer
 
 
-def show_unreduced(engine: Engine) -> None:
+def show_unreduced(reduce: Reducer) -> None:
     """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has
     something to drop.
     """
-    engine.reduce.shows = True
-    for unit in engine.units:
+    reduce.shows = True
+    for unit in reduce.units:
         for flat in unit.flats:
             for entry in flat.entries:
-                if flat.held and entry.number in engine.reduce.held and entry.param.grad is None:
+                if flat.held and entry.number in reduce.held and entry.param.grad is None:
                     _show_held(entry)
                 elif entry.filled and entry.param.grad is None:
                     run, (a, b) = flat.run_of[entry.index], flat.local(entry)
@@ -43,13 +44,15 @@ def show_unreduced(engine: Engine) -> None:
                     )
 
 
-def take_unreduced(engine: Engine) -> None:
+def take_unreduced(reduce: Reducer) -> None:
     """Before kept gradients are used: forget those that the user has dropped since.
 
     Raises:
         RuntimeError: the user changed a kept gradient; only dropping it can be followed.
     """
-    shown = [(e, e.unreduced) for e in engine.entries if e.unreduced is not None]
+    shown = [
+        (e, e.unreduced) for unit in reduce.units for e in unit.entries if e.unreduced is not None
+    ]
     # A part that is zero may have been zero before (rows of an embedding) and scaled: zeros tell of
     # a drop if all parts were written to.
     all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
@@ -59,7 +62,7 @@ def take_unreduced(engine: Engine) -> None:
         zeroed = now is kept and kept._version and not is_storageless(kept) and not kept.any()
         if now is None or (zeroed and (all_written or kept.numel() == entry.slot.numel)):
             entry.filled = False
-            _drop_held(engine, entry)
+            _drop_held(reduce, entry)
         elif now is not kept or kept._version:
             raise RuntimeError(
                 f"the gradient of {entry.slot.name!r} was changed between micro-batches under"
@@ -67,15 +70,15 @@ def take_unreduced(engine: Engine) -> None:
                 " after the last micro-batch. Dropping them is fine: optimizer.zero_grad(), or"
                 " `.grad = None` for some of them."
             )
-    for unit in engine.units:
+    for unit in reduce.units:
         for flat in unit.flats:
             if flat.grads and not any(e.filled for e in flat.entries):
                 for buffer in flat.grads.values():
-                    engine.pool.give(buffer)
+                    reduce.pool.give(buffer)
                 flat.grads.clear()
-            if flat.held and not any(e.number in engine.reduce.held for e in flat.entries):
+            if flat.held and not any(e.number in reduce.held for e in flat.entries):
                 for buffer in flat.held.values():
-                    engine.pool.give(buffer)
+                    reduce.pool.give(buffer)
                 flat.held.clear()
 
 
@@ -89,10 +92,10 @@ def _show_held(entry: Entry) -> None:
     )
 
 
-def _drop_held(engine: Engine, entry: Entry) -> None:
+def _drop_held(reduce: Reducer, entry: Entry) -> None:
     """The user has dropped the gradient: nothing of it reaches the boundary."""
     flat = entry.flat
-    engine.reduce.held.discard(entry.number)
+    reduce.held.discard(entry.number)
     run = flat.run_of.get(entry.index)
     if run is not None and run in flat.held:
         span = overlap(run, flat.shard)
@@ -106,7 +109,7 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     """
     ledger = engine.memory if tier is Tier.DEVICE else engine.transfers.host
     # Buffers are on their way between owners: the ledger's own count is right
-    if engine.backward_open:
+    if engine.progress.backward_open:
         return ledger.held(GRADIENTS)
     with disable_torch_function():
         here = [f for u in engine.units for f in u.flats if f.storage.gradient_tier is tier]

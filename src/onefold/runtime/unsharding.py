@@ -25,7 +25,7 @@ def refuse_unless_possible(engine: Engine) -> None:
         ValueError: its recipe keeps parameters in a way that has no way back.
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
-    if engine.stack or engine.backward_open:
+    if engine.stack or engine.progress.backward_open:
         raise RuntimeError(
             "unsharded was entered inside a pass of the model; enter it between steps."
         )
