@@ -242,20 +242,15 @@ def moves_said(found: Candidate) -> str:
 
 def sums_said(sums: Sums) -> str:
     """Who adds gradients up, what the other would take, and which is faster when."""
-    said = {
-        "ordered": (
-            "rank order",
-            f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
-        ),
-        "native": (
-            "NCCL",
-            f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
-        ),
-    }
-    here, other = (sums.ordered, sums.native)[:: 1 if sums.asked == "ordered" else -1]
-    others = said["native" if sums.asked == "ordered" else "ordered"][0]
-    seconds = [in_seconds(c.account.seconds["step"]) for c in (other, here)]
-    peaks = [gib(c.account.peak_bytes) for c in (other, here)]
+    said = [
+        f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
+        f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
+    ]
+    accounts = [c.account for c in (sums.ordered, sums.native)]
+    if sums.asked == "native":
+        said, accounts = said[::-1], accounts[::-1]
+    seconds = [in_seconds(a.seconds["step"]) for a in accounts]
+    peaks = [gib(a.peak_bytes) for a in accounts]
     start, when = sums.faster_from, "at any size"
     if start == math.inf:
         when = "at no size"
@@ -263,8 +258,8 @@ def sums_said(sums: Sums) -> str:
         when = f"from {gib(start)} of gradients in a unit on"
         when += f" (the largest unit here has {gib(sums.largest)})"
     return (
-        f"gradients are {said[sums.asked][1]}; {others}, a step would take {seconds[0]} instead of"
-        f" {seconds[1]}, with {peaks[0]} instead of {peaks[1]} at peak. NCCL's sums are the faster"
+        f"gradients are {said[0]}; {said[1]}, a step would take {seconds[1]} instead of"
+        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak. NCCL's sums are the faster"
         f" {when}"
     )
 
