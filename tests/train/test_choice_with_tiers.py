@@ -142,7 +142,7 @@ def test_tiles_and_activations_on_the_host_are_counted() -> None:
     ).predicted
     assert (
         on_host is not None
-        and on_host.beyond["host"]["activations"] > MIB
+        and on_host.offloaded["host"]["activations"] > MIB
         and on_host.moved["down"] == on_host.moved["up"] > MIB
     )
 

@@ -27,13 +27,12 @@ from onefold.plan.benchmark_blocks import (
     RootMeanSquare,
     gated_flops,
 )
-from onefold.plan.counting import count
-from onefold.plan.evaluate import calls_of
 from onefold.plan.fit import Kernels
 from onefold.plan.from_module import model_shape
+from onefold.plan.kernels import count
 from onefold.plan.measure import Bench
 from onefold.plan.measured import StepPoint
-from onefold.plan.states import units_of, wire
+from onefold.plan.states import calls_of, units_of, wire
 from onefold.recipe import Recipe
 from onefold.recipe.options import Precision
 

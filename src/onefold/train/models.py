@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.recompute import repeated_blocks
+from onefold.plan.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.ranks import Ranks
