@@ -172,7 +172,7 @@ SAMPLED = {
     "comm/test_group.py": 2,
     "comm/test_native.py": 6,
     "comm/test_native_divergence.py": 3,
-    "comm/test_native_virtual.py": 3,
+    "comm/test_native_virtual.py": 6,
     "integrations/test_deepspeed_offload.py": 3,
     "invariants/test_bytes_at_rest.py": 3,
     "invariants/test_bytes_of_groups.py": 2,

@@ -5,6 +5,7 @@ are read as what they stand for.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,21 @@ def resumed(
     return wrong
 
 
-def test_any_ranks_stage_and_tier_load_what_any_saved(tmp_path: Path) -> None:
+def test_any_ranks_stage_and_tier_load_what_any_saved(
+    tmp_path: Path, sample: Callable[[Iterable[Any], int], list[Any]]
+) -> None:
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     on_disk = {"offload_optimizer": "nvme", "nvme": str(nvme)}
     want = run_ranks(2, saved, str(tmp_path), [("disk", 1, on_disk), ("three", 3, {})])[0]
     run_ranks(2, saved, str(tmp_path), [("zero", 0, {})])
     names = ["disk", "three", "zero"]
-    for ranks, places in (
+    into = [
         (1, [(0, {}), (3, on_disk)]),
         (2, [(0, {}), (0, on_disk), (3, {"offload_optimizer": "cpu"})]),
         (4, [(3, {})]),
-    ):
+    ]
+    for ranks, places in sample(into, 2):
         assert (
             run_ranks(
                 ranks, resumed, str(tmp_path), names if ranks == 2 else names[:1], places, want

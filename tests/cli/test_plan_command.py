@@ -89,7 +89,7 @@ def test_tables_say_what_the_json_says() -> None:
 
 
 def test_every_option_reaches_the_plan() -> None:
-    plain = ("gpt2-xl", "--gpus", "8", "--per-node", "4", "--gpu", "a100-40", "--link", "100g")
+    plain = ("gpt2", "--gpus", "8", "--per-node", "4", "--gpu", "a100-40", "--link", "100g")
     base = said(*plain)
     assert base["machine"] | {"bytes": 0} == {
         "gpu": "a100-40",
@@ -100,7 +100,7 @@ def test_every_option_reaches_the_plan() -> None:
     assert base["stages"][1]["account"]["links"]["between"] > 0
 
     # One node: nothing is said of slow links
-    plain = ("gpt2-xl", "--gpus", "8", "--gpu", "a100-40")
+    plain = ("gpt2", "--gpus", "8", "--gpu", "a100-40")
 
     def peak(*more: str) -> int:
         return Account.from_json(said(*plain, *more)["stages"][1]["account"]).peak_bytes
