@@ -75,6 +75,8 @@ SLOW_FILES = {
         "test_habits.py",
     ],
     "integrations": [
+        "test_deepspeed_name.py",
+        "test_deepspeed_parameters.py",
         "test_deepspeed.py",
         "test_from_deepspeed.py",
     ],
@@ -173,7 +175,9 @@ SAMPLED = {
     "comm/test_native.py": 6,
     "comm/test_native_divergence.py": 3,
     "comm/test_native_virtual.py": 3,
+    "integrations/test_deepspeed_name.py": 2,
     "integrations/test_deepspeed_offload.py": 3,
+    "integrations/test_deepspeed_parameters.py": 2,
     "invariants/test_bytes_at_rest.py": 3,
     "invariants/test_bytes_of_groups.py": 2,
     "invariants/test_diverging_ranks.py": 4,
