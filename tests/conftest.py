@@ -77,6 +77,7 @@ SLOW_FILES = {
     "integrations": [
         "test_deepspeed_name.py",
         "test_deepspeed_parameters.py",
+        "test_deepspeed_trainer.py",
         "test_deepspeed.py",
         "test_from_deepspeed.py",
     ],
@@ -178,6 +179,7 @@ SAMPLED = {
     "integrations/test_deepspeed_name.py": 2,
     "integrations/test_deepspeed_offload.py": 3,
     "integrations/test_deepspeed_parameters.py": 2,
+    "integrations/test_deepspeed_trainer.py": 6,
     "invariants/test_bytes_at_rest.py": 3,
     "invariants/test_bytes_of_groups.py": 2,
     "invariants/test_diverging_ranks.py": 4,
