@@ -188,3 +188,13 @@ def test_a_name_that_is_new_is_found() -> None:
         "deepspeed.zero.NewThing", "deepspeed.utils.a", "deepspeed.utils.c",
     }  # fmt: skip
     assert not known("deepspeed.zero.NewThing") and known("deepspeed.zero.Init")
+
+
+def test_the_page_names_what_is_served() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
+    part = page.partition("## Scripts that import DeepSpeed")[2].partition("## See what")[0]
+    named = set(re.findall(r"\w+", part))
+    last = {name for names in SERVED.values() for name in names}
+    assert {"initialize", "Init", "GatheredParameters", "register_external_parameter"} <= named
+    words = {n for n in named & last if n[0].isupper() or "_" in n}
+    assert len(words) >= 10, words
