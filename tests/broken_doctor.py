@@ -2,7 +2,7 @@
 before a check runs.
 
 Also a rank of a check by itself, `python -m broken_doctor ...` in place of
-`onefold.cli.doctor_check_rank`, with what BROKEN names broken: "CHECK=NAME,CHECK=NAME".
+`onefold.cli.doctor_checks`, with what BROKEN names broken: "CHECK=NAME,CHECK=NAME".
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ def a_load_is_wrong() -> None:
 
 def a_kernel_writes_a_wrong_bit() -> None:
     """The kernels are torch's operations, but for one bit of one block's payload."""
-    from onefold.cli import doctor_check_kernels
+    from onefold.cli import doctor_check_numbers
     from onefold.quant import kernels
 
     def encode(
@@ -198,7 +198,7 @@ def a_kernel_writes_a_wrong_bit() -> None:
     ) -> int:
         done = source.numel() // by.block * by.block
         whole = torch.empty(by.encoded_bytes(done), dtype=torch.uint8)
-        with doctor_check_kernels.by_kernels(False):
+        with doctor_check_numbers.by_kernels(False):
             by.encode(source[:done], whole, rounding=rounding)
         numbers, kept = by.split(whole, done)
         payload[: numbers.numel()] = numbers
@@ -209,12 +209,12 @@ def a_kernel_writes_a_wrong_bit() -> None:
 
     kernels.encode = encode
     kernels.decode = lambda *_: 0
-    doctor_check_kernels.kernels_run_here = lambda device: ""
+    doctor_check_numbers.kernels_run_here = lambda device: ""
 
 
 def a_summing_kernel_leaves_a_part_out() -> None:
     """The kernel is torch's addition without the last rank's part in its last element."""
-    from onefold.cli import doctor_check_kernels
+    from onefold.cli import doctor_check_numbers
     from onefold.comm import launching, sums
     from onefold.quant import kernels
 
@@ -230,7 +230,7 @@ def a_summing_kernel_leaves_a_part_out() -> None:
     )
     sums.serve = lambda *_: launching._allowed.get()
     kernels.encode = kernels.decode = lambda *_: 0
-    doctor_check_kernels.kernels_run_here = lambda device: ""
+    doctor_check_numbers.kernels_run_here = lambda device: ""
 
 
 def a_buffer_stays() -> None:
@@ -320,7 +320,7 @@ ENDS: dict[str, Callable[..., str]] = {"dies": dies, "stands still": stands_stil
 
 def main() -> None:
     """A rank with what BROKEN names."""
-    from onefold.cli import doctor_check_rank, doctor_checks
+    from onefold.cli import doctor_checks
 
     broken = dict(part.split("=") for part in os.environ["BROKEN"].split(","))
     if broken.get("start"):
@@ -329,7 +329,7 @@ def main() -> None:
     doctor_checks.Check.function = property(
         lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self)
     )
-    doctor_check_rank.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
+    doctor_checks.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
 
 
 if __name__ == "__main__":

@@ -91,16 +91,14 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     """
     import onefold
     from onefold.checkpoint.parts import States
-    from onefold.offload.storage import state_kind
-    from onefold.optim.held import OnDisk, elements, outside
-    from onefold.runtime.stream import interval_of
+    from onefold.runtime.on_disk import OnDisk
 
     mine = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for entry, key, value in States(onefold.engine_of(model), [optimizer]).tensors:
-            here = interval_of(entry)
-            shape, start, stop = outside(entry, *here, key)
-            part = elements(entry, state_kind(key, value.dtype), value, *here)
+            here = entry.accounted()
+            shape, start, stop = entry.outside(*here, key)
+            part = entry.flat.storage.elements(entry, key, value, *here)
             tensor = (
                 torch.cat(list(part.pieces()))
                 if isinstance(part, OnDisk) and stop > start

@@ -13,11 +13,11 @@ from functools import cache
 
 from benchmarks.validation.formulas import compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS
-from onefold.plan.architectures import architecture
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
+from onefold.plan.shapes import architecture
 
 ADAM, ACCUMULATING, INFINITY = (states.CONVENTIONS[name] for name in ("16", "18", "20"))
 GB, TERA = 1e9, 1e12
@@ -187,7 +187,7 @@ def claims() -> list[Claim]:
             f" blocks are gathered, {2 * 12 * 25_600**2 / GB:.1f} GB each in 16 bits; with `--tile"
             " 512MB`, as the paper tiles them, it says yes, on 16",
             "onefold plan 1t --gpus 16 --per-node 16 --gpu v100-32 --stage 3 --offload nvme"
-            " --checkpointing full --precision fp16 --json",
+            " --activation-checkpointing full --precision fp16 --json",
             (
                 Figure("recommended", None),
                 *_states(trillion, ACCUMULATING, 16, 3),

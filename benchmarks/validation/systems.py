@@ -83,14 +83,25 @@ def work(
         weights = formulas.zeropp_bytes(numel, quantized_gradients=False)
         copy = 2 * numel * (machine.local - 1) / machine.local
         gathers = weights["between"] - 2 * numel
+        local = machine.local
         moves = [
             Traffic.ring("all-gather", gathers, calls, machine),
-            Traffic.within_nodes("all-gather", copy, calls, machine),
-            Traffic.within_nodes(
-                "reduce-scatter", wanted["inside"] - weights["inside"], calls, machine
+            Traffic("all-gather", copy, 0.0, calls, local - 1, local),
+            Traffic(
+                "reduce-scatter",
+                wanted["inside"] - weights["inside"],
+                0.0,
+                calls,
+                local - 1,
+                local,
             ),
-            Traffic.across_nodes(
-                "reduce-scatter", (wanted["between"] - gathers) / machine.local, calls, machine
+            Traffic(
+                "reduce-scatter",
+                0.0,
+                (wanted["between"] - gathers) / local,
+                calls,
+                machine.nodes - 1,
+                machine.nodes,
             ),
         ]
     else:

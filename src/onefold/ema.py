@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,11 +32,10 @@ import torch
 from torch import nn
 
 from onefold.layout import overlap
-from onefold.offload.nvme_storage import NvmeStorage
-from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, holders, shared
+from onefold.memory import nbytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import ReadEntry, whole_state_dict
@@ -55,14 +54,87 @@ class _Share:
 
     Attributes:
         values: the average of this rank's interval, or (where nothing is divided or cast) of each
-            parameter; [] on NVMe.
-        disk: where they are on NVMe.
+            parameter.
         aside: masters of another dtype that the averages have taken the place of.
     """
 
-    values: list[torch.Tensor] = field(default_factory=list)
-    disk: OnDisk | None = None
+    _flat: weakref.ref[Flat]  # an average does not keep the model
+    values: list[torch.Tensor | OnDisk]
     aside: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, flat: Flat, name: str) -> _Share:
+        dtype = _dtype(flat)
+        if flat.unsharded:
+            bare = [
+                torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries
+            ]
+            return cls(weakref.ref(flat), [*bare])
+        return cls(weakref.ref(flat), [flat.storage.beside_masters(name, dtype)])
+
+    @property
+    def flat(self) -> Flat:
+        flat = self._flat()
+        assert flat is not None, "the engine holds it"
+        return flat
+
+    @property
+    def in_memory(self) -> list[torch.Tensor]:
+        return [value for value in self.values if isinstance(value, torch.Tensor)]
+
+    @property
+    def on_disk(self) -> list[OnDisk]:
+        return [value for value in self.values if isinstance(value, OnDisk)]
+
+    def masters(self) -> list[torch.Tensor]:
+        """What the averages in memory are averages of."""
+        if self.flat.unsharded:
+            return [e.param.detach() for e in self.flat.entries]
+        return [self.flat.master[self.flat.own_interval]] if self.in_memory else []
+
+    def read(self, entry: Entry, x: int, y: int) -> torch.Tensor:
+        """Elements [x, y) of the average of `entry`, which this rank has."""
+        value, at = self._place(entry)
+        if isinstance(value, OnDisk):
+            return value.read(at + x, at + y)
+        return value.reshape(-1)[at + x : at + y]
+
+    def write(self, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+        into, at = self._place(entry)
+        if isinstance(into, OnDisk):
+            into.write(at + x, values)
+            return
+        whole = into.reshape(-1)
+        whole[at + x : at + y].copy_(values)
+        if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
+            into.copy_(whole.view(into.shape))
+
+    def _place(self, entry: Entry) -> tuple[torch.Tensor | OnDisk, int]:
+        """What the average of `entry` is a part of, and where its element 0 would be in it."""
+        if self.flat.unsharded:
+            return self.values[entry.index], 0
+        return self.values[0], entry.slot.start - self.flat.interval[0]
+
+    def change(self, masters: torch.Tensor, average: torch.Tensor | OnDisk) -> None:
+        """Masters and averages change places."""
+        if isinstance(average, OnDisk):
+            values = average.read()
+            self.change(masters, values)
+            average.write(0, values)
+        elif masters.dtype == average.dtype:
+            before = masters.clone()
+            masters.copy_(average)
+            average.copy_(before)
+        elif self.aside is None:  # in fp32 the average stays where it is
+            self.aside = masters.to(average.device, copy=True)
+            masters.copy_(average)
+        else:
+            masters.copy_(self.aside)
+            self.aside = None
+
+
+def _dtype(flat: Flat) -> torch.dtype:
+    return torch.promote_types(flat.dtypes.master, torch.float32)
 
 
 class EMA:
@@ -94,10 +166,9 @@ class EMA:
         with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
                 if not flat.storage.encoded and any(e.param.requires_grad for e in flat.entries):
-                    share = self._shares[flat.index] = self._made(flat)
-                    held[unit.name] = held.get(unit.name, 0) + sum(
-                        t.numel() * t.element_size() for t in share.values
-                    )
+                    share = _Share.of(flat, f"average {id(self)}")
+                    self._shares[flat.index] = share
+                    held[unit.name] = held.get(unit.name, 0) + sum(map(nbytes_of, share.in_memory))
             self._follow(engine, copy=True)
         for name, nbytes in held.items():
             ledger = engine.memory if engine.device == self._device() else engine.transfers.host
@@ -128,13 +199,8 @@ class EMA:
         """
         model, engine = self._module(), self._engine()
         if engine.stack or engine.whole_depth or self._inside:
-            where = (
-                "a forward pass"
-                if engine.stack
-                else "onefold.full_params"
-                if engine.whole_depth
-                else "itself"
-            )
+            outer = "onefold.full_params" if engine.whole_depth else "itself"
+            where = "a forward pass" if engine.stack else outer
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
         tell_all(engine, _APPLIED, None)
         engine.about_to_write()
@@ -169,10 +235,15 @@ class EMA:
         swapped = share is not None and self._inside and share.aside is None
         averaged = None if swapped else share
         masters = flat.storage.load() if averaged is None and not flat.unsharded else None
-        dtype = self._dtype(flat) if share is not None else flat.dtypes.master
+        dtype = _dtype(flat) if share is not None else flat.dtypes.master
 
         def read(entry: Entry, x: int, y: int) -> torch.Tensor:
-            return self._read(averaged, masters, entry, dtype, x, y)
+            if averaged is not None:
+                return averaged.read(entry, x, y).to(dtype)
+            if masters is None:
+                return entry.param.detach().reshape(-1)[x:y].to(dtype)
+            at = entry.slot.start - flat.owned[0]
+            return masters[at + x : at + y].to(dtype)
 
         return dtype, read, share is not None
 
@@ -201,41 +272,15 @@ class EMA:
                 for entry in flat.entries:
                     whole, part = None, entry.part
                     if engine.rank == 0:
-                        whole = (
-                            _find(state_dict or {}, entry)
-                            .detach()
-                            .reshape(-1)[part.first : part.first + entry.slot.numel]
-                        )
-                    from_first(
-                        engine,
-                        entry,
-                        self._dtype(flat),
-                        whole,
-                        partial(self._write, share, entry),
-                        alone=True,
-                    )
-                if share.disk is not None:
+                        given = _find(state_dict or {}, entry).detach().reshape(-1)
+                        whole = given[part.first : part.first + entry.slot.numel]
+                    put = partial(share.write, entry)
+                    from_first(engine, entry, _dtype(flat), whole, put, alone=True)
+                if share.on_disk:
                     engine.transfers.flush()
         self.updates = updates
 
     # -- one flat buffer ---------------------------------------------------------------------------
-
-    def _made(self, flat: Flat) -> _Share:
-        dtype = self._dtype(flat)
-        if flat.unsharded:
-            return _Share(
-                [torch.empty_like(e.param, dtype=dtype, requires_grad=False) for e in flat.entries]
-            )
-        numel = flat.interval[1] - flat.interval[0]
-        if isinstance(flat.storage, NvmeStorage):
-            kind = state_kind(f"average {id(self)}", dtype)
-            flat.storage.region(kind, dtype)
-            return _Share(disk=OnDisk(flat.storage, kind, *_interval(flat)))
-        return _Share([torch.empty(numel, dtype=dtype, device=flat.master.device)])
-
-    @staticmethod
-    def _dtype(flat: Flat) -> torch.dtype:
-        return torch.promote_types(flat.dtypes.master, torch.float32)
 
     def _follow(self, engine: Engine, copy: bool) -> None:
         weight = 1 - self.decay if self.decay is not None else 1 / (self.updates + 1)
@@ -244,15 +289,10 @@ class EMA:
         for _, flat in _flats(engine):
             if (share := self._shares.get(flat.index)) is None:
                 continue
-            if share.disk is not None:
-                self._follow_on_disk(share.disk, copy, weight)
-                continue
-            now = (
-                [e.param.detach() for e in flat.entries]
-                if flat.unsharded
-                else [flat.master[slice(*_interval(flat))]]
-            )
-            for average, value in zip(share.values, now, strict=True):
+            for on_disk in share.on_disk:
+                self._follow_on_disk(on_disk, copy, weight)
+            now = share.masters()
+            for average, value in zip(share.in_memory, now, strict=True):
                 if copy:
                     average.copy_(value)
                 elif value.dtype == average.dtype:
@@ -262,13 +302,10 @@ class EMA:
                     average.lerp_(value.to(average.dtype), weight)
         if averages:
             for kind in {(t.device, t.dtype) for t in averages}:
-                pairs = [
-                    (a, w)
-                    for a, w in zip(averages, weights, strict=True)
-                    if (a.device, a.dtype) == kind
-                ]
-                torch._foreach_lerp_([a for a, _ in pairs], [w for _, w in pairs], weight)
-        if any(share.disk for share in self._shares.values()):
+                same = [i for i, t in enumerate(averages) if (t.device, t.dtype) == kind]
+                ends = [weights[i] for i in same]
+                torch._foreach_lerp_([averages[i] for i in same], ends, weight)
+        if any(share.on_disk for share in self._shares.values()):
             engine.transfers.flush()
 
     @staticmethod
@@ -281,49 +318,6 @@ class EMA:
                 value = masters.read(a, b).to(average.dtype)
                 average.write(a, value if copy else average.read(a, b).lerp_(value, weight))
 
-    @staticmethod
-    def _read(
-        share: _Share | None,
-        masters: torch.Tensor | None,
-        entry: Entry,
-        dtype: torch.dtype,
-        x: int,
-        y: int,
-    ) -> torch.Tensor:
-        """Elements [x, y) of `entry`: of the average, which has them in this rank's interval, or of
-        the masters.
-        """
-        flat = entry.flat
-        if share is None and masters is not None:
-            at = entry.slot.start - flat.owned[0]
-            return masters[at + x : at + y].to(dtype)
-        if share is None or flat.unsharded:
-            return (
-                (entry.param.detach() if share is None else share.values[entry.index])
-                .reshape(-1)[x:y]
-                .to(dtype)
-            )
-        at = entry.slot.start - flat.interval[0]
-        if share.disk is not None:
-            return share.disk.read(at + x, at + y)
-        return share.values[0][at + x : at + y]
-
-    @staticmethod
-    def _write(share: _Share, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
-        flat = entry.flat
-        if flat.unsharded:
-            into = share.values[entry.index]
-            whole = into.reshape(-1)
-            whole[x:y].copy_(values)
-            if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
-                into.copy_(whole.view(into.shape))
-            return
-        at = entry.slot.start - flat.interval[0]
-        if share.disk is not None:
-            share.disk.write(at + x, values)
-        else:
-            share.values[0][at + x : at + y].copy_(values)
-
     # -- masters and averages change places --------------------------------------------------------
 
     def _exchange(self, engine: Engine) -> None:
@@ -334,38 +328,18 @@ class EMA:
                     continue
                 if flat.unsharded:
                     for entry, average in zip(flat.entries, share.values, strict=True):
-                        self._change(entry.param.data, average, share)
+                        share.change(entry.param.data, average)
                         torch.autograd.graph.increment_version(entry.param)
                     continue
                 masters = new_masters(flat, engine.device)
-                a, b = _interval(flat)
-                if share.disk is not None:
-                    average = share.disk.read()
-                    self._change(masters[a:b], average, share)
-                    share.disk.write(0, average)
-                else:
-                    self._change(masters[a:b], share.values[0], share)
-                if shared(flat):
+                share.change(masters[flat.own_interval], share.values[0])
+                if flat.shared:
                     place = state_context(engine, unit.name)
-                    same = holders(engine, flat)
-                    same.all_gather(masters, place, flat.index, move="state").wait()
+                    flat.holders.all_gather(masters, place, flat.index, move="state").wait()
                 flat.storage.store(masters)
-            if any(share.disk for share in self._shares.values()):
+            if any(share.on_disk for share in self._shares.values()):
                 engine.transfers.flush()
             engine.make_stale()
-
-    @staticmethod
-    def _change(masters: torch.Tensor, average: torch.Tensor, share: _Share) -> None:
-        if masters.dtype == average.dtype:
-            before = masters.clone()
-            masters.copy_(average)
-            average.copy_(before)
-        elif share.aside is None:  # in fp32 the average stays where it is
-            share.aside = masters.to(average.device, copy=True)
-            masters.copy_(average)
-        else:
-            masters.copy_(share.aside)
-            share.aside = None
 
     def _refuse(self) -> None:
         engine = self._engine()
@@ -388,32 +362,23 @@ class EMA:
         return engine_of(self._module())
 
     def _device(self) -> torch.device | None:
-        return next((t.device for share in self._shares.values() for t in share.values), None)
+        return next((t.device for share in self._shares.values() for t in share.in_memory), None)
 
     def _look(self, engine: Engine, state: Mapping[str, Any] | None) -> tuple[str | None, int]:
         """What is wrong with rank 0's dict, and how many updates it has seen."""
         if not isinstance(state, Mapping) or "n_averaged" not in state:
-            return (
-                (
-                    "rank 0 was given no state of an average; expected what EMA.state_dict() or"
-                    " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
-                ),
-                0,
+            complaint = (
+                "rank 0 was given no state of an average; expected what EMA.state_dict() or"
+                " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
             )
-        for entry in (
-            e for _, flat in _flats(engine) if flat.index in self._shares for e in flat.entries
-        ):
+            return complaint, 0
+        for entry in (e for share in self._shares.values() for e in share.flat.entries):
             found = _find(state, entry)
             if found is None:
                 return f"'module.{entry.part.names[0]}' is missing: it is of another model.", 0
             if tuple(found.shape) != tuple(entry.part.shape):
-                return (
-                    (
-                        f"'module.{entry.part.names[0]}' has shape {tuple(found.shape)}, expected"
-                        f" {tuple(entry.part.shape)}."
-                    ),
-                    0,
-                )
+                shapes = f"{tuple(found.shape)}, expected {tuple(entry.part.shape)}"
+                return f"'module.{entry.part.names[0]}' has shape {shapes}.", 0
         return None, int(state["n_averaged"])
 
 
@@ -425,8 +390,3 @@ def _find(state: Mapping[str, Any], entry: Entry) -> Any:
 
 def _flats(engine: Engine) -> list[tuple[Unit, Flat]]:
     return [(unit, flat) for unit in engine.units for flat in unit.flats]
-
-
-def _interval(flat: Flat) -> tuple[int, int]:
-    """This rank's interval, counted from the first element that it owns."""
-    return flat.interval[0] - flat.owned[0], flat.interval[1] - flat.owned[0]

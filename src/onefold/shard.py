@@ -47,7 +47,7 @@ from onefold.tiling.cut import Cut, initializing, with_tiles
 from onefold.tiling.modules import Tile
 
 if TYPE_CHECKING:
-    from onefold.checkpoint.huggingface import Weights
+    from onefold.checkpoint.weights import Weights
 
 
 def shard(
@@ -349,7 +349,7 @@ def _open(
 ) -> Weights | None:
     if weights is None:
         return None
-    from onefold.checkpoint.huggingface import Weights
+    from onefold.checkpoint.weights import Weights
 
     return Weights(weights, module, device, makes_up=init is not None)
 

@@ -320,7 +320,7 @@ def test_what_cannot_be_saved_says_so() -> None:
 
 @given(st.lists(st.integers(1, 5), max_size=4), st.data())
 def test_the_boxes_of_an_interval_tile_it_in_order(shape: list[int], data: st.DataObject) -> None:
-    from onefold.checkpoint.dcp import boxes
+    from onefold.checkpoint.dcp_interval import boxes
 
     start = data.draw(st.integers(0, prod(shape)))
     stop = data.draw(st.integers(start, prod(shape)))

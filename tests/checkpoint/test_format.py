@@ -64,7 +64,7 @@ def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> No
     }
     tensors["höher"] = torch.randn(7)
     planned = [Planned(k, t.dtype, tuple(t.shape), t) for k, t in tensors.items()]
-    written = write_tensors(tmp_path / "a.safetensors", planned, {"made": "here"})
+    written = write_tensors(tmp_path / "a.safetensors", planned)
     assert written.nbytes == os.path.getsize(tmp_path / "a.safetensors")
     theirs = load_file(tmp_path / "a.safetensors")
     assert set(theirs) == set(tensors)
@@ -77,7 +77,7 @@ def test_every_reader_of_safetensors_opens_what_is_written(tmp_path: Path) -> No
     with TensorFile(tmp_path / "b.safetensors") as file:
         out = torch.empty(4, dtype=torch.float64)
         crc = file.read("x", 3, 7, out)
-        assert out.tolist() == [3.0, 4.0, 5.0, 6.0] and file.metadata == {"format": "pt"}
+        assert out.tolist() == [3.0, 4.0, 5.0, 6.0]
         assert crc == zlib.crc32(torch.arange(3.0, 7.0).numpy().tobytes()), (
             "the checksum is of the bytes in the file"
         )

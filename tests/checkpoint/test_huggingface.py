@@ -150,7 +150,6 @@ def from_meta(folder: Path, family: str, stage: int, itemsize: int = 4) -> tuple
     read.
     """
     import onefold
-    from onefold.runtime.stream import interval_of
 
     counter, model = Counter(), on_meta(family)
     with (
@@ -160,7 +159,7 @@ def from_meta(folder: Path, family: str, stage: int, itemsize: int = 4) -> tuple
     ):
         onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=20.0), weights=folder)
     engine = onefold.engine_of(model)
-    owned = sum(b - a for a, b in map(interval_of, engine.entries)) * itemsize
+    owned = sum(b - a for a, b in (entry.accounted() for entry in engine.entries)) * itemsize
     if engine.rank == 0:
         parameters = {name for e in engine.entries for name in e.names}
         with onefold.full_params(model):

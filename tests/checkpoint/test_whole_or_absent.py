@@ -414,3 +414,19 @@ def test_a_rank_that_calls_something_else_or_nothing_is_told(tmp_path: Path) -> 
     assert "rank 1 called save while rank 0 called load" in second["crossed"]
     assert "waiting in control of unit '(save)'" in first["alone"], first["alone"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["given up", "odd"]
+
+
+def saved_by_nobody(root: str) -> str:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    import onefold
+
+    model = onefold.shard(nn.Linear(8, 8), onefold.Recipe.zero(3))
+    return said_by(onefold.save, Path(root) / "never", model=model)
+
+
+def test_a_fake_process_group_has_nothing_to_save(tmp_path: Path) -> None:
+    said = run_ranks(1, saved_by_nobody, str(tmp_path))[0]
+    assert "process group of the fake backend" in said and not list(tmp_path.iterdir())

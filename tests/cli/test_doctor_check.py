@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 
 from broken_doctor import BREAKINGS
-from onefold.cli import doctor_check, doctor_check_overlap, doctor_check_steps
+from onefold.cli import doctor_check, doctor_check_device
 from onefold.cli.doctor import doctor_command
 from onefold.cli.doctor_check import casts_of, check_here, report_of
-from onefold.cli.doctor_check_moves import is_ordered_mean, near, ordered, values
-from onefold.cli.doctor_check_rank import WHERE
+from onefold.cli.doctor_check_numbers import is_ordered_mean, near, ordered, values
 from onefold.cli.doctor_checks import (
     CHECKS,
     LEFT_OUT,
     OK,
+    WHERE,
     WRONG,
     Check,
     Findings,
@@ -170,22 +170,22 @@ class Waiting(TorchDispatchMode):
 def test_a_step_that_waits_for_the_device_is_wrong(
     broken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_check_steps, "has_streams", lambda device: True)
-    monkeypatch.setattr(doctor_check_steps, "synchronize", lambda device: None)
-    monkeypatch.setattr(doctor_check_steps, "_refusing", Waiting)
+    monkeypatch.setattr(doctor_check_device, "has_streams", lambda device: True)
+    monkeypatch.setattr(doctor_check_device, "synchronize", lambda device: None)
+    monkeypatch.setattr(doctor_check_device, "_refusing", Waiting)
     on_cpu = Here(0, 1, torch.device("cpu"), "gloo", 1, "")
-    small, batch = doctor_check_steps.small, doctor_check_steps.batch
-    monkeypatch.setattr(doctor_check_steps, "small", lambda there: small(on_cpu))
-    monkeypatch.setattr(doctor_check_steps, "batch", lambda there, *which: batch(on_cpu, *which))
+    small, batches = doctor_check_device.small, doctor_check_device.batches
+    monkeypatch.setattr(doctor_check_device, "small", lambda there: small(on_cpu))
+    monkeypatch.setattr(doctor_check_device, "batches", lambda there, step: batches(on_cpu, step))
     # Not what a CPU does by itself: torch's loop reads its step counts, and the clip its factor.
     fused = partial(torch.optim.AdamW, lr=1e-3, fused=True)
-    monkeypatch.setattr(doctor_check_steps, "adamw", lambda model: fused(model.parameters()))
+    monkeypatch.setattr(doctor_check_device, "adamw", lambda model: fused(model.parameters()))
     clip = (
         (lambda model, norm: next(model.parameters()).sum().item())
         if broken
         else (lambda model, norm: None)
     )
-    monkeypatch.setattr(doctor_check_steps.onefold, "clip_grad_norm_", clip)
+    monkeypatch.setattr(doctor_check_device.onefold, "clip_grad_norm_", clip)
     there = Here(0, 1, torch.device("cuda", 0), "nccl", 1, "")
     row = answer(KNOWN["no synchronization"], there)
     assert row.status == (WRONG if broken else OK), row
@@ -231,15 +231,15 @@ def test_overlap_on_an_accelerator_is_judged_by_what_is_hidden() -> None:
             is_user_annotation=named,
         )
 
-    moving, computing = doctor_check_overlap.split([
+    moving, computing = doctor_check_device.split([
         event("Memcpy HtoD (Pinned -> Device)", 0, 10), event("ncclDevKernel_AllGather", 20, 30), event("ampere_sgemm", 5, 12),
         event("aten::mm", 0, 100, "CPU"), event("Optimizer.step", 0, 100, named=True), event("Memcpy DtoD (Device -> Device)", 21, 22),
     ])  # fmt: skip
     assert moving == [(0, 10), (20, 30)] and computing == [(5, 12), (21, 22)]
-    assert doctor_check_overlap.shared(moving, computing) == 6
+    assert doctor_check_device.shared(moving, computing) == 6
     for hidden, right in ((0.5, True), (0.1, True), (0.02, False), (0.0, False)):
         findings = Findings()
-        doctor_check_overlap.judge(findings, hidden, "of the copies")
+        doctor_check_device.judge(findings, hidden, "of the copies")
         assert (not findings.wrong) == right, hidden
 
 
@@ -274,9 +274,7 @@ def children() -> list[str]:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 command = (stat.parent / "cmdline").read_text()
                 found += (
-                    [command]
-                    if "broken_doctor" in command or "doctor_check_rank" in command
-                    else []
+                    [command] if "broken_doctor" in command or "doctor_checks" in command else []
                 )
         except (OSError, IndexError):
             continue

@@ -107,11 +107,13 @@ def test_every_option_reaches_the_plan() -> None:
 
     own = peak()
     assert peak("--seq", "1024") < own < peak("--micro-batch", "2")
-    assert peak("--precision", "fp32", "--checkpointing", "none") > peak("--checkpointing", "none")
+    assert peak("--precision", "fp32", "--activation-checkpointing", "none") > peak(
+        "--activation-checkpointing", "none"
+    )
     assert (
-        peak("--checkpointing", "full")
-        < peak("--checkpointing", "selective")
-        < peak("--checkpointing", "none")
+        peak("--activation-checkpointing", "full")
+        < peak("--activation-checkpointing", "selective")
+        < peak("--activation-checkpointing", "none")
     )
     assert peak("--optimizer", "sgd") < peak("--optimizer", "lion") < own
     assert peak("--lora", "8") < own
@@ -147,14 +149,14 @@ def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
         and recipe["nvme"] == ["/mnt/fast"]
         and recipe["step_in_backward"] is True
     )
-    assert set(account["beyond"]) == {"host", "nvme"} and account["moved"].keys() == {
+    assert set(account["offloaded"]) == {"host", "nvme"} and account["moved"].keys() == {
         "up",
         "down",
         "read",
         "written",
     }
     assert account["tiers"]["disk"] > 0 and account["nvme"] == sum(
-        account["beyond"]["nvme"].values()
+        account["offloaded"]["nvme"].values()
     )
     table = command(*asked, *tiers).stdout
     for words in (
@@ -167,7 +169,7 @@ def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
         "exposed",
     ):
         assert words in table, (words, table)
-    plain = (*asked, "--offload", "none", "--checkpointing", "none")
+    plain = (*asked, "--offload", "none", "--activation-checkpointing", "none")
     whole = said(*plain)["stages"][3]["account"]
     held = said(*plain, "--tile", "16MB", "--offload-activations", "cpu")["stages"][3]["account"]
     assert (
@@ -176,7 +178,7 @@ def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
     )
     assert (
         sum(held["peak"].values()) < sum(whole["peak"].values())
-        and held["beyond"]["host"]["activations"] > 0
+        and held["offloaded"]["host"]["activations"] > 0
     )
     only = said(*asked, "--offload-param", "cpu", "--offload-optimizer", "cpu")
     assert [c["stage"] for c in only["stages"]] == [3] and only["recommended"]["account"][

@@ -395,7 +395,7 @@ def test_what_lies_off_the_device_has_charts_of_its_own_and_a_sentence(tmp_path:
     seen = replace(
         account(step),
         host=sum(step.peak(tier="host").values()),
-        beyond={t: step.peak(tier=t) for t in ("host", "nvme")},
+        offloaded={t: step.peak(tier=t) for t in ("host", "nvme")},
     )
     write_observed(tmp_path, 0, RANKS, seen, step=step, plan=replace(planned(), host=1 << 30))
     report = build(tmp_path)

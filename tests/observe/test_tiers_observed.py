@@ -95,10 +95,10 @@ def test_a_recorded_step_has_the_levels_of_each_tier_and_its_account_the_peaks(
         and seen.io >= 0
     )
     account = measured(model, optimizer, seen)
-    assert account.beyond[tier] == seen.peak(tier=tier) and getattr(account, tier) == sum(
-        account.beyond[tier].values()
+    assert account.offloaded[tier] == seen.peak(tier=tier) and getattr(account, tier) == sum(
+        account.offloaded[tier].values()
     )
-    assert account.beyond[tier][MASTERS] > 0 and not {MASTERS, MOMENTS} & set(account.rest)
+    assert account.offloaded[tier][MASTERS] > 0 and not {MASTERS, MOMENTS} & set(account.rest)
     assert account.seconds["io"] == seen.io and account.seconds["optimizer"] > 0
     lines = {name for name, _, _ in account.lines()}
     assert {f"{tier}: all", f"{tier}: {MASTERS}", f"{tier}: {MOMENTS}", "time: io"} <= lines
@@ -133,7 +133,7 @@ def test_a_lone_rank_with_nothing_away_has_no_other_tiers() -> None:
     assert (
         seen.tiers == {}
         and seen.moved() == {}
-        and account.beyond == {}
+        and account.offloaded == {}
         and account.host == account.nvme == 0
     )
     assert "io" not in account.seconds

@@ -18,8 +18,7 @@ Interval = tuple[str, tuple[int, ...], int, int, list[float]]
 
 def read_and_written(recipes: list[tuple[int, dict[str, Any]]]) -> list[list[Interval]]:
     """For each recipe this rank's elements of every parameter, read after 1 was added to them."""
-    from onefold.optim.held import OnDisk, elements, follow_masters, outside
-    from onefold.runtime.stream import held_by, interval_of
+    from onefold.runtime.on_disk import OnDisk
 
     found = []
     for stage, options in recipes:
@@ -31,16 +30,17 @@ def read_and_written(recipes: list[tuple[int, dict[str, Any]]]) -> list[list[Int
         engine, mine = onefold.engine_of(model), []
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for entry in engine.entries:
-                held = elements(entry, "master", entry.param, *held_by(entry, entry.flat.rank))
+                storage = entry.flat.storage
+                held = storage.elements(entry, "", entry.param, *entry.held())
                 if isinstance(held, OnDisk):
                     held.write(0, held.read() + 1)
                 else:
                     held.add_(1)
-                follow_masters(entry.flat)
-                x, y = interval_of(entry)
-                part = elements(entry, "master", entry.param, x, y)
+                storage.renew()
+                x, y = entry.accounted()
+                part = storage.elements(entry, "", entry.param, x, y)
                 values = (part.read() if isinstance(part, OnDisk) else part).tolist()
-                mine.append((entry.part.names[0], *outside(entry, x, y), values))
+                mine.append((entry.part.names[0], *entry.outside(x, y), values))
         found.append(mine)
     return found
 

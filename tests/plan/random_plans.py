@@ -61,7 +61,7 @@ options = st.fixed_dictionaries(
 
 
 #: Groups of two, codecs, both, neither; some of them are for stage 3 only.
-wires = st.sampled_from(
+communication = st.sampled_from(
     (
         {},
         {},

@@ -14,12 +14,11 @@ from benchmarks.peers.model import GPT, Shape
 from torch import nn
 
 from onefold.plan.activity import Activity
-from onefold.plan.architectures import model_of
 from onefold.plan.formulas import CODES, check_code
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
-from onefold.plan.shapes import Transformer
+from onefold.plan.shapes import Transformer, model_of
 from onefold.plan.stand_in import _build, _class_for, _config
 from onefold.plan.trace import trace
 

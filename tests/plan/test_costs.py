@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.plan.counting import count
 from onefold.plan.fit import Costs, Kernels
+from onefold.plan.kernels import count
 
 RAN = (
     Kernels(10**9, 10, 10**6, 50, 10**5),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from legs import by_link
 from torch import nn
 
 import onefold
@@ -25,8 +26,6 @@ from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.replay import Replay
 from onefold.plan.states import (
     at_rest,
-    by_level,
-    by_link,
     elsewhere,
     legs_of,
     topology_of,
@@ -137,13 +136,12 @@ def planned(
     legs, topology = legs_of(units, recipe, micro_batches), topology_of(recipe, ranks, per_node)
     moves = {leg.move: [other for other in legs if other.move == leg.move] for leg in legs}
     between = {
-        move: by_link(by_level(some), topology, per_node, rank)["between"]
-        for move, some in moves.items()
+        move: by_link(some, topology, per_node, rank)["between"] for move, some in moves.items()
     }
     return {
         "at rest": at_rest(units),
         "by move": wire(units, recipe, micro_batches),
-        "by link": by_link(by_level(legs), topology, per_node, rank),
+        "by link": by_link(legs, topology, per_node, rank),
         "between by move": {move: nbytes for move, nbytes in between.items() if nbytes},
         "moved": offloaded_bytes(units, recipe, micro_batches).moved,
         "peak": sum(Replay(units, recipe).run(micro_batches).peak.values()),

@@ -9,13 +9,13 @@ import pytest
 from benchmarks.validation.systems import work
 
 from calibrations import calibration as made_up
-from onefold.plan.hardware import builtin, calibrated, catalogue, gpu, machine
+from onefold.plan.hardware import builtin, calibrated, catalogue, machine
 from onefold.plan.times import step_times
 
 
 @pytest.mark.parametrize("name", builtin().gpus)
 def test_every_gpu_of_the_table_is_plausible(name: str) -> None:
-    found = gpu(name)
+    found = builtin().gpu(name)
     assert 10e9 < found.capacity < 300e9
     assert found.rates["fp16"] >= found.rates["fp32"] >= 5e12
     assert 0.4 < found.attainable < 0.95
@@ -30,7 +30,7 @@ def test_every_gpu_of_the_table_is_plausible(name: str) -> None:
 
 def test_an_unknown_gpu_or_link_gets_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'h100'.*'h100-80'"):
-        gpu("h100")
+        builtin().gpu("h100")
     with pytest.raises(ValueError, match=r"'ib-hrd'.*'ib-hdr'"):
         machine(16, 8, "a100-80", "ib-hrd")
 
@@ -81,7 +81,7 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
     read = catalogue(file)
     assert read.gpu("mine").capacity == 48_000_000_000
     assert read.gpu("h100-80").link == 900e9
-    assert read.gpu("h100-80").capacity == gpu("h100-80").capacity
+    assert read.gpu("h100-80").capacity == builtin().gpu("h100-80").capacity
     assert read.machine(8, 8, "mine").host.memory == 1e11
     assert machine(8, 8, "h100-80").host.memory != 1e11
 

@@ -48,7 +48,7 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
     assert disk.nvme == pytest.approx(18 * each, rel=0.01) and disk.host < every.host / 3
     assert (
         kept.host == kept.nvme == 0
-        and kept.beyond == kept.moved == {}
+        and kept.offloaded == kept.moved == {}
         and kept.rest_bytes == pytest.approx(12 * each, rel=0.01)
     )
     assert kept.peak_bytes > optimizer.peak_bytes

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import (
     activity,
+    communication,
     gpus,
     more_padding,
     options,
@@ -17,7 +18,6 @@ from random_plans import (
     recipe_of,
     shapes,
     stages,
-    wires,
 )
 
 from onefold.plan.evaluate import FRAGMENTED, bound_of, evaluate
@@ -32,7 +32,7 @@ from onefold.recipe import Recipe
 FRAGMENTED_FACTOR = 1 + FRAGMENTED
 
 
-@given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options, wires)
+@given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options, communication)
 @settings(max_examples=200)
 def test_the_replay_of_the_engine_never_exceeds_its_bound(
     shape: ModelShape,
@@ -62,7 +62,7 @@ def test_the_replay_of_the_engine_never_exceeds_its_bound(
     precisions,
     st.integers(1, 9),
     st.sampled_from(("", "boundary", "micro-batch")),
-    wires,
+    communication,
 )
 @settings(max_examples=60)
 def test_two_micro_batches_peak_as_high_as_five(

@@ -202,8 +202,8 @@ def test_units_at_the_turn_leave_the_engines_peak_as_it_is_and_save_a_gather(
     name: str, options: dict[str, Any]
 ) -> None:
     """Every forward pass ends with them, and every backward pass begins with them."""
-    from onefold.plan.architectures import architecture
     from onefold.plan.replay import Replay
+    from onefold.plan.shapes import architecture
     from onefold.plan.states import units_of, wire
     from onefold.recipe import Recipe
 

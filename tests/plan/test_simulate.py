@@ -19,8 +19,8 @@ from torch import nn
 import onefold
 from models import TinyGPT
 from onefold.observe import resident_memory
-from onefold.plan.architectures import model_of as shape_of
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.plan.shapes import model_of as shape_of
 from onefold.plan.simulate import Simulation, simulate
 from onefold.plan.stand_in import stand_in
 from ranks import run_ranks

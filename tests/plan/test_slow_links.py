@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 from benchmarks.validation.formulas import traffic
+from legs import by_link
 from random_plans import GIB, gpus
 
 import onefold
 from onefold.plan.api import plan_here
-from onefold.plan.architectures import architecture
+from onefold.plan.communication import waiting
 from onefold.plan.hardware import machine
-from onefold.plan.job import WIRES, Job
+from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
-from onefold.plan.slow_links import waiting
-from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of
+from onefold.plan.shapes import architecture
+from onefold.plan.states import legs_of, topology_of, units_of
 from onefold.quant import codec
 from onefold.recipe import Recipe
 
@@ -35,11 +36,9 @@ def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]
     )
     assert found.slow_links is not None and found.recommended is not None
     slow, best = found.slow_links, found.recommended
-    plain = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires=""))
-    assert (
-        not WIRES[best.scheme.wires].lossy and best.scheme.stage == plain.scheme.stage and best.fits
-    )
-    flat = next(c for c in slow.rows if c.scheme == best.scheme.with_(wires="flat"))
+    plain = next(c for c in slow.rows if c.scheme == best.scheme.with_(communication=""))
+    assert not best.scheme.way.lossy and best.scheme.stage == plain.scheme.stage and best.fits
+    flat = next(c for c in slow.rows if c.scheme == best.scheme.with_(communication="flat"))
     assert (
         best.account.seconds["step"] <= plain.account.seconds["step"] < flat.account.seconds["step"]
     )
@@ -47,7 +46,7 @@ def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]
         found.recipe.parameters.codec is found.recipe.gradients.codec is None
         and found.recipe.group in (None, "node")
     )
-    assert slow.named is not None and WIRES[slow.named.scheme.wires].lossy
+    assert slow.named is not None and COMMUNICATION[slow.named.scheme.communication].lossy
     assert (
         "yours to ask for: Recipe.zero(" in slow.why[-1] and "--reduce-codec int4" in slow.why[-1]
     )
@@ -62,8 +61,8 @@ def test_every_part_sends_less_between_nodes_than_none_of_it_and_all_of_them_lea
 ) -> None:
     slow = of(link).slow_links
     assert slow is not None
-    at_3 = {c.scheme.wires: c.account for c in slow.rows if c.scheme.stage == 3}
-    assert set(at_3) == set(WIRES)
+    at_3 = {c.scheme.communication: c.account for c in slow.rows if c.scheme.stage == 3}
+    assert set(at_3) == set(COMMUNICATION)
     between = {name: account.node_links["between"] for name, account in at_3.items()}
     for part in ("qwZ", "hpZ", "qgZ", "HSDP", "hybrid"):
         assert between["ZeRO++"] < between[part] < between[""] < between["flat"], between
@@ -84,7 +83,7 @@ def test_on_fast_links_one_node_or_a_job_that_says_itself_nothing_is_proposed() 
         of("1g", options=(("group", 4),)),
     ):
         assert found.slow_links is None and found.to_json()["slow_links"] is None
-        assert found.recommended is None or found.recommended.scheme.wires == ""
+        assert found.recommended is None or found.recommended.scheme.communication == ""
     assert fast.recommended is None or waiting(fast.recommended) < 0.05
 
 
@@ -98,7 +97,7 @@ def test_on_links_of_unknown_speed_bytes_are_said_and_nothing_is_chosen(
     assert (
         found.slow_links is None
         and found.recommended is not None
-        and found.recommended.scheme.wires == ""
+        and found.recommended.scheme.communication == ""
     )
     (said,) = (n for n in found.notes if n.startswith("a node sends"))
     assert (
@@ -117,9 +116,9 @@ def test_the_ways_are_in_the_json() -> None:
         "gpt2-medium", machine(16, 8, "a100-80", "10g"), Job(seq=512), stages=(3,), largest=False
     )
     said = json.loads(json.dumps(found.to_json(), allow_nan=False))
-    rows = {(r["stage"], r["wires"]): r for r in said["slow_links"]["rows"]}
+    rows = {(r["stage"], r["communication"]): r for r in said["slow_links"]["rows"]}
     assert (
-        said["recommended"]["wires"] == said["slow_links"]["recommended"] == "hpZ"
+        said["recommended"]["communication"] == said["slow_links"]["recommended"] == "hpZ"
         and rows[3, "hpZ"]["recommended"]
     )
     assert rows[3, "flat"]["options"] == {"group": "flat"} and rows[3, ""]["options"] == {}
@@ -170,7 +169,7 @@ def test_what_crosses_a_nodes_border_is_the_formula(
         for u in units_of(shape, recipe, per_node * nodes, per_node=per_node)
         if not u.looks_up_only
     ]
-    legs = by_level(legs_of(units, recipe, micro))
+    legs = legs_of(units, recipe, micro)
     sent = sum(by_link(legs, topology, per_node, rank)["between"] for rank in range(per_node))
     e, r = (
         codec(name).encoded_bytes(1 << 16) / (2 << 16) if name else 1.0

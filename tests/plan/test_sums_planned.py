@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from legs import by_link
 from random_plans import GIB
 
 import onefold
@@ -23,7 +24,7 @@ from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
 from onefold.plan.api import plan_here
-from onefold.plan.engine_kernels import summed_bytes
+from onefold.plan.communication import reduction_seconds
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import machine
@@ -31,8 +32,13 @@ from onefold.plan.job import Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.replay import Replay
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import by_level, by_link, legs_of, topology_of, units_of, wire
-from onefold.plan.sums import reduction_seconds
+from onefold.plan.states import (
+    legs_of,
+    summed_bytes,
+    topology_of,
+    units_of,
+    wire,
+)
 from onefold.plan.times import SUMMING_ON_A_GPU, Software
 from onefold.recipe import Recipe
 from ranks import run_ranks
@@ -66,7 +72,7 @@ def differing() -> list[str]:
         legs, topology = legs_of(units, recipe, micro_batches), topology_of(recipe, 4, 2)
         told = {
             "by move": wire(units, recipe, micro_batches),
-            "by link": by_link(by_level(legs), topology, 2, rank),
+            "by link": by_link(legs, topology, 2, rank),
             "peak": sum(Replay(units, recipe).run(micro_batches).peak.values()),
         }
         seen = observed(onefold.shard(made, recipe, group=group), micro_batches)
@@ -217,7 +223,9 @@ def test_a_window_of_gradients_on_their_way_to_the_host_is_counted(stage: int) -
         assert most <= min(WINDOW + max(leaving), sum(leaving)) and held.now[LEAVING] == 0
         assert most >= min(WINDOW - max(leaving), sum(leaving) - 2 * max(leaving))
         assert without.best_total <= held.best_total <= bound_of(units, recipe, 1, WINDOW)
-    there = replace(machine(2, 8), gpu=replace(hardware.gpu("a100-80"), capacity=80 * GIB))
+    there = replace(
+        machine(2, 8), gpu=replace(hardware.builtin().gpu("a100-80"), capacity=80 * GIB)
+    )
     asked = Job(seq=16, offload="optimizer", checkpointing="none")
     found = plan(ModelShape.of_size(400_000_000), there, asked, stages=(stage,), largest=False)
     assert found.recommended is not None and found.recommended.account.rest.get(MOMENTS, 0) == 0

@@ -21,11 +21,11 @@ from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
 from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity
-from onefold.plan.architectures import architecture
 from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import in_tiles, model_shape
 from onefold.plan.offloaded import moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Replay
+from onefold.plan.shapes import architecture
 from onefold.plan.states import at_rest, units_of, wire
 from onefold.plan.trace import trace
 from onefold.recipe import Recipe
@@ -131,15 +131,15 @@ def differing(
         made = model()
         with in_tiles(made, recipe):
             units = units_of(model_shape(made), recipe, ranks, rank)
-        beyond, replay = (
+        offloaded, replay = (
             offloaded_bytes(units, recipe, micro_batches),
             Replay(units, recipe).run(micro_batches),
         )
-        bounds = {"peak": bound_of(units, recipe, micro_batches), "host peak": beyond.host}
+        bounds = {"peak": bound_of(units, recipe, micro_batches), "host peak": offloaded.host}
         told = {
             "device": at_rest(units),
-            **beyond.rest,
-            "moved": beyond.moved,
+            **offloaded.rest,
+            "moved": offloaded.moved,
             "wire": wire(units, recipe, micro_batches),
         }
         wrong += [
@@ -154,8 +154,8 @@ def differing(
             for key, bound in bounds.items()
             if seen[key] > bound
         ]
-        if seen["host peak"] < 0.5 * beyond.host:
-            wrong.append(f"{name}: {beyond.host} planned on the host, {seen['host peak']} taken")
+        if seen["host peak"] < 0.5 * offloaded.host:
+            wrong.append(f"{name}: {offloaded.host} planned on the host, {seen['host peak']} taken")
     return wrong
 
 
@@ -200,16 +200,16 @@ def test_activations_that_are_planned_to_go_to_the_host_do(checkpointing: Any, b
 
     planned = on_host(Activity.from_trace(trace(made(), batch)), budget, shared=True)
     module = onefold.shard(made(), Recipe.zero(3, offload_activations=budget))
-    beyond = onefold.engine_of(module).transfers
+    offloaded = onefold.engine_of(module).transfers
     for _ in range(2):
-        beyond.moved.reset()
+        offloaded.moved.reset()
         module(batch).backward()
-    moved, told = beyond.moved.by_move(), moved_by(planned.carried(1))
+    moved, told = offloaded.moved.by_move(), moved_by(planned.carried(1))
     assert set(moved) == set(told) == {"up", "down"}
     for move in told:
         assert moved[move] == pytest.approx(told[move], abs=4 << 20), (moved, told)
-    assert sum(beyond.host.peak().values()) == pytest.approx(planned.nbytes, abs=4 << 20), (
-        beyond.host.peak(),
+    assert sum(offloaded.host.peak().values()) == pytest.approx(planned.nbytes, abs=4 << 20), (
+        offloaded.host.peak(),
         planned.nbytes,
     )
 

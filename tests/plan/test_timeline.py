@@ -19,15 +19,14 @@ import onefold
 from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
-from onefold.plan.engine_kernels import handled_bytes, summed_bytes
 from onefold.plan.evaluate import evaluate
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.prices import Prices
-from onefold.plan.recompute import Checkpointing
+from onefold.plan.repeat import Checkpointing
 from onefold.plan.simulate import Simulation, simulate
-from onefold.plan.states import units_of
+from onefold.plan.states import handled_bytes, summed_bytes, units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.timeline import COMPUTE, Clock, Timeline
 from onefold.plan.times import SUMMING_ON_A_GPU, Software

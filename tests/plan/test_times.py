@@ -92,7 +92,7 @@ def test_pairwise_messages_send_a_rings_bytes_between_nodes_once_a_rank_of_a_nod
 
 def test_inside_one_node_nothing_travels_between() -> None:
     there = plain(8)
-    for way in (Traffic.ring, Traffic.pairwise, Traffic.within_nodes):
+    for way in (Traffic.ring, Traffic.pairwise):
         assert way("all-gather", 7e9, 10, there).between == 0
 
 
@@ -252,8 +252,8 @@ def test_what_is_not_sent_is_no_move() -> None:
 def test_moves_inside_nodes_and_between_them_run_beside_each_other() -> None:
     there, soft = machine(16, 8, "h100-80"), Software(overlap=0, straggler=0, hop_seconds=0)
     levels = [
-        Traffic.within_nodes("all-gather", 50e9, 1000, there),
-        Traffic.across_nodes("all-gather", 50e9, 1000, there),
+        Traffic("all-gather", 50e9, 0.0, 1000, there.local - 1, there.local),
+        Traffic("all-gather", 0.0, 50e9, 1000, there.nodes - 1, there.nodes),
     ]
     inside, between = (t.seconds(there, soft) for t in levels)
     found = step_times(Work(1e15, levels), there, soft)

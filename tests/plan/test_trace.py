@@ -14,7 +14,7 @@ from measured_memory import RealStep, seeded
 from torch import Tensor, nn
 
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.plan.recompute import checkpointed
+from onefold.plan.repeat import checkpointed
 from onefold.plan.trace import trace
 
 needs_transformers = pytest.mark.skipif(

@@ -12,10 +12,10 @@ from torch import nn
 from calibrations import calibration
 from onefold.plan.activity import Activity
 from onefold.plan.choose import Question
-from onefold.plan.counting import count
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import calibrated
 from onefold.plan.job import Job, Scheme
+from onefold.plan.kernels import count
 from onefold.plan.trace import trace, trace_at
 from onefold.train.models import checkpoint_activations
 

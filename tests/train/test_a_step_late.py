@@ -25,7 +25,7 @@ from onefold.optim.skip import skips_on_device
 from onefold.train import checkpoints, loop
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.data import Feed, Packed
+from onefold.train.data import Feed, Samples
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
@@ -299,7 +299,7 @@ def test_in_a_step_the_host_waits_for_nothing_but_the_numbers_of_the_step_before
 @virtual.alone
 def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
     rows = np.arange(60, dtype=np.int32).reshape(-1, 5)
-    feed = Feed(Packed(rows), torch.device(HERE))
+    feed = Feed(Samples(rows, rows), torch.device(HERE))
     first, second, third = (np.array(indices) for indices in ([0, 1], [2, 3], [4, 5]))
     with virtual.no_synchronization():
         batches = [feed.take(first)]
@@ -311,7 +311,7 @@ def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
     assert begun is not None and begun[1]["labels"] is batches[1]["labels"]
     assert feed._copies.stream != torch.accelerator.current_stream()
     for batch, indices in zip(batches, (first, second, third), strict=True):
-        for name, expected in Packed(rows).batch(indices).items():
+        for name, expected in Samples(rows, rows).batch(indices).items():
             assert batch[name].device == torch.device(HERE) and torch.equal(
                 batch[name].cpu(), expected
             )

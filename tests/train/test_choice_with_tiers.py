@@ -4,10 +4,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import choices
 import pytest
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from onefold.memory import MOMENTS
 from onefold.plan import api
 from onefold.train import choose as choosing
 from onefold.train.choose import Asked, Choice, choose
-from onefold.train.errors import TrainError
 
 MIB = 1 << 20
 
@@ -41,13 +40,10 @@ def apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def asked(**changes: Any) -> Asked:
-    plain = Asked(
-        stage="auto", micro_batch=1, global_batch=0, seq=16, precision="fp32", checkpointing="none", ranks=2, local_ranks=2,
-        free=1 << 34, device="cpu",
-    )  # fmt: skip
-    tiers = changes.pop("tiers", {})
-    return replace(plain, tiers=tuple(tiers.items()), **changes)
+def asked(tiers: dict[str, Any] | None = None, **changes: Any) -> Asked:
+    return choices.asked(
+        **{"micro_batch": 1, "seq": 16, "ranks": 2, "local_ranks": 2, **changes, **(tiers or {})}
+    )
 
 
 EVERYTHING = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": ["/nvme"]}
@@ -146,7 +142,7 @@ def test_tiles_and_activations_on_the_host_are_counted() -> None:
     ).predicted
     assert (
         on_host is not None
-        and on_host.beyond["host"]["activations"] > MIB
+        and on_host.offloaded["host"]["activations"] > MIB
         and on_host.moved["down"] == on_host.moved["up"] > MIB
     )
 
@@ -168,5 +164,5 @@ def test_a_model_that_cannot_be_traced_is_judged_by_the_states_that_stay() -> No
 
 
 def test_what_no_stage_can_be_is_refused() -> None:
-    with pytest.raises(TrainError, match="give offload_optimizer='nvme' too"):
+    with pytest.raises(ValueError, match="give offload_optimizer='nvme' too"):
         choose(Language(2), asked(tiers={"offload_param": "nvme", "nvme": ["/nvme"]}))

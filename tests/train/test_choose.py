@@ -4,12 +4,12 @@ plain case; runs take it.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from choices import asked
 from torch import nn
 
 import onefold
@@ -28,10 +28,6 @@ from ranks import run_ranks
 
 MIB = 1 << 20
 ROOMY = 1 << 34
-ASKED = Asked(
-    stage="auto", micro_batch=2, global_batch=0, seq=32, precision="fp32", checkpointing="none", ranks=4, local_ranks=4, free=ROOMY,
-    device="cpu",
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -52,26 +48,26 @@ class Language(nn.Module):
 
 
 def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> None:
-    several = replace(ASKED, global_batch=ASKED.micro_batch * ASKED.ranks * 4)
-    peaks = choose(Language(), several).needed
+    several = {"global_batch": 2 * 4 * 4}
+    peaks = choose(Language(), asked(**several)).needed
     assert peaks[1] > peaks[2]
     assert (
-        choose(Language(), replace(several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
+        choose(Language(), asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
         == 2
     )
 
 
 def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
-    chosen = choose(Language(), replace(ASKED, free=MIB))
+    chosen = choose(Language(), asked(free=MIB))
     assert chosen.stage == 3 and "may run out of memory" in chosen.reason
-    assert choose(Language(), replace(ASKED, stage="1", free=MIB)).stage == 1
+    assert choose(Language(), asked(stage="1", free=MIB)).stage == 1
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
     with pytest.raises(TrainError, match="use 16"):
-        choose(Language(), replace(ASKED, micro_batch=4, global_batch=15))
+        choose(Language(), asked(micro_batch=4, global_batch=15))
     with pytest.raises(TrainError, match="does not divide"):
-        choose(Language(), replace(ASKED, micro_batch=0, global_batch=15))
+        choose(Language(), asked(micro_batch=0, global_batch=15))
 
 
 def test_a_run_takes_what_was_chosen(tmp_path: Path) -> None:
@@ -100,9 +96,9 @@ def test_a_run_takes_what_was_chosen(tmp_path: Path) -> None:
 
 
 def test_the_plan_of_a_run_has_the_rows_that_the_run_will_have() -> None:
-    asked = replace(ASKED, stage="2", micro_batch=1, global_batch=16)
+    plain: dict[str, Any] = {"stage": "2", "micro_batch": 1, "global_batch": 16}
     usual, late, coarse = (
-        choose(Language(), replace(asked, **given)).predicted
+        choose(Language(), asked(**plain, **given)).predicted
         for given in ({}, LATE, {"units": ("inner.blocks.0",)})
     )
     assert usual is not None and late is not None and coarse is not None
@@ -112,7 +108,7 @@ def test_the_plan_of_a_run_has_the_rows_that_the_run_will_have() -> None:
     assert late.peak[GRADIENTS] > usual.peak[GRADIENTS]
     assert coarse.ledger != usual.ledger
     with pytest.raises(TrainError, match="nothing"):
-        choose(Language(), replace(asked, units=("nothing.there",)))
+        choose(Language(), asked(**plain, units=("nothing.there",)))
 
 
 LATE = {"reduce_at": "boundary"}
@@ -144,7 +140,7 @@ def test_a_run_plans_with_its_options_and_leaves_its_measured_mfu(
     }
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
     run = prepare(resolve(given), alone, lambda line: None)
-    assert seen[0].options == (("reduce_at", "boundary"), ("units", ("LlamaDecoderLayer",)))
+    assert dict(seen[0].job.options) == {"reduce_at": "boundary", "units": ("LlamaDecoderLayer",)}
     run.measured = Account(rest={"parameters": 4})
     rows = [
         {"step_ms": 10.0, "tokens_per_s": 100.0, "mfu": share}
@@ -183,7 +179,7 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
 
 
 def test_two_ranks_agree_on_what_fits_the_one_that_has_least() -> None:
-    peaks = choose(Language(), replace(ASKED, ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
+    peaks = choose(Language(), asked(ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
     tight = int((peaks[2] + peaks[3]) / 2 / api.USABLE)
     assert run_ranks(2, recipe_here, (ROOMY, ROOMY), 16) == [1, 1]
     assert run_ranks(2, recipe_here, (ROOMY, tight), 16) == [3, 3]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.train.data import IGNORE, Conversations, Packed, held_out_batch, load_data
+from onefold.train.data import IGNORE, Samples, held_out_batch, load_data
 from onefold.train.errors import TrainError
 from onefold.train.text import ByteTokenizer, encode_with_spans, render_chat
 
@@ -29,15 +29,15 @@ def test_documents_are_packed_with_an_end_between_and_held_out_samples_are_apart
     (tmp_path / "b.md").write_text("xyz" * 30)
     (tmp_path / "c.bin").write_bytes(b"\0" * 1000)
     data = load_data(str(tmp_path), ByteTokenizer(), seq=10, seed=0, eval_fraction=0.2)
-    assert isinstance(data.train, Packed) and isinstance(data.held_out, Packed)
     assert (len(data.train), len(data.held_out)) == (15, 4)
-    rows = np.concatenate([data.train.rows, data.held_out.rows])
+    whole = [part.batch(np.arange(len(part)))["input_ids"] for part in (data.train, data.held_out)]
+    rows = torch.cat(whole)
     assert (rows == 256).sum() == 1 and not (rows == 0).any()
     batch = data.train.batch(np.array([3, 1]))
     assert batch["input_ids"].shape == (2, 10) and torch.equal(batch["input_ids"], batch["labels"])
     assert data.train.counts(np.array([3, 1])) == 18
     again = load_data(str(tmp_path), ByteTokenizer(), seq=10, seed=0, eval_fraction=0.2)
-    assert isinstance(again.held_out, Packed) and (again.held_out.rows == data.held_out.rows).all()
+    assert torch.equal(again.held_out.batch(np.arange(4))["input_ids"], whole[1])
 
 
 def test_json_lines_with_text_are_packed(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_only_what_the_assistant_says_is_learned_from(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "Hi é"}, {"role": "assistant", "content": "Yes"}]
     file = lines(tmp_path / "d.jsonl", [{"messages": chat}] * 4 + [{"messages": chat[:1]}])
     data = load_data(file, ByteTokenizer(), seq=64, seed=0, eval_fraction=0.25)
-    assert isinstance(data.train, Conversations) and (len(data.train), len(data.held_out)) == (3, 1)
+    assert (len(data.train), len(data.held_out)) == (3, 1)
     assert data.notes == ["1 of 5 conversations left out: no word of an assistant within 64 tokens"]
     batch = data.train.batch(np.array([0]))
     learned = batch["input_ids"][batch["labels"] != IGNORE]
@@ -65,7 +65,7 @@ def test_only_what_the_assistant_says_is_learned_from(tmp_path: Path) -> None:
 
 def test_batches_are_padded_to_their_longest_and_padding_does_not_count() -> None:
     rows = [np.arange(n, dtype=np.int32) for n in (3, 5)]
-    batch = Conversations(rows, rows, padding=9).batch(np.array([0, 1]))
+    batch = Samples(rows, rows, padding=9).batch(np.array([0, 1]))
     assert batch["input_ids"].tolist() == [[0, 1, 2, 9, 9], [0, 1, 2, 3, 4]]
     assert batch["labels"].tolist() == [[0, 1, 2, IGNORE, IGNORE], [0, 1, 2, 3, 4]]
 
@@ -129,7 +129,8 @@ def test_absent_data_and_folders_without_text_are_named(tmp_path: Path) -> None:
 
 
 def test_a_batch_that_fills_up_the_ranks_counts_nothing_and_still_has_a_loss() -> None:
-    samples = Packed(np.arange(12, dtype=np.int32).reshape(3, 4))
+    rows = np.arange(12, dtype=np.int32).reshape(3, 4)
+    samples = Samples(rows, rows)
     batch, count = held_out_batch(samples, np.array([2, 0]), real=1)
     assert (
         count == 3 and (batch["labels"][1] == IGNORE).all() and (batch["labels"][0] != IGNORE).all()

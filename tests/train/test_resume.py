@@ -19,7 +19,7 @@ from onefold.observe import TensorBoard
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.data import DataOrder, Packed, fingerprint_of
+from onefold.train.data import DataOrder, Samples, fingerprint_of
 from onefold.train.early import micro_batch_that_divides
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
@@ -335,11 +335,8 @@ def test_a_fingerprint_tells_other_samples_from_the_same() -> None:
     rows = np.arange(6000, dtype=np.int32).reshape(-1, 10)
     other = rows.copy()
     other[0, 3] += 1
-    assert (
-        fingerprint_of(Packed(rows))
-        == fingerprint_of(Packed(rows.copy()))
-        != fingerprint_of(Packed(other))
-    )
+    first, again, third = (fingerprint_of(Samples(r, r)) for r in (rows, rows.copy(), other))
+    assert first == again != third
 
 
 def test_tensorboard_forgets_what_lies_beyond_the_checkpoint(tmp_path: Path) -> None:

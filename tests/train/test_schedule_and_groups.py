@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import choices
 import pytest
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from onefold.train.prepare import (
     names_without_decay,
     parameter_groups,
     steps_of,
-    warmup_steps,
 )
 
 GIB = 1 << 30
@@ -39,12 +39,12 @@ def test_schedules_rise_to_the_peak_and_fall_to_the_minimum(kind: str) -> None:
 def test_constant_stays_and_wsd_holds_before_it_falls() -> None:
     assert {lr_factor("constant", 10, 0, 0.1)(step) for step in range(10)} == {1.0}
     assert lr_factor("wsd", 100, 10, 0.0)(79) == 1 > lr_factor("wsd", 100, 10, 0.0)(81)
-    with pytest.raises(TrainError, match="expected constant"):
-        lr_factor("step", 10, 0, 0.1)
 
 
 def test_warmup_is_steps_or_a_share() -> None:
-    assert (warmup_steps(5, 100), warmup_steps(0.1, 40), warmup_steps(0, 40)) == (5, 4, 0)
+    for warmup, steps, whole in ((5, 100, 5), (0.1, 40, 4), (0, 40, 0)):
+        factor = lr_factor("constant", steps, warmup, 0.1)
+        assert [factor(step) == 1 for step in range(6)].index(True) == whole
 
 
 class Model(nn.Module):
@@ -94,16 +94,7 @@ class Language(nn.Module):
 
 
 def asked(**changes: Any) -> Asked:
-    plain: dict[str, Any] = {
-        "stage": "auto",
-        "micro_batch": 1,
-        "global_batch": 0,
-        "seq": 8,
-        "precision": "fp32",
-        "checkpointing": "none",
-    }
-    here: dict[str, Any] = {"ranks": 4, "local_ranks": 4, "free": GIB, "device": "cpu"}
-    return Asked(**{**plain, **here, **changes})
+    return choices.asked(**{"micro_batch": 1, "seq": 8, "free": GIB, **changes})
 
 
 def test_auto_takes_the_lowest_stage_that_fits() -> None:

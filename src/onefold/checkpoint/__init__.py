@@ -17,10 +17,11 @@ There is no pickle in it.
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
 | commands                  | inspect, verify, diff, reshard                                                           |
-| a Hugging Face folder     | in: huggingface, fitted, hf_names; out: export, streams; adapters of peft: adapters      |
-| torch's own checkpoints   | dcp                                                                                      |
+| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, streams; of peft: adapters      |
+| torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
-Where masters and states rest, and who holds what, is asked in `onefold.optim.held`.
+Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the
+storage that they rest in (runtime/storage.py).
 """
 
 from onefold.checkpoint.background import Background

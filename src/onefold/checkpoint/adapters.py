@@ -19,10 +19,11 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.export import masters, stream
-from onefold.checkpoint.fitted import Fitted, Outline, some
+from onefold.checkpoint.export import converted, masters, stream
+from onefold.checkpoint.fitted import Fitted, Outline, refuse_shapes, some
 from onefold.checkpoint.hf_names import Layout, whole
 from onefold.checkpoint.huggingface import HuggingFaceSource, load_fitted
+from onefold.checkpoint.source import closed_on_error
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.runtime.registry import engine_of
 
@@ -64,28 +65,19 @@ def save_adapters(
         outline = Outline.of(model)
         first = {name: names_[0] for names_ in outline.ties for name in names_}
         stepped = outline.dtypes | masters(engine)
-        dtypes = {n: stepped[n] for n in names.values()}
-        dtypes = {
-            n: dtype if dtype is not None and d.is_floating_point else d for n, d in dtypes.items()
-        }
+        dtypes = {name: converted(stepped[name], dtype) for name in names.values()}
         copies: dict[str, list[str]] = {}
-        for name in names.values():
+        made = {}
+        for key, name in names.items():
             copies.setdefault(first[name], []).append(name)
-        shapes = {key: outline.tensors[name][1] for key, name in names.items()}
-        layout = Layout(
-            {key: (shapes[key], whole(name, shapes[key])) for key, name in names.items()}, []
-        )
-        return Sheet.of(layout, dtypes, copies, FILES, 1 << 62)
+            _, shape = outline.tensors[name]
+            made[key] = shape, whole(name, shape)
+        return Sheet.of(Layout(made, []), dtypes, copies, FILES, 1 << 62)
 
-    return stream(
-        engine,
-        model,
-        Path(folder),
-        sheet,
-        lambda there: _save_config(model, adapter, there),
-        progress,
-        overwrite,
-    )
+    def beside(there: Path) -> None:
+        _save_config(model, adapter, there)
+
+    return stream(engine, model, Path(folder), sheet, beside, progress, overwrite)
 
 
 def load_adapters(
@@ -116,21 +108,15 @@ def load_adapters(
 
     def fitted() -> Fitted:
         names = adapter_names(model, adapter)
-        source = HuggingFaceSource(folder, FILES)
-        try:
+        with closed_on_error(HuggingFaceSource(folder, FILES)) as source:
             return _fit(source, model, names, strict)
-        except BaseException:
-            source.close()
-            raise
 
     return load_fitted(model, "load_adapters", fitted)
 
 
 def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
     """{peft's name in files: the name in `model`} of an adapter's tensors.
-
-    Raises:
-        CheckpointError: the model has no such adapter, or peft makes its tensors of others.
+    Raises: CheckpointError: the model has no such adapter, or peft makes its tensors of others.
     """
     adapter = _adapter(model, adapter)
     from peft import PeftModel, get_peft_model_state_dict
@@ -179,29 +165,18 @@ def _fit(
     there = {item.name: stored.shape for item, stored in source.items().items()}
     outline = Outline.of(model)
     shapes = {k: outline.tensors[n][1] for k, n in names.items()}
-    wrong = [
-        f"{k}: {there[k]} there, {shape} in the model"
-        for k, shape in shapes.items()
-        if there.get(k, shape) != shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{source.folder} holds adapters of another form: {'; '.join(wrong[:5])}. Are rank and"
-            " targets the same?"
-        )
-    missing, unexpected = (
-        [n for k, n in names.items() if k not in there],
-        [k for k in there if k not in names],
-    )
+    what = f"{source.folder} holds adapters of another form:"
+    refuse_shapes(there, shapes, what, " Are rank and targets the same?")
+    missing = [n for k, n in names.items() if k not in there]
+    unexpected = [k for k in there if k not in names]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{source.folder} holds other adapters than the model has: {len(missing)} of the"
             f" model's are not there ({some(missing)}), {len(unexpected)} of the folder's fit"
             f" nowhere ({some(unexpected)}). Give strict=False to load what fits."
         )
-    fitted = Fitted(
-        source, outline, {n: whole(k, there[k]) for k, n in names.items() if k in there}, unexpected
-    )
+    made = {n: whole(k, there[k]) for k, n in names.items() if k in there}
+    fitted = Fitted(source, outline, made, unexpected)
     fitted.missing = missing
     return fitted
 
@@ -209,9 +184,8 @@ def _fit(
 def _save_config(model: Any, adapter: str | None, folder: Path) -> None:
     """adapter_config.json as peft's own `save_pretrained` leaves it."""
     config = copy.deepcopy(model.peft_config[_adapter(model, adapter)])
-    inner: Any = (
-        model.get_base_model() if callable(getattr(model, "get_base_model", None)) else model
-    )
+    base = getattr(model, "get_base_model", None)
+    inner: Any = base() if callable(base) else model
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(inner, "name_or_path", None) or None
     config.inference_mode = True

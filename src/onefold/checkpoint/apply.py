@@ -10,7 +10,7 @@ nobody is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,29 +18,17 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
-from onefold.layout import overlap
 from onefold.offload.step import stepped_apart
-from onefold.offload.storage import state_kind
-from onefold.optim.held import (
-    OnDisk,
-    divided,
-    elements,
-    follow_masters,
-    holders,
-    new_state,
-    outside,
-    shared,
-)
 from onefold.quant.moments import rests
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.stream import held_by
 from onefold.runtime.whole import new_masters, state_context
 
 #: Elements read at a time where they cannot go to their place directly.
@@ -74,19 +62,15 @@ class ModelFit:
     unexpected: list[str]
 
 
-def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool = True) -> ModelFit:
-    """Local; changes nothing.
-
-    Raises:
-        CheckpointError: shapes differ; or names do, under `strict`.
-    """
+def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -> ModelFit:
+    """Local; changes nothing. Raises: CheckpointError: shapes differ; or names do, under `strict`."""
     buffers, _ = beside_parameters(engine, module)
-    items, aliases = source.items(), source.aliases()
+    items = source.items()
     found: dict[str, Item] = {}
     missing, wrong = [], []
     for entry in engine.entries:
         name, shape = entry.part.names[0], entry.part.shape
-        item = _find(entry.part.names, items, aliases)
+        item = source.parameter(entry.part.names)
         if item is None:
             missing.append(name)
         elif items[item].shape != shape:
@@ -127,51 +111,30 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                found = [
-                    (e, fit.found[e.names[0]]) for e in flat.entries if e.names[0] in fit.found
-                ]
+                here = [e for e in flat.entries if e.names[0] in fit.found]
+                found = [(entry, fit.found[entry.names[0]]) for entry in here]
                 reading.masters(flat, found)
                 for entry, _ in found if flat.unsharded else ():
                     # A backward pass over what was there before must not go on
                     torch.autograd.graph.increment_version(entry.param)
-        buffers = {
-            Item("buffer", name): tensor
-            for name, tensor in fit.buffers.items()
-            if Item("buffer", name) in items
-        }
+        buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items()}
+        buffers = {item: tensor for item, tensor in buffers.items() if item in items}
         reading.buffers(buffers)
         engine.make_stale()
         engine.unset.given({*fit.found, *(item.name for item in buffers)})
 
 
-def load_model(
-    engine: Engine, module: nn.Module, source: Source, strict: bool = True
-) -> tuple[list[str], list[str]]:
-    """Parameters and buffers. Collective. Returns the names that the source has not, and those that
-    the model has not.
-
-    Raises:
-        CheckpointError: on every rank: shapes differ; or names do, under `strict`; or reading
-            failed (the model is then undefined).
+def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
+    """What of the source fits into the model. Collective. Raises: CheckpointError: on every rank:
+    shapes differ, or reading failed (the model is then undefined).
     """
     together, fit = Together.of(engine), None
     with together.each_rank():
-        fit = fit_model(engine, module, source, strict)
+        fit = fit_model(engine, module, source, strict=False)
     assert fit is not None
     reading = StateReader(engine, source)
     fill_model(engine, fit, reading)
     together.agree(reading.error)
-    return fit.missing, fit.unexpected
-
-
-def _find(
-    names: Iterable[str], items: Mapping[Item, Stored], aliases: Mapping[str, str]
-) -> Item | None:
-    for name in names:
-        for candidate in (name, aliases.get(name)):
-            if candidate is not None and Item("parameter", candidate) in items:
-                return Item("parameter", candidate)
-    return None
 
 
 class StateReader:
@@ -182,7 +145,7 @@ class StateReader:
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
         """Into the master weights of a flat buffer. What `found` does not name stays."""
-        if shared(flat) or flat.storage.encoded:
+        if flat.shared or flat.storage.encoded:
             masters = new_masters(flat, self.engine.device)
             self._own_interval(flat, found, masters)
             flat.storage.store(masters)
@@ -190,15 +153,14 @@ class StateReader:
         for entry, item in found:
             into: torch.Tensor | OnDisk = entry.param.data
             if flat.storage.on_disk:
-                into = elements(entry, "master", entry.param, *held_by(entry, flat.rank))
+                into = flat.storage.elements(entry, "", entry.param, *entry.held())
             self._held(entry, item, into)
-        if flat.storage.on_disk:
-            follow_masters(flat)
+        flat.storage.renew()
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
         """Into the states `key` of parameters of a flat buffer."""
         away, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
-        if not shared(flat) or not (packed(key) is None or flat.layout.block or away):
+        if not flat.shared or not (packed(key) is None or flat.layout.block or away):
             for w in wanted:
                 self._held(w.entry, w.item, w.into)
             return
@@ -212,7 +174,7 @@ class StateReader:
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """All elements that this rank holds."""
-        self.read(item, *outside(entry, *held_by(entry, entry.flat.rank), item.state)[1:], into)
+        self.read(item, *entry.outside(*entry.held(), item.state)[1:], into)
 
     def _own_interval(
         self, flat: Flat, found: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1
@@ -222,15 +184,15 @@ class StateReader:
         """
         first = flat.owned[0]
         for entry, item in found:
-            a, b = overlap((entry.slot.start, entry.slot.end), flat.interval)
-            _, start, stop = outside(entry, a - entry.slot.start, b - entry.slot.start, item.state)
-            self.read(item, start, stop, buffer[slice(*items_of(a - first, b - first, grain))])
-        if shared(flat):
+            a, b = entry.accounted()
+            _, start, stop = entry.outside(a, b, item.state)
+            at = entry.slot.start - first
+            self.read(item, start, stop, buffer[slice(*items_of(at + a, at + b, grain))])
+        if flat.shared:
             # The wire may not know float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
             place = state_context(self.engine, flat.unit_name)
-            gather = holders(self.engine, flat).all_gather(wire, place, flat.index, move="state")
-            gather.wait()
+            flat.holders.all_gather(wire, place, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""
@@ -240,9 +202,7 @@ class StateReader:
         self.engine.group.broadcast(list(wanted.values()), state_context(self.engine, "buffers"))
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
-        """Elements [start, stop) into `out`, of any layout and on any device; nothing after the
-        first error.
-        """
+        """Elements [start, stop) into `out`, wherever it is; nothing after the first error."""
         if stop <= start or self.error is not None:
             return
         try:
@@ -252,11 +212,9 @@ class StateReader:
             elif out.device.type == "cpu" and out.is_contiguous():
                 self.source.read(item, start, stop, out.detach().view(-1))
             else:
-                whole = (
-                    out
-                    if out.is_contiguous()
-                    else torch.empty_like(out, memory_format=torch.contiguous_format)
-                )
+                whole = out
+                if not out.is_contiguous():
+                    whole = torch.empty_like(out, memory_format=torch.contiguous_format)
                 for at, part in self._parts(item, start, stop, out.dtype):
                     whole.view(-1)[at : at + part.numel()].copy_(part)
                 if whole is not out:
@@ -285,16 +243,15 @@ def fill_optimizers(
     _set_groups(optimizers, reading.source.groups() or [])
     owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     source = _recoded(engine, owner, reading.source)
-    known, aliases = source.items(), source.aliases()
     states: dict[str, list[Item]] = {}
-    for item in known:
+    for item in source.items():
         if item.kind == "state":
             states.setdefault(item.name, []).append(item)
     recoded = StateReader(engine, source, reading.error)
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat_states(recoded, flat, owner, states, known, aliases)
+                _load_flat_states(recoded, flat, owner, states)
     reading.error = recoded.error
 
 
@@ -305,21 +262,18 @@ def _recoded(
 ) -> Source:
     """`source` with moments as they rest here."""
     formats: dict[str, Format] = {}
-    aliases, plain = source.aliases(), FORMATS["fp32"]
+    plain = FORMATS["fp32"]
     for entry in engine.entries:
-        if (
-            id(entry.param) in owner
-            and (how := rests(owner[id(entry.param)][0], engine.recipe, entry.flat)) is not None
-        ):
-            formats |= {aliases.get(name, name): how.format for name in entry.part.names}
+        if id(entry.param) in owner:
+            how = rests(owner[id(entry.param)][0], engine.recipe, entry.flat)
+            if how is not None:
+                formats |= {source.stored_name(name): how.format for name in entry.part.names}
     return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
 
 
 def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source) -> None:
     """Local; changes nothing.
-
-    Raises:
-        CheckpointError: there is no optimizer in the source, or one of other parameter groups.
+    Raises: CheckpointError: there is no optimizer in the source, or one of other parameter groups.
     """
     groups = source.groups()
     if not groups:
@@ -332,13 +286,10 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
             f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
         )
     names = {id(e.param): e.part.names for e in engine.entries}
-    aliases = source.aliases()
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            stepped_apart(
-                optimizer, engine, [entry for entry in engine.entries if id(entry.param) in stepped]
-            )
+            stepped_apart(optimizer, engine, [e for e in engine.entries if id(e.param) in stepped])
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     for number, (optimizer, stored) in enumerate(zip(optimizers, groups, strict=True)):
@@ -356,16 +307,10 @@ def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: 
                     " give both to one load."
                 )
             ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-            theirs = set(saved["params"]) | {
-                alias for alias, name in aliases.items() if name in saved["params"]
-            }
-            extra = [n[0] for n in ours if not theirs & set(n)]
-            known = {name for n in ours for name in n}
-            gone = [
-                n
-                for n in saved["params"]
-                if n not in known and not any(aliases.get(k) == n for k in known)
-            ]
+            here = {source.stored_name(name) for n in ours for name in n}
+            theirs = {source.stored_name(name) for name in saved["params"]}
+            extra = [n[0] for n in ours if theirs.isdisjoint(map(source.stored_name, n))]
+            gone = [n for n in saved["params"] if source.stored_name(n) not in here]
             if extra or gone:
                 raise CheckpointError(
                     f"{source.describe}: group {index} of its optimizer {number} is of other"
@@ -382,28 +327,28 @@ def _set_groups(
             for key, value in saved.items():
                 if key == "params" or (key in LOCAL_OPTIONS and key in group):
                     continue
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(torch.as_tensor(value))
+                ours = group.get(key)
+                if isinstance(ours, torch.Tensor):
+                    ours.copy_(torch.as_tensor(value))
+                elif isinstance(ours, tuple) and isinstance(value, list):
+                    group[key] = tuple(value)
                 else:
-                    group[key] = (
-                        tuple(value)
-                        if isinstance(group.get(key), tuple) and isinstance(value, list)
-                        else value
-                    )
+                    group[key] = value
 
 
 def _load_flat_states(
     reading: StateReader, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
-    states: Mapping[str, list[Item]], known: Mapping[Item, Stored], aliases: Mapping[str, str],
+    states: Mapping[str, list[Item]],
 ) -> None:  # fmt: skip
     """The optimizer's states of the parameters of one flat buffer."""
+    known = reading.source.items()
     found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
     for entry in flat.entries:
         if id(entry.param) not in owner:
             continue
         optimizer, group = owner[id(entry.param)]
         how = rests(optimizer, reading.engine.recipe, flat)
-        parameter = _find(entry.part.names, known, aliases)
+        parameter = reading.source.parameter(entry.part.names)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {
             key: _placed(value, entry.param, group)
@@ -411,25 +356,21 @@ def _load_flat_states(
         }
         for item in states.get(name, ()):
             stored = known[item]
-            dtype = (
-                entry.param.dtype
-                if parameter is not None and stored.dtype == known[parameter].dtype
-                else stored.dtype
-            )
-            if item.state in SIGNED and isinstance(
-                optimizer, (torch.optim.Adam, torch.optim.AdamW)
-            ):
+            dtype = stored.dtype
+            adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            if item.state in SIGNED and adam:
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
+            elif parameter is not None and dtype == known[parameter].dtype:
+                dtype = entry.param.dtype
             # As the step has it
-            away = flat.storage.on_disk and not (
-                how.small(entry) if how is not None else entry.param.dim() == 0
-            )
+            in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:
-                made = state[item.state] = new_state(entry, item.state, dtype, away)
-                held = held_by(entry, flat.rank)
-                into = elements(entry, state_kind(item.state, dtype), made, *held)
-                found.setdefault((item.state, dtype, away), []).append(Wanted(entry, item, into))
-            elif not (divided(flat) or flat.tiled or flat.storage.on_disk):
+                made = flat.storage.new_state(entry, item.state, dtype, in_memory)
+                into = flat.storage.elements(entry, item.state, made, *entry.held())
+                state[item.state] = made
+                kind = (item.state, dtype, isinstance(into, OnDisk))
+                found.setdefault(kind, []).append(Wanted(entry, item, into))
+            elif not (flat.divided or flat.tiled or flat.storage.on_disk):
                 made = torch.empty(stored.shape, dtype=dtype, device=entry.param.device)
                 reading.read(item, 0, made.numel(), made)
                 state[item.state] = made

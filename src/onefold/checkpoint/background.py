@@ -40,12 +40,10 @@ class Background:
         begun: float,
         copying: Copying | None = None,
     ) -> None:
-        self.path = path
+        self.path, self._begun, self._engine = path, begun, weakref.ref(engine)
         self.seconds: float | None = None
         self._error: BaseException | None = None
-        self._engine = weakref.ref(engine)
         self._work: Callable[[], None] | None = work
-        self._begun = begun
         # Not a daemon: a program that ends while a checkpoint is written waits for it.
         self._thread = threading.Thread(target=self._run, name=f"onefold {path.name}", daemon=False)
         _running[engine] = weakref.ref(self)
@@ -76,9 +74,7 @@ class Background:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that the training stood still for it so far: in the call, and in the step that
-        waited for the copy.
-        """
+        """Seconds that the training stood still for it so far: in the call, and in a step."""
         return self._stall_s + (self._copying.waited if self._copying is not None else 0.0)
 
     @property

@@ -59,12 +59,8 @@ class Checkpointer:
             raise CheckpointError(f"keep={keep!r}: expected how many checkpoints stay, 1 or more.")
         if busy not in ("wait", "skip"):
             raise CheckpointError(f"busy={busy!r}: expected 'wait' or 'skip'.")
-        self.root, self.keep, self.asynchronous, self.busy = (
-            Path(root).absolute(),
-            keep,
-            asynchronous,
-            busy,
-        )
+        self.root, self.keep = Path(root).absolute(), keep
+        self.asynchronous, self.busy = asynchronous, busy
         self.model, self._engine = model, engine_of(model)
         meet(self._engine, "Checkpointer(...)")
         settle(self._engine)
@@ -101,12 +97,11 @@ class Checkpointer:
             ) from None
 
     def save(self, step: int, **parts: Any) -> Path | None:
-        """Save `step` with `parts` (those of `onefold.save`); replaces a checkpoint of the same
-        step. Collective.
+        """Save `step` with `parts`, those of `onefold.save`, in place of what has the same step.
+        Collective.
 
         Returns:
-            the checkpoint, which an asynchronous save has yet to complete; None if this one is
-            skipped.
+            the checkpoint, which an asynchronous save has yet to complete; None if it is skipped.
 
         Raises:
             CheckpointError: this save, or the one before behind the training, failed.
@@ -129,9 +124,8 @@ class Checkpointer:
         return path
 
     def _any_running(self) -> bool:
-        """Whether the save under way goes on on any rank: they must decide alike. Asked on the
-        training's communicator, since the save talks on the checkpoint's.
-        """
+        """Whether the save under way goes on on any rank: they must decide alike."""
+        # Asked on the training's communicator, since the save talks on the checkpoint's
         mine = bytes([255, running(self._engine) is not None])  # of a length of its own
         place = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
         return bool(self._engine.group.any_of(mine, place)[1])
@@ -152,9 +146,7 @@ class Checkpointer:
                 )
 
     def check(self) -> None:
-        """Look at the save under way, if any, without waiting. Raises: CheckpointError: it has
-        failed.
-        """
+        """Raise CheckpointError if the save under way has failed; does not wait for it."""
         if self._saving is not None and self._saving.done:
             # And stays known: ranks see its end at different moments, and must decide alike at the
             # next save
@@ -167,22 +159,15 @@ class Checkpointer:
         return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
-        """Load the newest checkpoint that is sound: where one turns out damaged, the one before.
-        Collective.
-
-        Returns:
-            None: there is no checkpoint.
+        """Load the newest checkpoint that is sound; None: there is none. Collective.
 
         Raises:
             CheckpointError: it is of another model or optimizer, or all are damaged.
         """
         meet(self._engine, "Checkpointer.load")
         self.wait()
-        listed = (
-            sorted((step, p.name, p) for step, p in checkpoints(self.root))
-            if self._together.rank == 0
-            else []
-        )
+        first = self._together.rank == 0
+        listed = sorted((n, p.name, p) for n, p in checkpoints(self.root)) if first else []
         found = [path for _, _, path in self._together.from_first(listed)]
         errors = []
         for path in reversed(found):
@@ -200,9 +185,7 @@ class Checkpointer:
         return None
 
     def close(self) -> None:
-        """Wait for the save under way and give the folder back. Raises: CheckpointError: it
-        failed.
-        """
+        """Wait for the save under way, give the folder back. Raises: CheckpointError."""
         try:
             self.wait()
         finally:

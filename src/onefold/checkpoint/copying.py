@@ -25,9 +25,10 @@ import torch
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.parts import PieceToWrite, RankState
 from onefold.device import current_stream, guard, has_streams, new_stream, use_stream
-from onefold.memory import empty
-from onefold.optim.held import OnDisk
+from onefold.layout import round_up
+from onefold.memory import empty, nbytes_of
 from onefold.runtime.engine import Engine
+from onefold.runtime.on_disk import OnDisk
 
 _buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
 #: What does not change between two steps.
@@ -65,20 +66,13 @@ class Copying:
         if isinstance(part.tensor, OnDisk):
             self._copies[i] = part
             return
-        nbytes = part.tensor.numel() * part.tensor.element_size()
-        at = self._places[i]
-        copy = (
-            self._buffer[at : at + nbytes]
-            .view(part.tensor.dtype)
-            .copy_(part.tensor, non_blocking=True)
-        )
-        self._copies[i] = replace(part, tensor=copy)
+        at, nbytes = self._places[i], nbytes_of(part.tensor)
+        copy = self._buffer[at : at + nbytes].view(part.tensor.dtype)
+        self._copies[i] = replace(part, tensor=copy.copy_(part.tensor, non_blocking=True))
 
     def run(self) -> RankState:
         """Copy what is left, in whatever thread. Returns the copied parts.
-
-        Raises:
-            CheckpointError: somebody wrote to what was being copied.
+        Raises: CheckpointError: somebody wrote to what was being copied.
         """
         try:
             with guard(self._device), torch.no_grad():
@@ -90,11 +84,8 @@ class Copying:
                         self._copy(i)
                 if stream is not None:
                     stream.synchronize()  # the first copies too: it came after them
-            torn = [
-                i
-                for i, version in self._versions.items()
-                if _version(self._parts.tensors[i].tensor) != version
-            ]
+            now = {i: _version(self._parts.tensors[i].tensor) for i in self._versions}
+            torn = [i for i, version in self._versions.items() if now[i] != version]
         finally:
             self._done.set()
         if torn:
@@ -121,11 +112,8 @@ def _buffer_for(engine: Engine, parts: RankState) -> tuple[torch.Tensor, list[in
     places, total = [], 0
     for part in parts.tensors:
         places.append(total)
-        total += (
-            0
-            if isinstance(part.tensor, OnDisk)
-            else -(-part.tensor.numel() * part.tensor.element_size() // 64) * 64
-        )
+        if not isinstance(part.tensor, OnDisk):
+            total += round_up(nbytes_of(part.tensor), 64)
     buffer = _buffers.get(engine)
     if buffer is None or buffer.numel() < total:
         _buffers.pop(engine, None)

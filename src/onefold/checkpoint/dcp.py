@@ -22,24 +22,15 @@ reads any.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
-from math import prod
-from multiprocessing.reduction import ForkingPickler
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
+from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
-from onefold.optim.held import divided
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
@@ -58,25 +49,23 @@ def dcp_state_dict(
     """What to give `torch.distributed.checkpoint.save`, `async_save` and `load` for a sharded
     model: {"model": ..., "optimizer": ...}.
 
-    The two values are `Stateful`: DCP asks them for their state dicts, whose keys are those of
-    torch's `get_model_state_dict` and `get_optimizer_state_dict`, reads and writes the ranks' own
-    memory, and lets them finish after a load (kept copies, parameter groups, new optimizer state).
-    Nothing is gathered, and nothing travels but DCP's own plans. One such dict serves a whole run.
+    The two values are `Stateful`, with the keys of torch's `get_model_state_dict` and
+    `get_optimizer_state_dict`. DCP reads and writes the ranks' own memory; nothing is gathered. One
+    such dict serves a whole run.
 
         dcp.save(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
         dcp.load(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
 
     What an FSDP2 run saved at another world size loads here and the reverse, at any stage, bit by
     bit where dtypes agree and converted where they do not. An optimizer without state gets it in
-    the load. Under other keys, put the values there: `{"net": state["model"]}`. DCP finds them at
-    the top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)`
-    after the load.
+    the load. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values at the
+    top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)` after
+    the load.
 
-    What DCP does not do, here or for FSDP2: a tied parameter is written once for each of its names;
-    the file reader fetches a stored part again for each box that needs some of it (up to three
-    times for a matrix); a key that the checkpoint lacks stops the load unless it is given
-    `planner=DefaultLoadPlanner(allow_partial_load=True)`; planners must flatten state dicts, as the
-    default ones do.
+    DCP's own limits hold, as for FSDP2: a tied parameter is written once for each of its names; a
+    stored part is read again for each box that needs some of it; a key that the checkpoint lacks
+    stops the load unless it is given `planner=DefaultLoadPlanner(allow_partial_load=True)`;
+    planners must flatten state dicts, as the default ones do.
 
     Args:
         model: what `onefold.shard` returned.
@@ -165,11 +154,8 @@ class ModelState(_State):
         """
         mine = self.state_dict()
         with disable_torch_function(), torch.no_grad():
-            named = (
-                self.model.named_parameters(remove_duplicate=False),
-                self.model.named_buffers(remove_duplicate=False),
-            )
-            places = {_clean(name) for name, _ in chain(*named)}
+            named = (self.model.named_parameters, self.model.named_buffers)
+            places = {_clean(name) for each in named for name, _ in each(remove_duplicate=False)}
             for name in (n for n in mine if n in state):
                 if name in places:
                     _take(name, mine[name], state[name])
@@ -224,18 +210,18 @@ class OptimizerState(_State):
                     stateless.update([] if values else [id(group)])
                 if values:
                     state[name] = {key: _part(entry, value, key) for key, value in values.items()}
-            names = self._names()
-            groups = []
-            for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+            names, groups = self._names(), []
+            for group in self._groups():
                 # Tensors copied: options are taken over by name of parameter, and the checkpoint's
                 # groups may stand in another order.
                 options = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v
-                    for k, v in group.items()
-                    if k != "params"
+                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()
                 }
                 groups.append({**options, "params": [names[id(p)] for p in group["params"]]})
         return {"state": state, "param_groups": groups}
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict()` returned after a load: new state, scalars that are no
@@ -277,12 +263,10 @@ class OptimizerState(_State):
                     yield optimizer, group, names[id(param)], entries[id(param)]
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
-        """Each group's options from the loaded group that has its parameters, wherever that
-        stands.
-        """
+        """Each group's options from the loaded group that has its parameters."""
         group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
-        for group in (g for optimizer in self.optimizers for g in optimizer.param_groups):
+        for group in self._groups():
             here = [names[id(p)] for p in group["params"]]
             found = sorted({group_of[name] for name in here if name in group_of})
             if here and len(found) != 1:
@@ -316,7 +300,7 @@ def _module_of(model: nn.Module, name: str) -> nn.Module:
 
 
 def _holds_some(entry: Entry) -> bool:
-    a, b = entry.flat.local(entry)
+    a, b = entry.held()
     return a < b or not entry.slot.numel
 
 
@@ -328,13 +312,13 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
         CheckpointError: on this rank it is a part of something, but not of a tensor of the
             parameter's shape.
     """
-    slot, replicated = entry.slot, not divided(entry.flat)
+    slot, replicated = entry.slot, not entry.flat.divided
     if isinstance(value, torch.Tensor):
         value = value.detach()
         if replicated or value.dim() == 0:
             return value
         if value.shape == entry.param.shape:
-            start = entry.flat.local(entry)[0] - slot.start
+            start, _ = entry.held()
             return DCPInterval(value, slot.shape, start) if slot.numel else value.view(slot.shape)
         what = f"a tensor of shape {tuple(value.shape)}"
     elif replicated or not isinstance(value, (list, tuple, Mapping)):
@@ -408,162 +392,3 @@ def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[st
     elif step is not None:
         state["step"] = 0
     return state
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened tensor of `shape` as boxes (offsets, sizes), in order;
-    at most 2n - 1 for n dimensions.
-    """
-    if start >= stop:
-        return []
-    if len(shape) < 2:
-        return [((start,), (stop - start,))] if len(shape) else [((), ())]
-    row, rest = prod(shape[1:]), shape[1:]
-    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
-
-    def inside(index: int, a: int, b: int) -> list[Box]:
-        return [((index, *offsets), (1, *sizes)) for offsets, sizes in boxes(rest, a, b)]
-
-    if first == last:
-        return inside(first, head, tail)
-    out = inside(first, head, row) if head else []
-    first += head > 0
-    if first < last:
-        out.append(((first, *(0 for _ in rest)), (last - first, *rest)))
-    return out + inside(last, 0, tail)
-
-
-class _IntervalMemory:
-    """The interval's memory. DCP stages a state dict for `async_save` by copying whole storages;
-    this has it copy the interval only.
-    """
-
-    __slots__ = ("data",)
-
-    def __init__(self, data: torch.Tensor) -> None:
-        self.data = data
-
-    def __deepcopy__(self, memo: Any) -> _IntervalMemory:
-        return _IntervalMemory(self.data.to("cpu", copy=True))
-
-
-class DCPInterval(torch.Tensor):
-    """Elements [start, start + len(local)) of a flattened tensor of `shape`. Looks like the whole
-    tensor, holds `local` only.
-
-    DCP accepts nothing but tensors where shards are looked up, hence the subclass; nothing can be
-    computed with it.
-
-    Args:
-        local: [stop - start], contiguous; it is saved from and loaded into in place.
-        shape: of the whole tensor.
-        start: the first element's address in the flattened whole.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    _held: _IntervalMemory
-    start: int
-
-    @staticmethod
-    def __new__(
-        cls: type[DCPInterval], local: torch.Tensor, shape: Sequence[int], start: int
-    ) -> DCPInterval:
-        return torch.Tensor._make_wrapper_subclass(
-            cls, torch.Size(shape), dtype=local.dtype, device=local.device
-        )
-
-    def __init__(self, local: torch.Tensor, shape: Sequence[int], start: int) -> None:
-        self._held, self.start = _IntervalMemory(local), start
-
-    @property
-    def local(self) -> torch.Tensor:
-        """The memory of the interval, [stop - start]."""
-        return self._held.data
-
-    def _boxes(self) -> list[Box]:
-        return boxes(self.size(), self.start, self.start + self.local.numel())
-
-    # -- what DCP's planners call ------------------------------------------------------------------
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-            for offsets, sizes in self._boxes()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        at = 0
-        for offsets, sizes in self._boxes():
-            if index.offset is not None and tuple(index.offset) == offsets:
-                return self.local[at : at + prod(sizes)].view(sizes)
-            at += prod(sizes)
-        raise CheckpointError(
-            f"the planner asked for the part of {index.fqn!r} at {index.offset}; this rank holds"
-            f" {self!r}, whose parts begin at {[list(offsets) for offsets, _ in self._boxes()]}. A"
-            " planner of your own must plan with the chunks that __create_chunk_list__ of the"
-            " tensor names."
-        )
-
-    # -- what DCP's stagers call -------------------------------------------------------------------
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        me, device = args[0], (kwargs or {}).get("device")
-        aten = torch.ops.aten
-        if func in (aten.detach.default, aten.alias.default):
-            return me._like(me.local)
-        if func in (aten.new_empty.default, aten.empty_like.default, aten.zeros_like.default):
-            return me._like(torch.zeros_like(me.local, device=device))
-        if func is aten.clone.default:
-            return me._like(me.local.clone())
-        if func is aten.copy_.default and isinstance(args[1], DCPInterval):
-            me.local.copy_(args[1].local)
-            return me
-        raise CheckpointError(
-            f"{func} was called on {me!r}. It stands for a part of a tensor, for"
-            " torch.distributed.checkpoint to save and to load; nothing can be computed with it."
-            " `.local` is the part itself, one-dimensional."
-        )
-
-    def _like(self, local: torch.Tensor) -> DCPInterval:
-        return DCPInterval(local, self.size(), self.start)
-
-    def __deepcopy__(self, memo: Any) -> DCPInterval:
-        return self._like(self.local.clone())
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return (
-            f"elements {self.start} to {self.start + self.local.numel()} of a tensor of shape"
-            f" {tuple(self.size())}"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise CheckpointError(
-            f"{self!r} was to be pickled, which would save this rank's part under the name of the"
-            " whole. Save it by torch.distributed.checkpoint.save, with a planner that flattens"
-            " state dicts (the default)."
-        )
-
-
-def _between_processes(leaf: DCPInterval) -> Any:
-    """Memory shared with the process that writes for
-    `async_save(async_checkpointer_type=PROCESS)`.
-    """
-    return DCPInterval, (leaf.local, tuple(leaf.size()), leaf.start)
-
-
-ForkingPickler.register(DCPInterval, _between_processes)

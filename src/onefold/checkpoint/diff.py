@@ -134,18 +134,13 @@ def differences(
     here, there = first.items(), second.items()
     for item, a, b in paired(first, second, lambda item: item.kind in kinds and wanted(item.name)):
         if a is None or b is None:
-            one, other = here.get(item) if a else None, there.get(item) if b else None
-            found.tensors.append(
-                TensorDifference(
-                    item, f"only in the {'first' if a else 'second'}", _shown(one), _shown(other)
-                )
-            )
+            where = f"only in the {'first' if a else 'second'}"
+            shown = _shown(here[a]) if a else "", _shown(there[b]) if b else ""
+            found.tensors.append(TensorDifference(item, where, *shown))
             continue
         found.compared[kinds[item.kind]] += 1
         found.nbytes += numel_of(here[a].shape) * here[a].dtype.itemsize
-        difference = _tensor(
-            first, second, a, b, here[a], there[b], tolerance, advance or (lambda n: None)
-        )
+        difference = _tensor(first, second, a, b, tolerance, advance or (lambda n: None))
         if difference is not None:
             found.tensors.append(difference)
         first.compare()
@@ -169,9 +164,7 @@ def differences(
 def paired(
     first: Source, second: Source, wanted: Callable[[Item], bool]
 ) -> Iterator[tuple[Item, Item | None, Item | None]]:
-    """(tensor to show, the one in the first, the one in the second) of all that are wanted; None
-    where there is none.
-    """
+    """(tensor to show, the one in the first or None, the one in the second or None)."""
     here, there = first.items(), second.items()
     own, others, met = first.aliases(), second.aliases(), set()
     for item in here:
@@ -187,49 +180,28 @@ def paired(
 def _in_other(
     item: Item, there: Mapping[Item, Stored], own: Mapping[str, str], others: Mapping[str, str]
 ) -> Item | None:
-    """`item` in the other source: a tied tensor may be stored under another of its names, and some
-    formats know no buffers.
-    """
-    names = [
-        item.name,
-        others.get(item.name, ""),
-        *(alias for alias, name in own.items() if name == item.name),
-    ]
-    kinds = ("parameter", "buffer") if item.kind in ("parameter", "buffer") else ()
-    return next(
-        (
-            match
-            for kind in (item.kind, *kinds)
-            for name in names
-            if (match := Item(kind, name, item.state)) in there
-        ),
-        None,
-    )
+    """`item` in the other source: under a tied name, or as a parameter for a buffer."""
+    tied = [alias for alias, name in own.items() if name == item.name]
+    names = [item.name, others.get(item.name, ""), *tied]
+    kinds = KINDS_OF["weights"] if item.kind in KINDS_OF["weights"] else ()
+    matches = (Item(kind, name, item.state) for kind in (item.kind, *kinds) for name in names)
+    return next((match for match in matches if match in there), None)
 
 
 # -- tensors ---------------------------------------------------------------------------------------
 
 
 def _tensor(
-    first: Source,
-    second: Source,
-    a: Item,
-    b: Item,
-    one: Stored,
-    other: Stored,
-    tolerance: Tolerance,
-    advance: Advance,
+    first: Source, second: Source, a: Item, b: Item, tolerance: Tolerance, advance: Advance
 ) -> TensorDifference | None:
+    one, other = first.stored(a), second.stored(b)
     numel = numel_of(one.shape)
     if one.shape != other.shape:
         return TensorDifference(a, "shape", _shown(one), _shown(other), of=numel)
     seen = _Seen()
     for start in range(0, numel, BLOCK):
         stop = min(start + BLOCK, numel)
-        x, y = (
-            torch.empty(stop - start, dtype=one.dtype),
-            torch.empty(stop - start, dtype=other.dtype),
-        )
+        x, y = (torch.empty(stop - start, dtype=stored.dtype) for stored in (one, other))
         first.read(a, start, stop, x)
         second.read(b, start, stop, y)
         seen.look(x, y, start, tolerance)
@@ -237,17 +209,8 @@ def _tensor(
     if not seen.differing and (one.dtype == other.dtype or not tolerance.exact):
         return None
     what = "values" if seen.differing else "dtype"
-    return TensorDifference(
-        a,
-        what,
-        _shown(one),
-        _shown(other),
-        seen.differing,
-        numel,
-        seen.largest,
-        seen.relative,
-        seen.at,
-    )
+    counts = seen.differing, numel, seen.largest, seen.relative, seen.at
+    return TensorDifference(a, what, _shown(one), _shown(other), *counts)
 
 
 class _Seen:
@@ -273,23 +236,16 @@ class _Seen:
         gap[same] = 0.0
         nans = gap.isnan()
         where = int(nans.to(torch.uint8).argmax() if bool(nans.any()) else gap.argmax())
-        largest, relative = (
-            float(gap[where]),
-            float((gap / both.clamp_min(torch.finfo(torch.float64).tiny)).nan_to_num().max()),
-        )
-        if (
-            self.at < 0
-            or largest > self.largest
-            or (math.isnan(largest) and not math.isnan(self.largest))
-        ):
+        largest = float(gap[where])
+        first_nan = math.isnan(largest) and not math.isnan(self.largest)
+        if self.at < 0 or largest > self.largest or first_nan:
             self.largest, self.at = largest, start + where
-        self.relative = max(self.relative, relative)
+        relative = gap / both.clamp_min(torch.finfo(torch.float64).tiny)
+        self.relative = max(self.relative, float(relative.nan_to_num().max()))
 
 
 def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Elements as float64, exact for every dtype but whole numbers past 2^53; a complex number is
-    its modulus.
-    """
+    """Elements as float64, whole numbers past 2^53 rounded; of a complex one its modulus."""
     return x.abs().double() if x.is_complex() else x.double()
 
 
@@ -299,10 +255,8 @@ def _same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x.view(torch.uint8).view(-1, size) == y.view(torch.uint8).view(-1, size)).all(dim=1)
 
 
-def _shown(stored: Stored | None) -> str:
-    return (
-        "" if stored is None else f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
-    )
+def _shown(tensor: Stored | torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 # -- everything else -------------------------------------------------------------------------------
@@ -312,13 +266,11 @@ def _optimizer_values(
     first: Source, second: Source, names: Iterable[str]
 ) -> Iterator[tuple[str, Any, Any]]:
     one, other = first.groups(), second.groups()
+    if one is None and other is None:
+        return
     if one is None or other is None:
-        if one is not other:
-            yield (
-                "optimizer",
-                "absent" if one is None else "there",
-                "absent" if other is None else "there",
-            )
+        said = ["absent" if groups is None else "there" for groups in (one, other)]
+        yield "optimizer", said[0], said[1]
         return
     if len(one) != len(other):
         yield "optimizers", len(one), len(other)
@@ -362,15 +314,13 @@ def values_differing(
     """What differs in two nested values, by place."""
     inside: Iterable[tuple[Any, Any, Any]]
     if isinstance(a, Mapping) and isinstance(b, Mapping):
-        inside = [
-            (key, a.get(key, _ABSENT), b.get(key, _ABSENT)) for key in dict.fromkeys((*a, *b))
-        ]
+        inside = ((k, a.get(k, _ABSENT), b.get(k, _ABSENT)) for k in dict.fromkeys((*a, *b)))
     elif isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)) and len(a) == len(b):
-        inside = [(i, x, y) for i, (x, y) in enumerate(zip(a, b, strict=True))]
+        inside = zip(range(len(a)), a, b, strict=True)
+    elif _same(a, b, tolerance):
+        return []
     else:
-        return (
-            [] if _same(a, b, tolerance) else [ValueDifference(part, where, _plain(a), _plain(b))]
-        )
+        return [ValueDifference(part, where, _plain(a), _plain(b))]
     return [
         d
         for key, x, y in inside
@@ -384,12 +334,11 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+_ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
 
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
-    if isinstance(a, (torch.Tensor, np.ndarray, np.generic)) or isinstance(
-        b, (torch.Tensor, np.ndarray, np.generic)
-    ):
+    if isinstance(a, _ARRAYS) or isinstance(b, _ARRAYS):
         try:
             x, y = torch.as_tensor(a), torch.as_tensor(b)
         except (TypeError, ValueError, RuntimeError):
@@ -400,23 +349,16 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
         seen.look(x.reshape(-1).contiguous(), y.reshape(-1).contiguous(), 0, tolerance)
         return not seen.differing
     if isinstance(a, (int, float)) and isinstance(b, (int, float)) and float in (type(a), type(b)):
-        return (
-            a == b
-            or (a != a and b != b)
-            or abs(a - b) <= tolerance.absolute + tolerance.relative * max(abs(a), abs(b))
-        )
+        gap = tolerance.absolute + tolerance.relative * max(abs(a), abs(b))
+        return a == b or (a != a and b != b) or abs(a - b) <= gap
     return type(a) is type(b) and bool(a == b)
 
 
 def _plain(value: Any) -> Any:
     """For people and for JSON: short."""
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+    if isinstance(value, _ARRAYS):
         tensor = torch.as_tensor(value)
-        return (
-            tensor.item()
-            if tensor.numel() == 1
-            else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-        )
+        return tensor.item() if tensor.numel() == 1 else _shown(tensor)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     text = repr(value)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, found, read or applied; the message says which file or
-    tensor, and what to change.
-    """
+    """A checkpoint cannot be written, found, read or applied; says what to change."""
 
 
 class DamagedCheckpoint(CheckpointError):

@@ -10,6 +10,7 @@ raised on all, and nothing is left.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -25,19 +26,18 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.fitted import Outline
 from onefold.checkpoint.folder import Export, flush
-from onefold.checkpoint.hf_names import Layout, is_transformers, whole, writing
+from onefold.checkpoint.hf_names import Layout, is_transformers, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.checkpoint.tensorfile import CHUNK, numel_of
 from onefold.checkpoint.together import Together, meet
-from onefold.optim.held import OnDisk, elements, outside
 from onefold.runtime.engine import Engine
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.stream import interval_of
 
 #: Bytes of tensors in one file, unless asked otherwise.
 MAX_SHARD_BYTES = 5_000_000_000
@@ -64,16 +64,13 @@ def export(
 
     A transformers model is written as its `save_pretrained` would write it: names, tied weights
     once, config.json. Any other model becomes safetensors with the names of its state dict. No rank
-    holds more than its shard and a few MiB; nothing crosses the wire, so all ranks must see the
-    same folder. Persistent buffers are written as they are.
+    holds more than its shard and a few MiB; all ranks must see the same folder.
 
     Args:
         model: what `onefold.shard` returned.
         folder: to be made; parents as well.
         dtype: of floating-point parameters in the files. None takes the one that each parameter
-            computes in: what the model is in use, and what an unsharded model in that precision
-            would save (bf16 under bf16). "master" takes what the optimizer steps (fp32 under bf16),
-            so that nothing is rounded.
+            computes in (bf16 under bf16), "master" what the optimizer steps (fp32 under bf16).
         max_shard_bytes: of tensors in one file; more become several files with an index.
         progress: called on each rank with (bytes done, bytes to do) of what that rank writes.
         tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder
@@ -142,13 +139,8 @@ def export_folder(
     target = Path(folder)
     near = Path(beside) if beside is not None else source.folder
     outline = _outline_of(source)
-    sheet = plan(
-        outline,
-        _twin(near, outline),
-        dtype,
-        max_shard_bytes,
-        tied_once=near is not None and (near / "config.json").is_file(),
-    )
+    tied_once = near is not None and (near / "config.json").is_file()
+    sheet = plan(outline, _twin(near, outline), dtype, max_shard_bytes, tied_once)
     items = {item.name: item for item in source.items() if item.kind in ("parameter", "buffer")}
 
     def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -196,11 +188,11 @@ def stream(
     together = Together.of(engine)
     made: Export | None = None
     planned: Sheet | None = None
-    try:
+    with contextlib.ExitStack() as unless_whole:  # whatever goes wrong leaves nothing
         with together.each_rank():
             planned = sheet()
             if engine.rank == 0:
-                made = Export(target, overwrite)
+                made = unless_whole.enter_context(Export(target, overwrite))
                 planned.files.create(made.folder)
                 beside(made.folder)
         assert planned is not None
@@ -212,17 +204,11 @@ def stream(
                     " ranks share."
                 )
             mine = list(_own(engine, model))
-            total = planned.nbytes_of(
-                (name, start, start + data.numel()) for name, start, data in mine
-            )
+            total = planned.nbytes_of((name, a, a + data.numel()) for name, a, data in mine)
             planned.write(there, _in_memory(mine), total, progress)
         with together.each_rank():
             if made is not None:
                 _finish(made, overwrite)
-    except BaseException:
-        if made is not None:
-            made.discard()
-        raise
     return target
 
 
@@ -232,7 +218,6 @@ def plan(
     dtype: torch.dtype | None,
     limit: int,
     tied_once: bool = False,
-    name: str = "model",
 ) -> Sheet:
     """Where the tensors of `outline` go.
 
@@ -253,18 +238,15 @@ def plan(
         own = outline.dtypes[names[0]]
         for kept_name in copies[names[0]]:
             shapes[kept_name] = shape
-            dtypes[kept_name] = (
-                dtype
-                if dtype is not None and kind == "parameter" and own.is_floating_point
-                else own
-            )
+            dtypes[kept_name] = converted(own, dtype if kind == "parameter" else None)
     in_order = {n: shapes[n] for n in outline.tensors if n in shapes}
-    layout = (
-        writing(in_order, model)
-        if model is not None
-        else Layout({n: (s, whole(n, s)) for n, s in in_order.items()}, [])
-    )
-    return Sheet.of(layout, dtypes, copies, name, limit)
+    layout = Layout.as_it_is(in_order) if model is None else writing(in_order, model)
+    return Sheet.of(layout, dtypes, copies, "model", limit)
+
+
+def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in the files of what has the dtype `own`: whole numbers stay as they are."""
+    return asked if asked is not None and own.is_floating_point else own
 
 
 def masters(engine: Engine) -> dict[str, torch.dtype]:
@@ -275,10 +257,10 @@ def masters(engine: Engine) -> dict[str, torch.dtype]:
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers."""
     for entry in engine.entries:
-        start, stop = interval_of(entry)
+        start, stop = entry.accounted()
         if stop > start:
-            _, first, _ = outside(entry, start, stop)
-            yield entry.part.names[0], first, elements(entry, "master", entry.param, start, stop)
+            held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
+            yield entry.part.names[0], entry.part.first + start, held
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 
@@ -320,9 +302,7 @@ def _check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    """What transformers calls the names that are not saved since another name's tensor is tied to
-    them.
-    """
+    """What transformers calls the names that are tied to another's tensor, and not saved."""
     return [
         f"{path}.{key}" if path else key
         for path, m in model.named_modules()
@@ -331,16 +311,11 @@ def _tied_patterns(model: nn.Module) -> list[str]:
 
 
 def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """The names of one tensor that `save_pretrained` keeps: those that no pattern names, at least
-    one.
-    """
+    """The names of one tensor that `save_pretrained` keeps: those without a pattern, or one."""
     patterns = list(patterns)
-    free = (
-        [n for n in names if not any(re.search(p, n) for p in patterns)]
-        if len(names) > 1
-        else list(names)
-    )
-    return free or [max(names)]
+    if len(names) == 1:
+        return list(names)
+    return [n for n in names if not any(re.search(p, n) for p in patterns)] or [max(names)]
 
 
 # -- beside the weights ----------------------------------------------------------------------------
@@ -370,9 +345,7 @@ def _first_dtype(outline: Outline) -> torch.dtype:
 
 
 def _copy(near: Path, names: Iterable[str], folder: Path) -> None:
-    """A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its
-    folder.
-    """
+    # A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder
     whole = (near / MANIFEST).is_file()
     for name in names:
         path = path_in(near, name) if whole else near / name
@@ -394,10 +367,7 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
 
 
 def _outline_of(source: Source) -> Outline:
-    others: dict[str, list[str]] = {}
-    for alias, name in source.aliases().items():
-        others.setdefault(name, []).append(alias)
-    out = Outline()
+    others, out = source.other_names(), Outline()
     for item, stored in source.items().items():
         if item.kind in ("parameter", "buffer"):
             names = [item.name, *others.get(item.name, ())]
@@ -410,9 +380,7 @@ def _outline_of(source: Source) -> Outline:
 
 
 def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
-    """The transformers model that config.json describes, on the meta device, if its names are the
-    checkpoint's.
-    """
+    """The model that config.json describes, on the meta device, if the checkpoint's names fit."""
     if near is None or not (near / "config.json").is_file():
         return None
     try:

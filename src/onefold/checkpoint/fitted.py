@@ -70,9 +70,7 @@ class Outline:
 
 
 def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
-    """The model inside peft's wrappings, and {name in `module`: name in the model inside}, without
-    the adapters' own tensors.
-    """
+    """The model inside peft's wrappings, and {name in `module`: name in the model inside}."""
     inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
     base: nn.Module = inner() if callable(inner) else module
     adapters = tuple(
@@ -88,9 +86,9 @@ def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str,
     for name in outline.tensors:
         if not name.startswith(adapters) and name.startswith(prefix):
             plain = name.removeprefix(prefix)
-            out[name] = (
-                re.sub(r"\.(base_layer|original_module)\.", ".", plain) if adapters else plain
-            )
+            if adapters:
+                plain = re.sub(r"\.(base_layer|original_module)\.", ".", plain)
+            out[name] = plain
     return base, out
 
 
@@ -130,11 +128,9 @@ class Fitted(View):
                 self.missing.append(names[0])
                 continue
             item, runs = Item(kind, names[0]), made[there[0]]
-            dtype = (
-                source.stored(Item("parameter", runs[0].name)).dtype
-                if runs
-                else outline.dtypes[names[0]]
-            )
+            dtype = outline.dtypes[names[0]]
+            if runs:
+                dtype = source.stored(Item("parameter", runs[0].name)).dtype
             self._items[item], self._runs[item] = Stored(dtype, shape), runs
             self._aliases |= dict.fromkeys(names[1:], names[0])
             again = [(there[0], other, made[other]) for other in there[1:] if made[other] != runs]
@@ -173,13 +169,23 @@ class Fitted(View):
 
     def digest(self) -> bytes:
         """The same for the same tensors, shapes and places of them."""
-        text = repr(
-            sorted(
-                (str(item), str(s.dtype), s.shape, self._runs[item])
-                for item, s in self._items.items()
-            )
-        )
-        return hashlib.sha256(text.encode()).digest()[:16]
+        found = ((str(i), str(s.dtype), s.shape, self._runs[i]) for i, s in self._items.items())
+        return hashlib.sha256(repr(sorted(found)).encode()).digest()[:16]
+
+
+def refuse_shapes(
+    there: Mapping[str, Shape], expected: Mapping[str, Shape], what: str, hint: str = ""
+) -> None:
+    """Raise CheckpointError if shapes differ of what both have: `what` is said before them, `hint`
+    behind.
+    """
+    wrong = [
+        f"{name}: {there[name]} there, {shape} in the model"
+        for name, shape in expected.items()
+        if there.get(name, shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{what} {'; '.join(wrong[:5])}.{hint}")
 
 
 def some(names: Sequence[str]) -> str:

@@ -40,6 +40,14 @@ YOUNG = 60.0
 OLD = 24 * 3600.0
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
 _OF_A_RUN = re.compile(r"^step-\d+$")
+_HINTS = {
+    errno.ENOSPC: "free space there, or choose another disk",
+    errno.EDQUOT: "the quota is used up: free space, or choose another disk",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EACCES: "choose a folder that this user may write to",
+    errno.ENOTDIR: "a part of the path is a file: choose another folder",
+    errno.EEXIST: "a file of this name is in the way: choose another folder",
+}
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
@@ -85,18 +93,12 @@ class Lock:
 
 
 class Unfinished:
-    """A folder in the making, on the rank that makes it. `what` says in messages what cannot be
-    where.
-    """
+    """A folder in the making, on the rank that makes it. `what`: for messages."""
 
     what = "no checkpoint can be written at"
 
     def __init__(self, target: Path, overwrite: bool) -> None:
-        """Make it beside `target`.
-
-        Raises:
-            CheckpointError: there cannot be one at `target`.
-        """
+        """Make it beside `target`. Raises: CheckpointError: there cannot be one at `target`."""
         self.target = target
         self.check(target, overwrite)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.unfinished"
@@ -121,11 +123,8 @@ class Unfinished:
             raise CheckpointError(f"{target} is {what} already{hint}, or name another folder.")
 
     def commit(self, overwrite: bool) -> None:
-        """Flush the folder and give it its name.
-
-        Raises:
-            CheckpointError: somebody else put something there meanwhile.
-            OSError: as the system says it.
+        """Flush the folder and give it its name. Raises: CheckpointError: somebody else put
+        something there meanwhile. OSError: as the system says it.
         """
         # The names of its files, then its own: what is seen under its name is whole after a crash
         flush(self.folder)
@@ -167,9 +166,7 @@ class Unfinished:
 
 
 class Export(Unfinished):
-    """A folder of an export in the making: as that of a checkpoint, and it may replace an earlier
-    export.
-    """
+    """The folder of an export in the making, which may replace an earlier export."""
 
     what = "nothing can be exported to"
 
@@ -180,13 +177,11 @@ class Export(Unfinished):
         if target.is_dir() and any(target.iterdir()):
             known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
             if not (overwrite and known):
-                hint = (
-                    "give overwrite=True to replace it, or name another folder"
-                    if known
-                    else "name another folder"
-                )
                 what = "a model" if known else "something else than a model"
-                raise CheckpointError(f"{target} is there already and holds {what}: {hint}.")
+                hint = "give overwrite=True to replace it, or " if known else ""
+                raise CheckpointError(
+                    f"{target} is there already and holds {what}: {hint}name another folder."
+                )
 
 
 def check_place(target: Path) -> None:
@@ -236,7 +231,7 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
     A save that is under way, of this process or another, is left alone.
     """
     removed = []
-    for folder in sorted(root.glob(".*")) if root.is_dir() else ():
+    for folder in sorted(root.glob(".*")):
         found = _HIDDEN.match(folder.name)
         if found is None or (name is not None and found["name"] != name):
             continue
@@ -246,6 +241,11 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
             shutil.rmtree(folder, ignore_errors=True)
             removed.append(folder)
     return removed
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether it is a hidden folder of a save, under way or dead."""
+    return folder.is_dir() and _HIDDEN.match(folder.name) is not None
 
 
 def _is_held(folder: Path) -> bool:
@@ -266,9 +266,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every folder in `root` that has a manifest, in no order; step -1 where none
-    can be read.
-    """
+    """(step, folder) of every folder in `root` with a manifest; step -1: none can be read."""
     for folder in root.iterdir() if root.is_dir() else ():
         if not folder.name.startswith(".") and (folder / MANIFEST).is_file():
             try:
@@ -279,18 +277,14 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def latest(root: Path | str) -> Path | None:
-    """The checkpoint of the greatest step in folder `root` whose manifest is sound; None if there
-    is none.
-    """
+    """The checkpoint of the greatest step in `root` whose manifest is sound, if there is one."""
     found = [(step, folder.name, folder) for step, folder in checkpoints(Path(root)) if step >= 0]
     return max(found)[2] if found else None
 
 
 def of_run(path: Path) -> Path:
     """`path`, or the folder of checkpoints in it where `path` is a run's output folder.
-
-    Raises:
-        CheckpointError: the run kept none.
+    Raises: CheckpointError: the run kept none.
     """
     if (path / MANIFEST).exists():
         return path
@@ -316,7 +310,7 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
         if step >= 0 and _OF_A_RUN.match(folder.name)
     )
     removed = []
-    for _, _, folder in found[: max(0, len(found) - keep)]:
+    for _, _, folder in found[:-keep]:
         if folder.name == just_saved.name:
             continue
         # First out of sight under one rename: a kill in the middle leaves litter, not half a
@@ -330,18 +324,6 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
 
 def in_words(error: OSError) -> str:
     """An OSError for people, with what to do."""
-    what = (
-        f"{error.strerror or error} ({error.filename})"
-        if error.filename
-        else str(error.strerror or error)
-    )
-    hints = {
-        errno.ENOSPC: "free space there, or choose another disk",
-        errno.EDQUOT: "the quota is used up: free space, or choose another disk",
-        errno.EROFS: "the file system is read-only: choose another folder",
-        errno.EACCES: "choose a folder that this user may write to",
-        errno.ENOTDIR: "a part of the path is a file: choose another folder",
-        errno.EEXIST: "a file of this name is in the way: choose another folder",
-    }
-    hint = hints.get(error.errno or 0)
-    return f"{what}; {hint}" if hint else what
+    where = f" ({error.filename})" if error.filename else ""
+    hint = _HINTS.get(error.errno or 0)
+    return f"{error.strerror or error}{where}" + (f"; {hint}" if hint else "")

@@ -8,11 +8,10 @@ directions.
     wte.weight                       ──────►      transformer.wte.weight        (prefix of the base model)
 
 [Note: rows are tagged] transformers renames tensors while it loads them, and stacks, joins and
-splits them. Its own rules are asked
-where everything goes: they run on small integer tensors in which every row holds its number instead
-of its values, and the numbers that come out say which rows of which tensor each result is made of.
-A row is what the last dimension spans; two numbers stand for it, so that a rule which reaches
-inside rows (a transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
+splits them. Its own rules are run on small integer tensors in which every row holds its number; the
+numbers that come out say which rows of which tensor each result is made of. A row is what the last
+dimension spans; two numbers stand for it, so that a rule which reaches inside rows (a
+transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
 """
 
 from __future__ import annotations
@@ -62,9 +61,7 @@ class Tags:
         self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
 
     def add(self, name: str, shape: Shape) -> torch.Tensor:
-        """An int64 tensor that stands for tensor `name`: its shape, with a last dimension of at
-        most 2.
-        """
+        """int64 [..., at most 2] that stands for tensor `name` of `shape`."""
         width = shape[-1] if len(shape) > 1 else 1
         kept, rows = min(2, width), numel_of(shape) // max(1, width)
         self._starts.append(self._next)
@@ -75,14 +72,12 @@ class Tags:
 
     def trace(self, tags: torch.Tensor) -> tuple[Shape, Runs]:
         """The shape of the tensor that `tags` stands for, and what it is made of.
-
-        Raises:
-            NotRows: it is not made of whole rows.
+        Raises: NotRows: it is not made of whole rows.
         """
         flat = tags.reshape(-1)
         if not flat.numel():
             return tuple(tags.shape), ()
-        _, width, _ = self._source(int(flat[0]))
+        _, width, _ = self._sources[self._at(int(flat[0]))]
         kept = min(2, width)
         first = flat[::kept]
         if kept == 2 and (tags.shape[-1] != 2 or not torch.equal(flat[1::2], first + 1)):
@@ -91,20 +86,19 @@ class Tags:
         runs = []
         for begin, end in zip([0, *breaks], [*breaks, len(first)], strict=True):
             number = int(first[begin])
-            name, its_width, rows = self._source(number)
-            row, inside = divmod(
-                number - self._starts[bisect.bisect_right(self._starts, number) - 1], kept
-            )
+            name, its_width, rows = self._sources[self._at(number)]
+            row, inside = divmod(number - self._starts[self._at(number)], kept)
             if inside or its_width != width or row + end - begin > rows:
                 raise NotRows
             runs.append(ElementRun(begin * width, name, row * width, (end - begin) * width))
         return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
 
-    def _source(self, number: int) -> tuple[str, int, int]:
+    def _at(self, number: int) -> int:
+        """Which of the tensors has the row `number`."""
         at = bisect.bisect_right(self._starts, number) - 1
         if at < 0:
             raise NotRows
-        return self._sources[at]
+        return at
 
 
 def whole(name: str, shape: Shape) -> Runs:
@@ -132,9 +126,7 @@ def is_transformers(module: nn.Module) -> bool:
 
 
 class Rules:
-    """transformers' renamings and converters for one model, in the direction of loading or of
-    saving.
-    """
+    """transformers' renamings and converters for one model, of loading or of saving."""
 
     def __init__(self, module: nn.Module, saving: bool) -> None:
         self.module: Any = module
@@ -148,11 +140,8 @@ class Rules:
             # not have had.
             used = getattr(module, "_weight_conversions", None)
             if used is None:
-                used = [
-                    c
-                    for c in mapping(module, add_legacy=False)
-                    if not isinstance(c, self.loading.PrefixChange)
-                ]
+                known, prefix = mapping(module, add_legacy=False), self.loading.PrefixChange
+                used = [c for c in known if not isinstance(c, prefix)]
             self.rules = [c.reverse_transform() for c in reversed(used)]
         else:
             self.rules = list(mapping(module))
@@ -169,24 +158,17 @@ class Rules:
     def run(
         self, converter: Any, first: str, shapes: Mapping[str, Shape]
     ) -> dict[str, torch.Tensor]:
-        made = converter.convert(
-            first, model=_Shapes(shapes, self.module.config), config=self.module.config
-        )
-        return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
-        }
+        config = self.module.config
+        made = converter.convert(first, model=_Shapes(shapes, config), config=config)
+        return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def remember(self) -> None:
-        """Leave word on the model which rules its weights came through, as `from_pretrained` does:
-        saving goes back through them.
-        """
+        """Leave word which rules the weights came through: saving goes back through them."""
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
 
 
 class _Shapes:
-    """What converters ask of a model: the shapes of its parameters (those of a sharded one are
-    intervals).
-    """
+    """What converters ask of a model: whole shapes, which a sharded one's are not."""
 
     def __init__(self, shapes: Mapping[str, Shape], config: Any) -> None:
         self._shapes, self.config = shapes, config
@@ -217,14 +199,17 @@ class Layout:
     left: list[str]
     rules: Rules | None = None
 
+    @classmethod
+    def as_it_is(cls, shapes: Mapping[str, Shape]) -> Layout:
+        """The same tensors on both sides."""
+        return cls({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
+
 
 def reading(
     stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
 ) -> Layout:
     """How the model's tensors (`expected`) are made of the folder's (`stored`).
-
-    Raises:
-        CheckpointError: a rule of transformers does more than move rows.
+    Raises: CheckpointError: a rule of transformers does more than move rows.
     """
     rules = rules_of(module, saving=False)
     prefix = getattr(module, "base_model_prefix", "") if is_transformers(module) else ""
@@ -270,16 +255,14 @@ def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
     """
     rules = rules_of(module, saving=True)
     if rules is None or not rules.rules:
-        return Layout({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
+        return Layout.as_it_is(shapes)
     out = Layout({}, [], rules)
     groups: dict[str, tuple[Any, Tags, list[str]]] = {}
     for name in rules.order(shapes):
         renamed, pattern = rules.loading.apply_converters(name, rules.converters)
         if pattern is None:
-            out.made[rules.loading.apply_renamings(name, rules.renamings)] = (
-                shapes[name],
-                whole(name, shapes[name]),
-            )
+            key = rules.loading.apply_renamings(name, rules.renamings)
+            out.made[key] = shapes[name], whole(name, shapes[name])
             continue
         converter, tags, names = groups.setdefault(renamed, (rules.converter(pattern), Tags(), []))
         converter.add_tensor(renamed, name, pattern, tags.add(name, shapes[name]))
@@ -294,23 +277,22 @@ def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
                 raise NotRows
         except (NotRows, RuntimeError, ValueError, KeyError, IndexError):
             out.left += names
-            made = {name: (shapes[name], whole(name, shapes[name])) for name in names}
+            made = Layout.as_it_is({name: shapes[name] for name in names}).made
         out.made |= made
     return out
 
 
 def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
-    return (
-        rules.loading.rename_source_key(key, rules.renamings, rules.converters)
-        if rules
-        else (key, None)
+    if rules is None:
+        return key, None
+    found: tuple[str, str | None] = rules.loading.rename_source_key(
+        key, rules.renamings, rules.converters
     )
+    return found
 
 
 def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
-    """`name` with the base model's prefix taken off or put on, if that is how the model calls
-    it.
-    """
+    """`name` with the base model's prefix taken off or put on, if the model calls it so."""
     if not prefix:
         return name
     without = name.removeprefix(prefix + ".")

@@ -12,21 +12,19 @@ Nothing is unpickled, nothing is held whole, and nobody makes up a value that a 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.checkpoint.apply import load_model
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.fitted import Fitted, Outline, some, unwrapped
+from onefold.checkpoint.fitted import Fitted, Outline, refuse_shapes, some, unwrapped
 from onefold.checkpoint.hf_names import is_transformers, reading
-from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
@@ -51,11 +49,8 @@ class HuggingFaceSource(Source):
         self.folder = Path(folder)
         self._files: list[TensorFile] = []
         self._where: dict[str, TensorFile] = {}
-        try:
+        with closed_on_error(self):
             self._open(name)
-        except BaseException:
-            self.close()
-            raise
 
     def _open(self, name: str) -> None:
         path = self.folder
@@ -124,16 +119,8 @@ class HuggingFaceSource(Source):
             names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
         }
         layout = reading({item.name: s.shape for item, s in self.items().items()}, expected, inner)
-        shapes = {name: shape for name, (shape, _) in layout.made.items()}
-        wrong = [
-            f"{n}: {shape} there, {expected[n]} in the model"
-            for n, shape in shapes.items()
-            if shape != expected[n]
-        ]
-        if wrong:
-            raise CheckpointError(
-                f"{self.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
-            )
+        there = {name: shape for name, (shape, _) in layout.made.items()}
+        refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
         made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
         left = [key for key in layout.left if not _ignored(inner, key)]
         out = Fitted(self, outline, made, left, layout.rules)
@@ -142,15 +129,9 @@ class HuggingFaceSource(Source):
 
 
 def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
-    """The folder's weights fitted to the model; nothing stays open if that fails. Raises:
-    CheckpointError.
-    """
-    source = HuggingFaceSource(folder)
-    try:
+    """The folder's weights fitted to the model. Raises: CheckpointError."""
+    with closed_on_error(HuggingFaceSource(folder)) as source:
         return source.fitted(module)
-    except BaseException:
-        source.close()
-        raise
 
 
 def load_pretrained(
@@ -177,14 +158,10 @@ def load_pretrained(
     """
 
     def fitted() -> Fitted:
-        found = opened(folder, module)
-        if strict:
-            try:
+        with closed_on_error(opened(folder, module)) as found:
+            if strict:
                 refuse_differences(found)
-            except CheckpointError:
-                found.close()
-                raise
-        return found
+            return found
 
     return load_fitted(module, "load_pretrained", fitted)
 
@@ -211,10 +188,8 @@ def load_fitted(
 
 
 def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
-    """Read everything that `fitted` has into the model. Collective. Returns its missing and
-    unexpected names.
-    """
-    load_model(engine, module, fitted, strict=False)
+    """Read `fitted` into the model. Collective. Returns its missing and unexpected names."""
+    load_model(engine, module, fitted)
     if fitted.rules is not None:
         fitted.rules.remember()
     return sorted(fitted.missing), list(fitted.unexpected)
@@ -222,17 +197,11 @@ def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list
 
 def refuse_differences(fitted: Fitted) -> None:
     """Raise CheckpointError if the source has not everything, or more."""
-    parts = []
-    if fitted.missing:
-        parts.append(
-            f"it has nothing for {len(fitted.missing)} of the model's tensors"
-            f" ({some(fitted.missing)})"
-        )
-    if fitted.unexpected:
-        parts.append(
-            f"{len(fitted.unexpected)} of its tensors fit nowhere in the model"
-            f" ({some(fitted.unexpected)})"
-        )
+    said = (
+        (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
+        (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
+    )
+    parts = [what.format(len(names), some(names)) for names, what in said if names]
     if parts:
         raise CheckpointError(
             f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another"
@@ -241,9 +210,7 @@ def refuse_differences(fitted: Fitted) -> None:
 
 
 def same_everywhere(together: Together, fitted: Fitted) -> None:
-    """Raise CheckpointError on every rank unless all have the same weights before them.
-    Collective.
-    """
+    """Raise CheckpointError on every rank unless all have the same weights. Collective."""
     said = together.all_gather(fitted.digest())
     others = [together.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
     if others:
@@ -253,94 +220,10 @@ def same_everywhere(together: Together, fitted: Fitted) -> None:
         )
 
 
-class Weights:
-    """What `onefold.shard(weights=...)` was given, opened before anything is divided. An error
-    waits until all ranks can hear of it.
-
-    Attributes:
-        coming: every name of the model that the folder brings.
-        error: why it cannot be.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        module: nn.Module,
-        device: torch.device,
-        makes_up: bool,
-    ) -> None:
-        """`makes_up`: there is a function to initialize what the folder has not. Adapters of peft
-        get memory on `device`.
-        """
-        self.coming: set[str] = set()
-        self.error: Exception | None = None
-        self._fitted: Fitted | None = None
-        try:
-            if getattr(module, "peft_config", None):
-                materialize_adapters(module, device)
-            self._fitted = opened(folder, module)
-            self.coming = self._fitted.names()
-            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
-            if absent and not makes_up:
-                left = self._fitted.unexpected
-                more = (
-                    f", and {len(left)} tensors that fit nowhere in it ({some(left)})"
-                    if left
-                    else ""
-                )
-                raise CheckpointError(
-                    f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
-                    f" the model has on the meta device ({some(absent)}){more}. Is it of another"
-                    " model? Give shard(..., init=function) to initialize what is missing."
-                )
-        except Exception as error:
-            self.close()
-            self.error = error
-
-    def settle(self, engine: Engine) -> None:
-        """Go on if all ranks have opened the same. Collective.
-
-        Raises:
-            CheckpointError: on every rank.
-        """
-        try:
-            meet(engine, "shard(weights=...)")
-            together = Together.of(engine)
-            with together.each_rank():
-                if self.error is not None:
-                    raise self.error
-            assert self._fitted is not None
-            same_everywhere(together, self._fitted)
-        except BaseException:
-            self.close()
-            raise
-
-    def load_shards(self, engine: Engine, module: nn.Module) -> None:
-        """Read them into the sharded model. Collective."""
-        assert self._fitted is not None
-        missing, unexpected = load_shards(engine, module, self._fitted)
-        kept = "not in it, so left as the model brought them or as init made them"
-        for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
-            if names and engine.rank == 0:
-                logging.getLogger("onefold").warning(
-                    f"{self._fitted.describe}: {what} ({len(names)}): {some(names)}"
-                )
-
-    def close(self) -> None:
-        if self._fitted is not None:
-            self._fitted.close()
-
-
 def is_hugging_face(path: Path) -> bool:
-    """Whether there are weights of Hugging Face in a folder, also such that `HuggingFaceSource`
-    refuses.
-    """
-    names = (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    )
+    """Whether a folder has weights of Hugging Face's, also such as cannot be read."""
+    names = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin")
+             for end in ("", ".index.json")]  # fmt: skip
     return any((path / name).is_file() for name in (*names, "adapter_config.json"))
 
 
@@ -421,9 +304,7 @@ def _quantized(folder: Path) -> str | None:
 
 
 def _ignored(module: nn.Module, key: str) -> bool:
-    """Whether transformers itself passes over a tensor of this name: its own lists, and buffers
-    that older versions saved.
-    """
+    """Whether transformers itself passes over a tensor of this name."""
     if not is_transformers(module):
         return False
     patterns = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
@@ -433,52 +314,3 @@ def _ignored(module: nn.Module, key: str) -> bool:
     if any(name.endswith("position_ids") for name in buffers):
         patterns.append(r"(^|\.)position_ids$")
     return any(re.search(pattern, key) for pattern in patterns)
-
-
-def materialize_adapters(module: nn.Module, device: torch.device) -> None:
-    """Give adapters that were built on the meta device memory, and the values that peft starts them
-    with. Local.
-
-    Raises:
-        CheckpointError: they start from the base model's weights, which are not there yet.
-    """
-    configs: dict[str, Any] = getattr(module, "peft_config", None) or {}
-    for layer in module.modules():
-        if not hasattr(layer, "reset_lora_parameters"):
-            continue
-        for name, config in configs.items():
-            parts = [
-                getattr(layer, part)
-                for part in layer.adapter_layer_names  # type: ignore[union-attr]
-                if name in getattr(layer, part, ())
-            ]
-            tensors = [
-                p
-                for part in parts
-                for p in (
-                    [part[name]]
-                    if isinstance(part[name], torch.Tensor)
-                    else part[name].parameters()
-                )
-            ]
-            if not any(p.is_meta for p in tensors):
-                continue
-            how = config.init_lora_weights
-            if how not in (True, False, "gaussian") or config.use_dora:
-                raise CheckpointError(
-                    f"adapter {name!r} starts from the base model's weights"
-                    f" ({'DoRA' if config.use_dora else repr(how)}), which are not there while the"
-                    " model is on the meta device: build it in memory, or give"
-                    " init_lora_weights=True or 'gaussian'."
-                )
-            for part in parts:
-                if isinstance(part[name], torch.Tensor):
-                    part[name] = nn.Parameter(
-                        torch.zeros_like(part[name], device=device),
-                        requires_grad=part[name].requires_grad,
-                    )
-                else:
-                    part[name].to_empty(device=device)
-                    if hasattr(part[name], "reset_parameters"):
-                        part[name].reset_parameters()
-            layer.reset_lora_parameters(name, how)  # type: ignore[operator]

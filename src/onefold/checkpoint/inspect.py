@@ -7,9 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import is_unfinished
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
@@ -49,9 +51,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """A parameter group: the optimizer's class and number, its own number, the names in it, their
-    elements, its options.
-    """
+    """A parameter group; `number`: of its optimizer. `index`: its own."""
 
     optimizer: str
     number: int
@@ -90,19 +90,12 @@ class Summary:
     @property
     def model_files(self) -> list[str]:
         """What other libraries know: config.json, a tokenizer."""
-        return [
-            n
-            for n in self.files
-            if n not in (MANIFEST, CHECKSUM, STATE) and not n.endswith((".safetensors", ".pt"))
-        ]
+        own = (MANIFEST, CHECKSUM, STATE)
+        return [n for n in self.files if n not in own and not n.endswith((".safetensors", ".pt"))]
 
 
 def summarize(source: Source, path: Path) -> Summary:
-    """What `source`, opened from `path`, holds.
-
-    Raises:
-        CheckpointError: its values cannot be read.
-    """
+    """What `source`, opened from `path`, holds. Raises: CheckpointError: its values cannot be read."""
     own = source if isinstance(source, FolderSource) else None
     folder, tensors = source.folder or path, tuple(_tensors(source, own))
     numels = {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"}
@@ -122,9 +115,7 @@ def summarize(source: Source, path: Path) -> Summary:
 
 
 def _tensors(source: Source, own: FolderSource | None) -> Iterator[TensorSummary]:
-    names: dict[str, list[str]] = {}
-    for alias, name in source.aliases().items():
-        names.setdefault(name, []).append(alias)
+    names = source.other_names()
     for item, stored in source.items().items():
         aliases = tuple(names.get(item.name, ())) if item.kind == "parameter" else ()
         pieces = own.records[item].pieces if own else ()
@@ -141,10 +132,8 @@ def _sorts(tensors: Iterable[TensorSummary]) -> list[SortSummary]:
         for i, n in enumerate((1, numel_of(t.shape), t.nbytes)):
             count[i] += n
     order = {kind: i for i, kind in enumerate(KINDS)}
-    return [
-        SortSummary(*key, *counts[key])
-        for key in sorted(counts, key=lambda k: (order.get(k[0], len(order)), *k[1:]))
-    ]
+    keys = sorted(counts, key=lambda key: (order.get(key[0], len(order)), *key[1:]))
+    return [SortSummary(*key, *counts[key]) for key in keys]
 
 
 def _groups(
@@ -174,13 +163,9 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
             out[name] = _in_short(value)
     if own is None:
         return out
-    if "data" in state:
-        stored = state["data"]
-        out["data"] = (
-            _in_short(stored["all"])
-            if "all" in stored
-            else f"a position for each of {len(stored['ranks'])} ranks"
-        )
+    if (data := state.get("data")) is not None:
+        each = f"a position for each of {len(data.get('ranks', ()))} ranks"
+        out["data"] = _in_short(data["all"]) if "all" in data else each
     ranks = sum(item.kind == "rng" for item in own.records)
     if ranks:
         out["random states"] = f"of {ranks} rank{'s' if ranks > 1 else ''}"
@@ -193,26 +178,23 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
 
 def _in_short(value: Any, most: int = 100) -> str:
     """A value of state.json, in a line."""
+    text = str(value)
     if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
-        plain = {
-            k: v for k, v in value.items() if v is None or isinstance(v, (bool, int, float, str))
-        }
-        text = ", ".join(
-            [*(f"{k} {v}" for k, v in plain.items()), *(k for k in value if k not in plain)]
-        )
-    else:
-        text = str(value)
+        plain = {k: v for k, v in value.items() if isinstance(v, (bool, int, float, str, NoneType))}
+        named = [f"{k} {v}" for k, v in plain.items()]
+        text = ", ".join([*named, *(k for k in value if k not in plain)])
     return text if len(text) <= most else text[: most - 4] + " ..."
 
 
 # -- a folder of checkpoints -----------------------------------------------------------------------
 
 
+LEFT = "belongs to a save under way, or a killed one has left it: the next start removes it"
+
+
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint in a folder. `wrong`: why it is not whole as far as names and sizes tell, "" if
-    it is.
-    """
+    """A checkpoint in a folder. `wrong`: why it is not whole, by names and sizes alone."""
 
     path: Path
     step: int | None = None
@@ -227,27 +209,12 @@ def listed(root: Path) -> list[Listed]:
     """The checkpoints in `root`, the newest first; damaged ones and remains of dead saves last."""
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        if (
-            folder.is_dir()
-            and folder.name.startswith(".")
-            and folder.name.endswith((".unfinished", ".replaced", ".removed"))
-        ):
-            found.append(
-                Listed(
-                    folder,
-                    wrong=(
-                        "belongs to a save under way, or a killed one has left it: the next start"
-                        " removes it"
-                    ),
-                )
-            )
+        if is_unfinished(folder):
+            found.append(Listed(folder, wrong=LEFT))
         elif not folder.name.startswith(".") and is_like_a_checkpoint(folder):
             found.append(glance(folder))
-    return sorted(
-        found,
-        key=lambda c: (c.step is not None, c.step if c.step is not None else -1, c.path.name),
-        reverse=True,
-    )
+    steps = {c.path: -1 if c.step is None else c.step for c in found}
+    return sorted(found, key=lambda c: (c.step is not None, steps[c.path], c.path.name))[::-1]
 
 
 def glance(folder: Path) -> Listed:
@@ -263,13 +230,10 @@ def glance(folder: Path) -> Listed:
         except CheckpointError as error:
             wrong.append(str(error))
             continue
-        size = path.stat().st_size if path.is_file() else -1
-        if size != recorded.nbytes:
-            wrong.append(
-                f"{name} is missing"
-                if size < 0
-                else f"{name} has {size} bytes and should have {recorded.nbytes}"
-            )
+        if not path.is_file():
+            wrong.append(f"{name} is missing")
+        elif (size := path.stat().st_size) != recorded.nbytes:
+            wrong.append(f"{name} has {size} bytes and should have {recorded.nbytes}")
     nbytes = sum(f.nbytes for f in manifest.files.values())
     ranks = manifest.saved_by.get("world_size")
     what = "; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")

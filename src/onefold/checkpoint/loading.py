@@ -4,6 +4,7 @@ that was read is checked.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST, FolderSource
 from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
-from onefold.checkpoint.source import Item, Source, read_by_another
+from onefold.checkpoint.source import Item, Source, closed_on_error, read_by_another
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
 from onefold.checkpoint.views import Prefetched
@@ -100,11 +101,8 @@ def load(
     refuse_changes(engine, "load")
     meet(engine, "load")
     settle(engine)
-    source = _open(engine, Path(path))
-    try:
+    with contextlib.closing(_open(engine, Path(path))) as source:
         return _apply(engine, model, source, None, optimizer, things, strict, rng)
-    finally:
-        source.close()
 
 
 class Loading(Background):
@@ -160,13 +158,8 @@ def load_async(
     refuse_changes(engine, "load_async")
     meet(engine, "load_async")
     settle(engine)
-    source = _open(engine, Path(path))
-    try:
-        with Together.of(engine).each_rank():
-            ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
-    except CheckpointError:
-        source.close()
-        raise
+    with closed_on_error(_open(engine, Path(path))) as source, Together.of(engine).each_rank():
+        ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
 
     def finish(error: Exception | None) -> Loaded:
         # Ranks read at different speeds: they wait longer here than `meet` would
@@ -178,11 +171,7 @@ def load_async(
 
 
 def source_of(path: Path) -> Source:
-    """Whatever lies at `path`.
-
-    Raises:
-        CheckpointError: nothing that can be read.
-    """
+    """Whatever lies at `path`. Raises: CheckpointError: nothing that can be read."""
     if (path / MANIFEST).exists():
         return FolderSource(path)
     if path.is_dir():
@@ -200,15 +189,9 @@ def source_of(path: Path) -> Source:
             return other
         if is_hugging_face(path):
             return HuggingFaceSource(path)
-    what = (
-        "a file"
-        if path.is_file()
-        else "a folder without a checkpoint"
-        if path.is_dir()
-        else "nothing"
-    )
+    there = "a folder without a checkpoint" if path.is_dir() else "nothing"
     raise CheckpointError(
-        f"{path} is {what}; expected a checkpoint that onefold.save wrote, a folder of them, a"
+        f"{path} is {'a file' if path.is_file() else there}; expected a checkpoint that onefold.save wrote, a folder of them, a"
         " run's output folder, a DeepSpeed or a Hugging Face folder."
     )
 
@@ -216,28 +199,20 @@ def source_of(path: Path) -> Source:
 def _open(engine: Engine, path: Path) -> Source:
     """Collective: all ranks read the same checkpoint, and all raise if one cannot."""
     together = Together.of(engine)
-    source: Source | None = None
-    try:
+    with contextlib.ExitStack() as on_error:
         with together.each_rank():
-            source = source_of(path)
-        assert source is not None
+            source = on_error.enter_context(closed_on_error(source_of(path)))
         seen = sorted(set(together.all_gather(source.describe)))
         if len(seen) > 1:
             raise CheckpointError(
                 f"{path}: ranks see different checkpoints ({', '.join(seen)}). It must be on a file"
                 " system that all share."
             )
-    except BaseException:
-        if source is not None:
-            source.close()
-        raise
-    return source
+        return source
 
 
 def _named_as(model: nn.Module, source: Source) -> Source:
-    """`source` under the names of `model`: those of a Hugging Face folder are of another library's
-    model. Raises: CheckpointError.
-    """
+    """`source` under the names of `model`. Raises: CheckpointError."""
     return source.fitted(model) if isinstance(source, HuggingFaceSource) else source
 
 
@@ -247,9 +222,8 @@ def _apply(
 ) -> Loaded:  # fmt: skip
     """`ahead`: what was read of `source` before, under the model's names. Collective."""
     together, optimizers = Together.of(engine), optimizers_of(optimizer)
-    own = (
-        source if isinstance(source, FolderSource) else None
-    )  # it has more than weights and states
+    # It has more than weights and states
+    own = source if isinstance(source, FolderSource) else None
     values: dict[str, Any] = {}
     reader: Source = source if ahead is None else ahead
     fit: ModelFit | None = None
@@ -320,17 +294,20 @@ class _Beside:
         if rng and streams:
             text = bytes(source.whole(Item("rng", str(together.rank % streams))).numpy())
             random = decode(json.loads(text))
-        data = source.value("data") or {"all": None}
-        if "all" not in data and len(data["ranks"]) == together.size:
-            data["all"] = data["ranks"][together.rank]
         extra, extra_state = source.value("extra"), source.value("extra_state") or {}
-        return cls(random, streams, extra, extra_state, data.get("all"))
+        data = _of_rank(source.value("data") or {"all": None}, together)
+        return cls(random, streams, extra, extra_state, data)
+
+
+def _of_rank(data: dict[str, Any], together: Together) -> Any:
+    """What this rank gave as `data`; None where it cannot be told which rank's is this one's."""
+    if "all" in data:
+        return data["all"]
+    return data["ranks"][together.rank] if len(data["ranks"]) == together.size else None
 
 
 def _verify(together: Together, own: FolderSource | None, error: Exception | None) -> None:
-    """Whether all ranks could read, and, on the first of them, whether what all have read is what
-    the manifest says.
-    """
+    """Whether all ranks could read, and what they have read is what the manifest says."""
     checks = own.checks if own is not None else []
     said = together.gather((None if error is None else worded(error), checks))
     told: Said | None = None
@@ -365,22 +342,16 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
                 f" data, which cannot be divided among {together.size}. Load on as many ranks, or"
                 " leave data out and give a position that is the same on every rank when saving."
             )
-        if name == "data":
-            found = found["all"] if "all" in found else found["ranks"][together.rank]
-        out[name] = found
+        out[name] = _of_rank(found, together) if name == "data" else found
     return out
 
 
 def _fit_extra_state(
     engine: Engine, model: nn.Module, source: FolderSource, fit: ModelFit, strict: bool
 ) -> None:
-    """Compare the modules with extra state (get_extra_state), and enter differences in `fit`.
-    Raises: CheckpointError: under `strict`.
-    """
-    theirs, ours = (
-        set(source.state.get("extra_state", {})),
-        set(beside_parameters(engine, model)[1]),
-    )
+    """Enter in `fit` how extra states differ. Raises: CheckpointError: under `strict`."""
+    theirs = set(source.state.get("extra_state", {}))
+    ours = set(beside_parameters(engine, model)[1])
     if strict and theirs != ours:
         raise CheckpointError(
             f"{source.describe} is of another model: extra states are missing in it"
@@ -404,10 +375,7 @@ def _without_model(path: Path, *things: Any) -> Loaded:
         raise CheckpointError(
             "load() was given no model; without one it reads step and extra only."
         )
-    source = source_of(path)
-    try:
+    with contextlib.closing(source_of(path)) as source:
         if not isinstance(source, FolderSource):
             return Loaded(path)
         return Loaded(source.folder, source.step, source.value("extra"), source.saved_by)
-    finally:
-        source.close()

@@ -18,9 +18,9 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,9 +55,7 @@ def rank_file(rank: int) -> str:
 
 def path_in(folder: Path, name: str) -> Path:
     """The file `name` of the checkpoint in `folder`; see [Note: nothing outside the folder].
-
-    Raises:
-        CheckpointError: it lies elsewhere.
+    Raises: CheckpointError: it lies elsewhere.
     """
     _refuse_outside(name, folder / MANIFEST)
     path = folder / name
@@ -73,11 +71,7 @@ def path_in(folder: Path, name: str) -> Path:
 def _refuse_outside(name: Any, where: Path) -> None:
     """Raises: CheckpointError: `name` is no plain name below the folder."""
     plain = isinstance(name, str) and bool(name) and "\0" not in name and "\\" not in name
-    if (
-        not plain
-        or PurePosixPath(name).is_absolute()
-        or not {"..", "."}.isdisjoint(name.split("/"))
-    ):
+    if not plain or name.startswith("/") or not {"..", "."}.isdisjoint(name.split("/")):
         raise CheckpointError(
             f"{where} names the file {name!r}, which is not inside the checkpoint's folder: only"
             " what is inside is read. Onefold did not write this checkpoint; do not use it."
@@ -98,11 +92,10 @@ class Record:
         end = 0
         for piece in self.pieces:
             if piece.start != end or piece.stop < piece.start:
-                covers = (
-                    f"covers elements {piece.start} to {piece.stop}, expected one that begins at"
-                    f" {end}"
+                raise DamagedCheckpoint(
+                    f"{self.item}: a piece covers elements {piece.start} to {piece.stop}, expected"
+                    f" one that begins at {end}."
                 )
-                raise DamagedCheckpoint(f"{self.item}: a piece {covers}.")
             end = piece.stop
         if end != numel_of(self.shape):
             raise DamagedCheckpoint(
@@ -114,12 +107,32 @@ class Record:
                 " know."
             )
 
+    def to_json(self, number: Mapping[str, int]) -> dict[str, Any]:
+        """`number`: of each file, by its name."""
+        return {
+            "kind": self.item.kind,
+            "name": self.item.name,
+            **({"state": self.item.state} if self.item.state else {}),
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            **({"aliases": list(self.aliases)} if self.aliases else {}),
+            "pieces": [[number[p.file], p.start, p.stop, p.crc] for p in self.pieces],
+        }
+
+    @classmethod
+    def from_json(cls, t: Mapping[str, Any], names: Sequence[str]) -> Record:
+        return cls(
+            Item(t["kind"], t["name"], t.get("state", "")),
+            t["dtype"],
+            tuple(t["shape"]),
+            tuple(StoredPiece(names[n], a, b, crc) for n, a, b, crc in t["pieces"]),
+            tuple(t.get("aliases", ())),
+        )
+
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its bytes and a SHA-256, of all of it, or of the head alone where the pieces'
-    checksums cover the rest.
-    """
+    """A file: its bytes and a SHA-256, of all of it or of the head alone."""
 
     nbytes: int
     sha256: str
@@ -143,38 +156,22 @@ class Manifest:
     def to_text(self) -> str:
         names = sorted({p.file for r in self.records for p in r.pieces})
         number = {name: i for i, name in enumerate(names)}
+        files = {
+            name: {"bytes": f.nbytes, "sha256": f.sha256} | ({"of": "head"} if f.head_only else {})
+            for name, f in self.files.items()
+        }
         body = {
             "format": "onefold checkpoint",
             "version": self.version,
             "created": self.created,
             "step": self.step,
             "saved_by": dict(self.saved_by),
-            "files": {
-                n: {
-                    "bytes": f.nbytes,
-                    "sha256": f.sha256,
-                    **({"of": "head"} if f.head_only else {}),
-                }
-                for n, f in self.files.items()
-            },
+            "files": files,
             "tensor_files": names,
-            "tensors": [
-                {
-                    "kind": r.item.kind,
-                    "name": r.item.name,
-                    **({"state": r.item.state} if r.item.state else {}),
-                    "dtype": r.dtype,
-                    "shape": list(r.shape),
-                    **({"aliases": list(r.aliases)} if r.aliases else {}),
-                    "pieces": [[number[p.file], p.start, p.stop, p.crc] for p in r.pieces],
-                }
-                for r in self.records
-            ],
         }
         # A tensor a line: people read it, and two of them compare line by line.
         tensors = ",\n".join(
-            "  " + json.dumps(t, separators=(",", ":"))
-            for t in body.pop("tensors")  # type: ignore[attr-defined]
+            "  " + json.dumps(r.to_json(number), separators=(",", ":")) for r in self.records
         )
         return json.dumps(body, indent=1)[:-2] + ',\n "tensors": [\n' + tensors + "\n ]\n}\n"
 
@@ -194,26 +191,18 @@ class Manifest:
             names = body["tensor_files"]
             for name in (*names, *body["files"]):
                 _refuse_outside(name, where)
-            records = tuple(
-                Record(
-                    Item(t["kind"], t["name"], t.get("state", "")),
-                    t["dtype"],
-                    tuple(t["shape"]),
-                    tuple(StoredPiece(names[n], a, b, crc) for n, a, b, crc in t["pieces"]),
-                    tuple(t.get("aliases", ())),
-                )
-                for t in body["tensors"]
-            )
             files = {
                 n: FileRecord(f["bytes"], f["sha256"], f.get("of") == "head")
                 for n, f in body["files"].items()
             }
             return cls(
-                records, files, body["step"], body["created"], body["saved_by"], body["version"]
+                tuple(Record.from_json(t, names) for t in body["tensors"]),
+                files,
+                *(body[key] for key in ("step", "created", "saved_by", "version")),
             )
+        except CheckpointError:
+            raise
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise DamagedCheckpoint(
                 f"{where} is damaged: {type(error).__name__}: {error}."
             ) from None
@@ -232,9 +221,7 @@ def checksum_line(text: bytes) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint, its checksum verified.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or from a later version.
+    Raises: CheckpointError: there is none, it is damaged, or from a later version.
     """
     path, check = path_in(folder, MANIFEST), path_in(folder, CHECKSUM)
     try:
@@ -265,9 +252,7 @@ OPEN = 64
 
 @dataclass(frozen=True, order=True)
 class RangeRead:
-    """Elements `[start, stop)` of a tensor were read, all of one piece, and their bytes have this
-    CRC-32.
-    """
+    """Elements `[start, stop)` of a piece were read, and their bytes have this CRC-32."""
 
     item: Item
     start: int
@@ -294,6 +279,8 @@ class FolderSource(Source):
         self.step, self.created = self.manifest.step, self.manifest.created
         self.saved_by = self.manifest.saved_by
         self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
+        self._items = {item: Stored(DTYPES[r.dtype], r.shape) for item, r in self.records.items()}
+        self._aliases = {alias: r.item.name for r in self.manifest.records for alias in r.aliases}
         self.checks: list[RangeRead] = []
         self._files: dict[str, TensorFile] = {}
         self._state: dict[str, Any] | None = None
@@ -306,13 +293,9 @@ class FolderSource(Source):
     def state(self) -> dict[str, Any]:
         """state.json, its checksum verified."""
         if self._state is None:
-            path = path_in(self.folder, STATE)
+            path = self._path(STATE)
             try:
                 text = path.read_bytes()
-            except FileNotFoundError:
-                raise DamagedCheckpoint(
-                    f"{path} is missing: the checkpoint is not whole any more."
-                ) from None
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
             record = self.manifest.files.get(STATE)
@@ -323,12 +306,17 @@ class FolderSource(Source):
             self._state = json.loads(text)
         return self._state
 
+    def _path(self, name: str) -> Path:
+        path = path_in(self.folder, name)
+        if not path.exists():
+            raise DamagedCheckpoint(f"{path} is missing: the checkpoint is not whole any more.")
+        return path
+
     def value(self, key: str) -> Any:
         """A value of state.json, tensors fetched; None where there is none."""
-        return decode(self.state[key], self._extra) if key in self.state else None
-
-    def _extra(self, number: int) -> torch.Tensor:
-        return self.whole(Item("extra", str(number)))
+        if key not in self.state:
+            return None
+        return decode(self.state[key], lambda number: self.whole(Item("extra", str(number))))
 
     def whole(self, item: Item) -> torch.Tensor:
         """A whole tensor, on the host, its checksums verified."""
@@ -340,16 +328,15 @@ class FolderSource(Source):
         return out
 
     def stored(self, item: Item) -> Stored:
-        record = self.records.get(item)
-        if record is None:
+        if item not in self._items:
             raise CheckpointError(f"{self.describe} holds no {item}.")
-        return Stored(DTYPES[record.dtype], record.shape)
+        return self._items[item]
 
     def items(self) -> Mapping[Item, Stored]:
-        return {item: Stored(DTYPES[r.dtype], r.shape) for item, r in self.records.items()}
+        return self._items
 
     def aliases(self) -> Mapping[str, str]:
-        return {alias: r.item.name for r in self.records.values() for alias in r.aliases}
+        return self._aliases
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         record = self.records[item]
@@ -362,11 +349,8 @@ class FolderSource(Source):
                 continue
             file, key = self._open(piece.file), key_of(item, piece.start)
             entry = file.header.get(key)
-            if (
-                entry is None
-                or entry.shape != (piece.stop - piece.start,)
-                or entry.dtype != DTYPES[record.dtype]
-            ):
+            expected = DTYPES[record.dtype], (piece.stop - piece.start,)
+            if entry is None or (entry.dtype, entry.shape) != expected:
                 raise DamagedCheckpoint(
                     f"{file.path} does not hold {item} as the manifest says: it belongs to another"
                     " checkpoint, or is damaged."
@@ -378,9 +362,7 @@ class FolderSource(Source):
         if name not in self._files:
             while len(self._files) >= OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            path = path_in(self.folder, name)
-            if not path.exists():
-                raise DamagedCheckpoint(f"{path} is missing: the checkpoint is not whole any more.")
+            path = self._path(name)
             file = TensorFile(path)
             record = self.manifest.files.get(name)
             if record is None or hashlib.sha256(file.head).hexdigest() != record.sha256:
@@ -392,15 +374,12 @@ class FolderSource(Source):
         return self._files[name]
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        return {
-            key: decode(value) for key, value in self.state.get("scalars", {}).get(name, {}).items()
-        }
+        known = self.state.get("scalars", {}).get(name, {})
+        return {key: decode(value) for key, value in known.items()}
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
-        optimizers = self.state.get("optimizers")
-        return (
-            [[decode(group) for group in o["groups"]] for o in optimizers] if optimizers else None
-        )
+        optimizers = self.state.get("optimizers") or ()
+        return [[decode(group) for group in o["groups"]] for o in optimizers] or None
 
     def compare(self) -> None:
         checks, self.checks = self.checks, []
@@ -423,15 +402,12 @@ class FolderSource(Source):
             size = DTYPES[self.records[item].dtype].itemsize
             for piece in self.records[item].pieces:
                 inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
-                ends = [piece.start, *(c.stop for c in inside)]
-                if ends[-1] != piece.stop or any(
-                    c.start != end for c, end in zip(inside, ends, strict=False)
-                ):
+                starts, ends = [c.start for c in inside], [c.stop for c in inside]
+                if [piece.start, *ends] != [*starts, piece.stop]:
                     continue
                 if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
-                    bad.append(
-                        f"{self.folder / piece.file}: {item}, elements {piece.start} to {piece.stop}"
-                    )
+                    where = f"elements {piece.start} to {piece.stop}"
+                    bad.append(f"{self.folder / piece.file}: {item}, {where}")
         if bad:
             more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
             raise DamagedCheckpoint(

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,14 +31,12 @@ from onefold.checkpoint.manifest import FileRecord, Record, StoredPiece, key_of
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, write_tensors
 from onefold.checkpoint.values import encode
-from onefold.offload.storage import state_kind
-from onefold.optim.held import OnDisk, divided, elements, outside
-from onefold.recipe.moments import packed
+from onefold.optim.state_sorts import odd_keys, sort_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.state import beside_parameters
-from onefold.runtime.stream import interval_of
 
 
 @dataclass(frozen=True)
@@ -97,13 +94,12 @@ def collect(
         states = States(engine, optimizers)
         held = [(entry, "", entry.param) for entry in engine.entries]
         for entry, key, value in [*held, *states.tensors]:
-            start, stop = interval_of(entry)
+            start, stop = entry.accounted()
             if stop > start or first:  # who also says what is there where nobody holds an element
                 names = entry.part.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
-                kind = state_kind(key, value.dtype) if key else "master"
-                shape, a, b = outside(entry, start, stop, key)
-                ours = elements(entry, kind, value, start, stop)
+                shape, a, b = entry.outside(start, stop, key)
+                ours = entry.flat.storage.elements(entry, key, value, start, stop)
                 aliases = () if key else names[1:]
                 out.tensors.append(PieceToWrite(item, shape, a, b, ours, aliases))
         if first:
@@ -111,14 +107,9 @@ def collect(
                 out.add_own(Item("state", entry.part.names[0], key), value)
             _collect_first(out, engine, module, things)
             out.values["optimizers"] = [
-                {
-                    "class": type(o).__name__,
-                    "groups": [
-                        encode(g, f"group {i} of {type(o).__name__}") for i, g in enumerate(groups)
-                    ],
-                }
-                for o, groups in zip(optimizers, states.groups, strict=True)
-            ]
+                {"class": name, "groups": [encode(g, f"group {i} of {name}") for i, g in enumerate(groups)]}
+                for name, groups in zip((type(o).__name__ for o in optimizers), states.groups, strict=True)
+            ]  # fmt: skip
         out.values["scalars"] = {
             name: {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()}
             for name, scalars in states.scalars.items()
@@ -131,10 +122,8 @@ def collect(
         if things["data"] is not None:
             out.values["data"] = encode(state_of(things["data"], "data"), "data")
         text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
-        out.add_own(
-            Item("rng", str(engine.rank)),
-            torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy()),
-        )
+        random = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        out.add_own(Item("rng", str(engine.rank)), random)
     return out
 
 
@@ -188,70 +177,48 @@ class States:
                         " one save or load."
                     )
                 # The tiles of a parameter have one name
-                names = list(
-                    dict.fromkeys(entry.part.names[0] for entry in found if entry is not None)
-                )
-                self.groups[-1].append(
-                    {**{k: v for k, v in group.items() if k != "params"}, "params": names}
-                )
+                names = dict.fromkeys(e.part.names[0] for e in found if e is not None)
+                options = {k: v for k, v in group.items() if k != "params"}
+                self.groups[-1].append({**options, "params": list(names)})
             self._sort(optimizer, known)
 
     def _sort(self, optimizer: torch.optim.Optimizer, known: dict[int, Entry]) -> None:
         foreign = [key for key, state in optimizer.state.items() if id(key) not in known and state]
         if foreign:
-            what = (
-                f"a tensor of shape {tuple(foreign[0].shape)}"
-                if isinstance(foreign[0], torch.Tensor)
-                else repr(foreign[0])
-            )
+            what = repr(foreign[0])
+            if isinstance(foreign[0], torch.Tensor):
+                what = f"a tensor of shape {tuple(foreign[0].shape)}"
             raise CheckpointError(
                 f"{type(optimizer).__name__} keeps state under {what}, which is no parameter of the"
                 " model, and nothing could give it back. Keep it in a parameter group, or save it"
                 " with extra=."
             )
-        held = [
-            (known[id(p)], p, key, v)
-            for p, state in optimizer.state.items()
-            if id(p) in known
-            for key, v in state.items()
-        ]
-        # By key over all parameters: a parameter of no dimensions looks like a step count, but its
-        # neighbours tell them apart.
-        odd = {
-            key
-            for _, p, key, v in held
-            if isinstance(v, torch.Tensor) and (v.shape != p.shape or key == "step")
-        }
-        for entry, p, key, value in held:
-            name = entry.part.names[0]
-            if packed(key) is not None:
-                self.tensors.append((entry, key, value))
-            elif not isinstance(value, torch.Tensor) or (
-                key in odd and value.numel() == 1 and (value.ndim == 0 or value.shape != p.shape)
-            ):
-                # Every rank has it; the one that holds the parameter's elements says it, the first
-                # one for parameters without any.
-                start, stop = interval_of(entry)
-                if stop > start or entry.slot.numel == 0:
-                    self.scalars.setdefault(name, {})[key] = value
-            elif value.shape == p.shape:
-                self.tensors.append((entry, key, value))
-            elif not (divided(entry.flat) or entry.flat.tiled):
-                self.wholes.append((entry, key, value))
-            else:
-                raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for"
-                    f" parameter {name!r}: neither one number nor one for each element, so it"
-                    " cannot be cut for another number of ranks."
-                )
+        held = {p: state for p, state in optimizer.state.items() if id(p) in known}
+        odd = odd_keys((tuple(p.shape), state) for p, state in held.items())
+        for p, state in held.items():
+            entry = known[id(p)]
+            for key, value in state.items():
+                sort = sort_of(key, value, tuple(p.shape), odd)
+                if sort in ("packed", "elements"):
+                    self.tensors.append((entry, key, value))
+                elif sort == "number":
+                    # Every rank has it; the one that holds the parameter's elements says it, the
+                    # first one for parameters without any.
+                    start, stop = entry.accounted()
+                    if stop > start or entry.slot.numel == 0:
+                        self.scalars.setdefault(entry.part.names[0], {})[key] = value
+                elif not (entry.flat.divided or entry.flat.tiled):
+                    self.wholes.append((entry, key, value))
+                else:
+                    raise CheckpointError(
+                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
+                        f" for parameter {entry.part.names[0]!r}: neither one number nor one for"
+                        " each element, so it cannot be cut for another number of ranks."
+                    )
 
 
 def state_of(thing: Any, name: str) -> Any:
-    """`thing.state_dict()`, or a dict as it is.
-
-    Raises:
-        CheckpointError: it is neither.
-    """
+    """`thing.state_dict()`, or a dict as it is. Raises: CheckpointError: it is neither."""
     if isinstance(thing, dict):
         return thing
     if not callable(getattr(thing, "state_dict", None)):
@@ -264,9 +231,7 @@ Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
 
 
 def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
-    """Write this rank's file, each tensor fetched to the host when its turn comes. Returns what the
-    first rank needs to know of it.
-    """
+    """Write this rank's file. Returns what the first rank needs to know of it."""
     planned = [
         Planned(key_of(p.item, p.start), p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
         for p in parts.tensors
@@ -286,9 +251,7 @@ def _fetch(tensor: torch.Tensor | OnDisk) -> Callable[[], torch.Tensor | Iterabl
 
 def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
     """All ranks' reports as the tensors of a manifest.
-
-    Raises:
-        CheckpointError: they do not fit together.
+    Raises: CheckpointError: they do not fit together.
     """
     found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[StoredPiece]]] = {}
     for rank, said in enumerate(reports):

@@ -34,16 +34,14 @@ from onefold.runtime.engine import Engine
 
 def capture() -> dict[str, Any]:
     """Python's, numpy's, torch's and this rank's accelerator's generator."""
-    found: dict[str, Any] = {
+    here = default_device()
+    state = rng_state(here)
+    return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
+        **({here.type: state} if state is not None else {}),
     }
-    here = default_device()
-    state = rng_state(here)
-    if state is not None:
-        found[here.type] = state
-    return found
 
 
 def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
@@ -64,16 +62,13 @@ def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
 
 
 Key = tuple[int, int, int]
-ANEW, LEFT_OUT = (
-    "error feedback begins anew",
-    "what encoding gradients lost (error feedback) is in the checkpoint and left out",
-)
+ANEW = "error feedback begins anew"
+LEFT_OUT = "what encoding gradients lost (error feedback) is in the checkpoint and left out"
 
 
 def lost_here(engine: Engine) -> dict[Item, torch.Tensor]:
     """What encoding has lost on this rank."""
-    found = engine.residuals.kept
-    return {_item(engine, key): lost for key, lost in found.items() if lost.numel()}
+    return {_item(engine, k): lost for k, lost in engine.residuals.kept.items() if lost.numel()}
 
 
 def wire_values(engine: Engine) -> dict[str, Any] | None:
@@ -88,15 +83,11 @@ def wire_values(engine: Engine) -> dict[str, Any] | None:
 
 
 class Lost:
-    """What a checkpoint has for this rank. `note` is the same on every rank, "" if there is nothing
-    to say.
-    """
+    """What a checkpoint has for this rank. `note`: the same on every rank, or ""."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.feedback = (
-            engine,
-            engine.recipe.error_feedback and engine.recipe.gradients.codec is not None,
-        )
+        recipe, self.engine = engine.recipe, engine
+        self.feedback = recipe.error_feedback and recipe.gradients.codec is not None
         self.found: dict[Key, torch.Tensor] = {}
         self.said: dict[str, Any] = {}
         self.note = ""
@@ -127,15 +118,10 @@ class Lost:
         here = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
         if not self.feedback or here != (group.size, group.topology.inner, True):
             return None
-        wanted = {
-            _item(engine, key): (key, (numel,)) for key, numel in engine.residuals.spans().items()
-        }
-        mine = {
-            item: tuple(s.shape)
-            for item, s in source.items().items()
-            if item.kind == "residual" and item.name == str(engine.rank)
-        }
-        if any(item not in wanted or wanted[item][1] != shape for item, shape in mine.items()):
+        wanted = {_item(engine, key): (key, n) for key, n in engine.residuals.spans().items()}
+        known = source.items()
+        mine = [i for i in known if i.kind == "residual" and i.name == str(engine.rank)]
+        if any(i not in wanted or known[i].shape != (wanted[i][1],) for i in mine):
             return None
         return {wanted[item][0]: item for item in mine}
 

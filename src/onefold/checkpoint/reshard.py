@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -94,14 +95,9 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
         name = rank_file(rank)
         blocks = [block for cut in cuts for block in _blocks(*cut)]
         planned = [
-            Planned(
-                key_of(r.item, a),
-                DTYPES[r.dtype],
-                (b - a,),
-                partial(_read, source, r, a, b, advance),
-            )
+            Planned(key_of(r.item, a), DTYPES[r.dtype], (b - a,), partial(_read, source, r, a, b, advance))
             for r, a, b in blocks
-        ]
+        ]  # fmt: skip
         written = write_tensors(folder / name, planned)
         files[name] = FileRecord(written.nbytes, written.head, head_only=True)
         for r, a, b in blocks:
@@ -110,16 +106,9 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
     for name, recorded in manifest.files.items():
         if not recorded.head_only:
             files[name] = _copy(source.folder, folder, name, recorded)
-    records = [
-        Record(r.item, r.dtype, r.shape, tuple(pieces[r.item]), r.aliases) for r in manifest.records
-    ]
-    return Manifest(
-        tuple(records),
-        files,
-        manifest.step,
-        manifest.created,
-        {**manifest.saved_by, "resharded_for": ranks},
-    )
+    records = tuple(replace(r, pieces=tuple(pieces[r.item])) for r in manifest.records)
+    saved_by = {**manifest.saved_by, "resharded_for": ranks}
+    return Manifest(records, files, manifest.step, manifest.created, saved_by)
 
 
 def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
@@ -131,11 +120,8 @@ def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
     for record in manifest.records:
         numel, slot = numel_of(record.shape), slots.get(record.item.name)
         grain = grain_of(record.item.state)
-        if (
-            record.item.kind in ("parameter", "state")
-            and slot is not None
-            and -(-slot.numel // grain) == numel
-        ):
+        divided = record.item.kind in ("parameter", "state") and slot is not None
+        if divided and slot is not None and -(-slot.numel // grain) == numel:
             for rank in range(ranks):
                 start, stop = layout.local(slot, rank)
                 out[rank].append((record, *items_of(start - slot.start, stop - slot.start, grain)))
@@ -171,14 +157,12 @@ def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRe
                 digest.update(block)
                 new.write(block)
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{source / name} is missing. Run `onefold checkpoint verify {source}` to see what"
-            " else is."
-        ) from None
+        raise _wrong(source, f"{source / name} is missing.") from None
     if digest.hexdigest() != recorded.sha256:
-        raise CheckpointError(
-            f"{source / name} is damaged. Run `onefold checkpoint verify {source}` to see what"
-            " else is."
-        )
+        raise _wrong(source, f"{source / name} is damaged.")
     flush(folder / name)
     return recorded
+
+
+def _wrong(source: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{what} Run `onefold checkpoint verify {source}` to see what else is.")

@@ -9,6 +9,7 @@ all     hear whether it worked
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import operator
@@ -104,14 +105,12 @@ def save_async(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Background:
-    """As `save`, but behind the training: the call returns at once, the state is copied in host
+    """As `save`, but behind the training: the call returns at once, the state is copied to host
     memory, then written.
 
-    Masters and optimizer states are copied until the next optimizer step at the latest, which waits
-    for the copy. Do not write to
-    parameters by other ways meanwhile: the save notices (not writes through `.data`) and fails.
-        State on NVMe is not copied, there is
-    no memory for it: such a save is written before the call returns.
+    The next optimizer step waits for the copy. Do not write to parameters by other ways before it
+    is done: the save notices (not writes through `.data`) and fails. State on NVMe is not copied,
+    there is no memory for it: such a save is written before the call returns.
 
     A save that is under way on this model is waited for first. The copy takes as many bytes of host
     memory as this rank's file, and the model keeps the buffer for the next time.
@@ -134,9 +133,7 @@ def _begin(
     call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
     overwrite: bool,
 ) -> _Writing:  # fmt: skip
-    """All that needs the training to stand still, and the errors that can be found before anything
-    is written.
-    """
+    """What needs the training to stand still, and the errors found before anything is written."""
     engine = engine_of(model)
     refuse_changes(engine, "save")
     meet(engine, call)
@@ -157,12 +154,7 @@ def _begin(
             place = Unfinished(target, overwrite)
     except Exception as failure:
         error = failure
-    mine = {
-        "path": str(target),
-        "step": step,
-        "optimizers": len(given),
-        "overwrite": overwrite,
-    }
+    mine = {"path": str(target), "step": step, "optimizers": len(given), "overwrite": overwrite}
     # All ranks hear of all errors, and of the folder, before anything is written
     said = together.all_gather(
         (None if error is None else worded(error), str(place.folder) if place else "", mine)
@@ -180,12 +172,9 @@ def _begin(
         error = None  # its traceback holds this frame, and with it the model
     texts: list[Any] = []  # what writes HF's files
     if together.rank == 0:
-        config, generation = (getattr(model, f"{n}config", None) for n in ("", "generation_"))
-        texts = [
-            thing
-            for thing in (config, generation, tokenizer)
-            if callable(getattr(thing, "save_pretrained", None))
-        ]
+        named = (getattr(model, name, None) for name in ("config", "generation_config"))
+        savers = ((thing, getattr(thing, "save_pretrained", None)) for thing in (*named, tokenizer))
+        texts = [thing for thing, writes in savers if callable(writes)]
     folder, saver = Path(said[0][1]), saved_by(engine)
     return _Writing(together, parts, copying, folder, place, overwrite, step, saver, texts)
 
@@ -254,32 +243,21 @@ class _Writing:
         written: FileRecord | None = None
         pieces: list[Report] = []
         me = self.together.rank
-        try:
-            if self.copying is not None:
-                self.parts = self.copying.run()
-            written, pieces = write_parts(self.folder, rank_file(me), self.parts)
-        except Exception as failure:
-            error = worded(failure)
-        except BaseException:  # Ctrl-C: nothing is left
-            if self.place is not None:
-                self.place.discard()
-            raise
-        said = (error, written, pieces, self.parts.values if me == 0 or written else {})
-        try:
+        with self.place or contextlib.nullcontext():  # whatever goes wrong leaves nothing
+            try:
+                if self.copying is not None:
+                    self.parts = self.copying.run()
+                written, pieces = write_parts(self.folder, rank_file(me), self.parts)
+            except Exception as failure:
+                error = worded(failure)
+            said = (error, written, pieces, self.parts.values if me == 0 or written else {})
             reports = self.together.gather(said)
-            error = self._finish(reports) if me == 0 else None
-            error = self.together.from_first(error)
-        except BaseException:
-            if self.place is not None:
-                self.place.discard()
-            raise
-        if error is not None:
-            raise error.raised()
+            error = self.together.from_first(self._finish(reports) if me == 0 else None)
+            if error is not None:
+                raise error.raised()
 
     def _finish(self, reports: list[Any]) -> Said | None:
-        """On the first rank: complete the folder and give it its name. Returns what went wrong, in
-        words.
-        """
+        """The first rank completes the folder and gives it its name. Returns what went wrong."""
         assert self.place is not None
         try:
             raise_first([error for error, *_ in reports])
@@ -289,24 +267,21 @@ class _Writing:
             self._look(files)
             self.place.commit(self.overwrite)
         except Exception as failure:
-            self.place.discard()
             return worded(failure)
         return None
 
     def _write(
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
     ) -> None:
-        (self.folder / STATE).write_text(
-            json.dumps({**state, "step": self.step}) + "\n", encoding="utf-8"
-        )
+        text = json.dumps({**state, "step": self.step}) + "\n"
+        (self.folder / STATE).write_text(text, encoding="utf-8")
         for thing in self.texts:
             thing.save_pretrained(str(self.folder))
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder).as_posix()
             if path.is_file() and name not in files and name != OWNER:
-                files[name] = FileRecord(
-                    path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-                )
+                data = path.read_bytes()
+                files[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
         # Before the folder gets its name: a name must not reach the disk ahead of what it stands for
@@ -325,8 +300,9 @@ class _Writing:
                 )
             if record.head_only:
                 with TensorFile(path) as file:
-                    if hashlib.sha256(file.head).hexdigest() != record.sha256:
-                        raise CheckpointError(
-                            f"{name} reads differently than it was written: another save writes"
-                            " there, or the disk fails."
-                        )
+                    read = hashlib.sha256(file.head).hexdigest()
+                if read != record.sha256:
+                    raise CheckpointError(
+                        f"{name} reads differently than it was written: another save writes there,"
+                        " or the disk fails."
+                    )

@@ -13,11 +13,12 @@ library's checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +43,9 @@ class Stored:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+
+SourceT = TypeVar("SourceT", bound="Source")
 
 
 class Source:
@@ -86,16 +90,32 @@ class Source:
         """{another name of a tied parameter: the name it is stored under}."""
         return {}
 
+    def other_names(self) -> dict[str, list[str]]:
+        """{the name of a stored parameter: its other names}, of tied ones."""
+        out: dict[str, list[str]] = {}
+        for alias, name in self.aliases().items():
+            out.setdefault(name, []).append(alias)
+        return out
+
+    def stored_name(self, name: str) -> str:
+        """What a parameter that is called `name` is stored under, if it is."""
+        return self.aliases().get(name, name)
+
+    def parameter(self, names: Iterable[str]) -> Item | None:
+        """The parameter that goes by one of `names`."""
+        items = self.items()
+        for name in names:
+            for stored in (name, self.stored_name(name)):
+                if (item := Item("parameter", stored)) in items:
+                    return item
+        return None
+
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of parameter `name` that is no tensor, or of no dimensions, such as
-        {"step": tensor(3.)}.
-        """
+        """The optimizer's numbers of parameter `name`, such as {"step": tensor(3.)}."""
         return {}
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
-        """For each optimizer its parameter groups: the options, and under "params" the names. None:
-        there is no optimizer in it.
-        """
+        """The parameter groups of each optimizer, "params" being names. None: there is none."""
         return None
 
     def value(self, name: str) -> Any:
@@ -107,6 +127,16 @@ class Source:
 
     def close(self) -> None:
         """Let go of the files."""
+
+
+@contextlib.contextmanager
+def closed_on_error(source: SourceT) -> Iterator[SourceT]:
+    """Around what opens `source` for somebody else: if that fails, nothing stays open."""
+    try:
+        yield source
+    except BaseException:
+        source.close()
+        raise
 
 
 class View(Source):
@@ -140,9 +170,7 @@ class View(Source):
 
 
 def read_by_another(path: Path) -> Source | None:
-    """What another library has left at `path`, by the first of the package's `READERS` that knows
-    it.
-    """
+    """What another library has left at `path`, by the package's `READERS`."""
     import onefold  # the package says who reads what; this room knows nobody else's files
 
     for name in onefold.READERS:

@@ -13,10 +13,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -67,11 +66,8 @@ class PlannedFiles:
         lengths: dict[str, int] = {}
         places: dict[str, tuple[str, TensorSpan]] = {}
         for number, group in enumerate(groups, 1):
-            file = (
-                f"{name}.safetensors"
-                if len(groups) == 1
-                else f"{name}-{number:05d}-of-{len(groups):05d}.safetensors"
-            )
+            part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+            file = f"{name}{part}.safetensors"
             head, entries = header_of(sorted(group, key=lambda t: -t[1].itemsize), {"format": "pt"})
             if again := next((key for key in entries if key in places), None):
                 raise CheckpointError(f"two tensors are called {again!r}.")
@@ -85,9 +81,7 @@ class PlannedFiles:
 
     def create(self, folder: Path) -> None:
         """Make the files with their heads, and the index if there are several.
-
-        Raises:
-            CheckpointError: there is no room for them. OSError: as the system says it.
+        Raises: CheckpointError: there is no room for them. OSError: as the system says it.
         """
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
@@ -140,9 +134,8 @@ class Sheet:
             first = runs[0].name if runs else key
             tensors.append((key, dtypes.get(first, torch.float32), shape))
             for run in runs:
-                backward.setdefault(run.name, []).append(
-                    ElementRun(run.start, key, run.at, run.length)
-                )
+                back = ElementRun(run.start, key, run.at, run.length)
+                backward.setdefault(run.name, []).append(back)
         for runs_there in backward.values():
             runs_there.sort(key=lambda run: run.at)
         goes = {
@@ -153,13 +146,25 @@ class Sheet:
 
     def write(self, folder: Path, pieces: Pieces, total: int, progress: Progress | None) -> None:
         """Write `pieces` at their places, and have the disk know them. Raises: OSError."""
-        with _Writer(folder, self.files, total, progress) as writer:
+        files: dict[str, int] = {}
+        done = 0
+        try:
             for name, start, data in pieces:
                 for runs in self.goes.get(name, ()):
                     for run in overlapping(runs, start, start + data.numel()):
-                        writer.put(
-                            run.name, run.start, data[run.at - start : run.at - start + run.length]
-                        )
+                        file, span = self.files.places[run.name]
+                        if file not in files:
+                            files[file] = os.open(folder / file, os.O_WRONLY)
+                        part = data[run.at - start : run.at - start + run.length]
+                        for nbytes in _put(files[file], span, run.start, part):
+                            done += nbytes
+                            if progress is not None:
+                                progress(done, total)
+            for descriptor in files.values():
+                os.fsync(descriptor)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
 
     def nbytes_of(self, intervals: Iterable[tuple[str, int, int]]) -> int:
         """Bytes in the files of `(tensor, start, stop)`."""
@@ -173,45 +178,14 @@ class Sheet:
         return total
 
 
-class _Writer:
-    """Writes into files that are there."""
-
-    def __init__(
-        self, folder: Path, files: PlannedFiles, total: int, progress: Progress | None
-    ) -> None:
-        self._folder, self._files, self._total, self._progress = folder, files, total, progress
-        self._open: dict[str, int] = {}
-        self._done = 0
-
-    def put(self, key: str, start: int, data: torch.Tensor) -> None:
-        """Elements [n] to be those from `start` on of tensor `key`."""
-        file, entry = self._files.places[key]
-        if file not in self._open:
-            self._open[file] = os.open(self._folder / file, os.O_WRONLY)
-        step = CHUNK // max(entry.dtype.itemsize, data.dtype.itemsize)
-        at = entry.begin + start * entry.dtype.itemsize
-        for begin in range(0, data.numel(), step):
-            part = bytes_of(data[begin : begin + step].to(entry.dtype).cpu().contiguous())
-            self._done += len(part)
-            while len(part):
-                count = os.pwrite(self._open[file], part, at)
-                part, at = part[count:], at + count
-            if self._progress is not None:
-                self._progress(self._done, self._total)
-
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            for file in self._open.values() if error is None else ():
-                os.fsync(file)
-        finally:
-            for file in self._open.values():
-                os.close(file)
-            self._open.clear()
+def _put(file: int, span: TensorSpan, start: int, data: torch.Tensor) -> Iterator[int]:
+    """Write elements [n] from element `start` of `span` on. Yields the bytes written."""
+    step = CHUNK // max(span.dtype.itemsize, data.dtype.itemsize)
+    at = span.begin + start * span.dtype.itemsize
+    for begin in range(0, data.numel(), step):
+        part = bytes_of(data[begin : begin + step].to(span.dtype).cpu().contiguous())
+        nbytes = len(part)
+        while len(part):
+            count = os.pwrite(file, part, at)
+            part, at = part[count:], at + count
+        yield nbytes

@@ -22,8 +22,8 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from zlib import crc32
 
@@ -49,9 +49,7 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: `tensor` is it (contiguous, on the host), or makes it or its parts in
-    order when its turn comes.
-    """
+    """A tensor to write: contiguous, on the host; or what makes it, or its parts in order."""
 
     key: str
     dtype: torch.dtype
@@ -75,65 +73,48 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def numel_of(shape: Sequence[int]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count
+    return prod(shape)
 
 
 def header_of(
     planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorSpan]]:
     """The first bytes of a file with these tensors in this order, and where each lies.
-
-    Raises:
-        CheckpointError: a dtype that the format has no name for, or a key twice.
+    Raises: CheckpointError: a dtype that the format has no name for, or a key twice.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    at, places = 0, {}
+    at = 0
     for key, dtype, shape in planned:
         if dtype not in CODES:
             raise CheckpointError(
                 f"tensor {key!r} has dtype {dtype}, which safetensors files cannot hold; known are"
                 f" {', '.join(DTYPES)}."
             )
-        if key in places:
+        if key in table:
             raise CheckpointError(f"two tensors are called {key!r}.")
-        nbytes = numel_of(shape) * dtype.itemsize
-        table[key] = {
-            "dtype": CODES[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + nbytes],
-        }
-        places[key] = (dtype, tuple(shape), at, at + nbytes)
-        at += nbytes
+        end = at + numel_of(shape) * dtype.itemsize
+        table[key] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
-    return head, {
-        key: TensorSpan(dtype, shape, len(head) + a, len(head) + b)
-        for key, (dtype, shape, a, b) in places.items()
-    }
+    return head, parse_header(head)
 
 
-def parse_header(head: bytes) -> tuple[dict[str, str], dict[str, TensorSpan]]:
-    """The metadata in a file's first bytes, and where each tensor lies. What is damaged raises
-    whatever it comes to.
-    """
+def parse_header(head: bytes) -> dict[str, TensorSpan]:
+    """Where each tensor lies, by a file's first bytes. Damage raises whatever it comes to."""
     table = json.loads(head[8:])
-    metadata = table.pop("__metadata__", {})
+    table.pop("__metadata__", None)
     spans = {}
     for key, t in table.items():
         begin, end = (len(head) + t["data_offsets"][i] for i in (0, 1))
         spans[key] = TensorSpan(DTYPES[t["dtype"]], tuple(t["shape"]), begin, end)
-    return metadata, spans
+    return spans
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a file has become: its size, the SHA-256 of its head (length and header), each tensor's
-    CRC-32.
-    """
+    """A file that was written. `head`: the SHA-256 of its head. `crcs`: of each tensor."""
 
     nbytes: int
     head: str
@@ -151,18 +132,11 @@ def _chunks(planned: Planned) -> Iterator[memoryview]:
             yield data[start : start + CHUNK]
 
 
-def write_tensors(
-    path: Path,
-    planned: Sequence[Planned],
-    metadata: Mapping[str, str] | None = None,
-    sync: bool = True,
-) -> Written:
-    """Write a new file, tensor after tensor; `sync` returns when the disk has it.
-
-    Raises:
-        OSError: as the system says it (no space, no permission, the file exists).
+def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
+    """Write a new file, tensor after tensor; returns when the disk has it.
+    Raises: OSError: as the system says it (no space, no permission, the file exists).
     """
-    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), metadata or {})
+    head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), {})
     crcs: dict[str, int] = {}
     at = begun = 0
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
@@ -183,8 +157,7 @@ def write_tensors(
             if given != numel_of(p.shape) * p.dtype.itemsize:
                 raise AssertionError(f"{p.key}: planned {p.dtype} {p.shape}, given {given} bytes")
             crcs[p.key] = crc
-        if sync:
-            os.fsync(file)
+        os.fsync(file)
     finally:
         os.close(file)
     return Written(
@@ -214,7 +187,7 @@ class TensorFile:
         try:
             self.nbytes = os.fstat(self._file).st_size
             self.head = self._head()
-            self.metadata, self.header = self._parse()
+            self.header = self._parse()
         except BaseException:
             self.close()
             raise
@@ -228,9 +201,9 @@ class TensorFile:
             )
         return os.pread(self._file, 8 + length, 0)
 
-    def _parse(self) -> tuple[dict[str, str], dict[str, TensorSpan]]:
+    def _parse(self) -> dict[str, TensorSpan]:
         try:
-            metadata, header = parse_header(self.head)
+            header = parse_header(self.head)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise DamagedCheckpoint(
                 f"{self.path} has a header that is none of the safetensors format"
@@ -238,10 +211,8 @@ class TensorFile:
             ) from None
         end = len(self.head)
         for key, entry in sorted(header.items(), key=lambda item: (item[1].begin, item[1].end)):
-            if (
-                entry.begin != end
-                or entry.end - entry.begin != numel_of(entry.shape) * entry.dtype.itemsize
-            ):
+            nbytes = numel_of(entry.shape) * entry.dtype.itemsize
+            if (entry.begin, entry.end - entry.begin) != (end, nbytes):
                 raise DamagedCheckpoint(
                     f"{self.path}: tensor {key!r} lies at bytes {entry.begin} to {entry.end}, which"
                     " cannot be."
@@ -252,7 +223,7 @@ class TensorFile:
                 f"{self.path} has {self.nbytes} bytes and should have {end}: it was cut short, or"
                 " something was added."
             )
-        return metadata, header
+        return header
 
     def read(self, key: str, start: int, stop: int, out: torch.Tensor) -> int:
         """Elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start], on the
@@ -303,12 +274,7 @@ class TensorFile:
     def __enter__(self) -> TensorFile:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -40,12 +40,8 @@ def meet(engine: Engine, call: str) -> None:
     if engine.group.fake:
         return
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    said = [
-        int(p.item())
-        for p in engine.group.exchange_control(
-            payload, CollectiveContext("control", f"({call})", engine.step, "state")
-        )
-    ]
+    place = CollectiveContext("control", f"({call})", engine.step, "state")
+    said = [int(p.item()) for p in engine.group.exchange_control(payload, place)]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(
@@ -60,15 +56,12 @@ class Together:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
-        self.rank, self.size, self.ranks = (
-            engine.group.number,
-            engine.group.size,
-            sorted(engine.group.ranks),
-        )
+        self.rank, self.size = engine.group.number, engine.group.size
+        self.ranks = sorted(engine.group.ranks)
         if engine.group.fake:
             raise CheckpointError(
-                "this model is sharded over ranks that are only imagined (a fake process group):"
-                " there is nothing to save or load."
+                "this model is sharded over a process group of the fake backend, whose other ranks do"
+                " not exist: there is nothing to save or load."
             )
         self._group: Any = engine.group.communicator(PATIENCE) if self.size > 1 else None
 
@@ -81,23 +74,19 @@ class Together:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
-        return [value] if self.size == 1 else self._exchange(value, range(self.size))
+        return self._exchange(value, range(self.size))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value in rank order on the first rank, [] elsewhere."""
-        if self.size == 1:
-            return [value]
         return self._exchange(value, range(self.size) if self.rank == 0 else range(0))
 
     def from_first(self, value: Any) -> Any:
         """The first rank's value."""
-        return (
-            value
-            if self.size == 1
-            else self._exchange(value if self.rank == 0 else None, range(1))[0]
-        )
+        return self._exchange(value if self.rank == 0 else None, range(1))[0]
 
     def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
+        if self.size == 1:
+            return [value]
         # On the group itself and not by dist.all_gather_object, which asks a registry that
         # destroy_process_group() empties: a save that is under way when a script ends is completed.
         text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -110,17 +99,13 @@ class Together:
 
     def agree(self, error: Exception | None) -> None:
         """Go on if no rank has an error.
-
-        Raises:
-            CheckpointError: on every rank, with what each rank met.
+        Raises: CheckpointError: on every rank, with what each rank met.
         """
         raise_first(self.all_gather(None if error is None else worded(error)))
 
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
-        """Around work that every rank does by itself, without collectives: what goes wrong on one
-        raises on all, once all have come to its end.
-        """
+        """Around local work: what goes wrong on one rank raises on all, at its end."""
         error: Exception | None = None
         try:
             yield
@@ -184,9 +169,6 @@ def raise_first(errors: Sequence[Said | None]) -> None:
     bad = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if bad:
         rank, said = bad[0]
-        others = (
-            f" (rank {rank}" + (f", and {len(bad) - 1} more)" if len(bad) > 1 else ")")
-            if len(errors) > 1
-            else ""
-        )
-        raise Said(said.text + others, said.damaged).raised()
+        more = f", and {len(bad) - 1} more" if len(bad) > 1 else ""
+        who = f" (rank {rank}{more})" if len(errors) > 1 else ""
+        raise Said(said.text + who, said.damaged).raised()

@@ -32,14 +32,19 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of
 #: Bytes up to which a tensor stands in the JSON file itself.
 INLINE = 16 << 10
 
+_Convert = Callable[[Any], Any]
 #: What is one value in JSON: types, tag, how it is written, how it is read.
-_SIMPLE: list[tuple[type | tuple[type, ...], str, Callable[[Any], Any], Callable[[Any], Any]]] = [
+_SIMPLE: list[tuple[type | tuple[type, ...], str, _Convert, _Convert]] = [
     ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode(), base64.b64decode),
     (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
     (torch.dtype, "$dtype", lambda v: str(v).removeprefix("torch."), lambda v: getattr(torch, v)),
     (torch.device, "$device", str, torch.device),
     (PurePath, "$path", str, PurePath),
 ]
+#: The same of what tagged JSON holds other values in, decoded.
+_READ: dict[str, Any] = {
+    "$float": float, "$tuple": tuple, "$set": set, "$dict": dict, "$counter": lambda v: Counter(dict(v)),
+} | {tag: read for _, tag, _, read in _SIMPLE}  # fmt: skip
 
 Keep = Callable[[torch.Tensor], int]
 Fetch = Callable[[int], torch.Tensor]
@@ -47,10 +52,7 @@ Fetch = Callable[[int], torch.Tensor]
 
 def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     """`value` as JSON. `where` names it in messages; `keep` stores a large tensor and returns its
-    number.
-
-    Raises:
-        CheckpointError: a value that only pickle could write.
+    number. Raises: CheckpointError: a value that only pickle could write.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -90,12 +92,10 @@ def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None) -> Any:
 def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
     array = not isinstance(value, torch.Tensor)
     try:
-        tensor = (
-            torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
-            if array
-            else value.detach().resolve_conj()
-        )
-        tensor = tensor.cpu().contiguous()
+        if array:
+            tensor = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
+        else:
+            tensor = value.detach().resolve_conj().cpu().contiguous()
     except (TypeError, ValueError, RuntimeError, NotImplementedError):
         what = "array" if array else f"tensor ({value.layout}, {value.device})"
         raise CheckpointError(
@@ -131,19 +131,12 @@ def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
         if name == "$tensor":
             return tensor
         return tensor.numpy() if name == "$array" else tensor.numpy()[()]
-    if name in ("$dict", "$counter"):
-        pairs = {decode(k, fetch): decode(v, fetch) for k, v in inner}
-        return Counter(pairs) if name == "$counter" else pairs
-    if name in ("$tuple", "$set"):
-        values = (decode(v, fetch) for v in inner)
-        return tuple(values) if name == "$tuple" else set(values)
-    readers = {"$float": float} | {tag: read for _, tag, _, read in _SIMPLE}
-    if name not in readers:
+    if name not in _READ:
         raise CheckpointError(
             f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does"
             " not know."
         )
-    return readers[name](inner)
+    return _READ[name](decode(inner, fetch))
 
 
 def _decode_tensor(inner: dict[str, Any], fetch: Fetch | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ share the pieces, cut into segments, and each reads through one buffer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -59,9 +60,7 @@ Inside = tuple[Record, StoredPiece]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something is not as it was saved: the file's name in the checkpoint, the tensor in it ("" for
-    all of it), what is wrong.
-    """
+    """What is not as it was saved: the file, the tensor in it ("" for all of it), and how."""
 
     file: str
     tensor: str
@@ -73,9 +72,7 @@ class Problem:
 
 @dataclass
 class Examination:
-    """What came of reading a checkpoint: its problems, what is no problem but worth a word, and how
-    much was read.
-    """
+    """What came of reading a checkpoint. `notes`: what is no problem but worth a word."""
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -165,19 +162,24 @@ def _manifest(out: Examination) -> Manifest | None:
 
 
 def _small(out: Examination, name: str) -> bytes | None:
-    try:
+    with _told(out, name):
         data = path_in(out.folder, name).read_bytes()
+        out.files, out.nbytes = out.files + 1, out.nbytes + len(data)
+        return data
+    return None
+
+
+@contextlib.contextmanager
+def _told(out: Examination, name: str, lost: str = "") -> Iterator[None]:
+    """A file that cannot be read is a problem; `lost`: what it held, said if it is missing."""
+    try:
+        yield
     except CheckpointError as error:
         out.add(name, str(error))
-        return None
     except FileNotFoundError:
-        out.add(name, "it is missing.")
-        return None
+        out.add(name, f"it is missing.{lost}")
     except OSError as error:
         out.add(name, f"it cannot be read: {in_words(error)}.")
-        return None
-    out.files, out.nbytes = out.files + 1, out.nbytes + len(data)
-    return data
 
 
 def _blame(out: Examination, text: bytes, line: bytes) -> None:
@@ -197,9 +199,7 @@ def _blame(out: Examination, text: bytes, line: bytes) -> None:
 
 
 def _doubt_manifest(out: Examination) -> None:
-    """The manifest does not agree with its checksum. Say what that means for all that was found by
-    it.
-    """
+    """The manifest and its checksum differ: say so of all that was found by it."""
     own = [p for p in out.problems if p.file in (MANIFEST, CHECKSUM)]
     rest = [p for p in out.problems if p.file not in (MANIFEST, CHECKSUM)]
     if not any(p.file == MANIFEST for p in own):
@@ -241,9 +241,14 @@ def _check_files(out: Examination, manifest: Manifest, advance: Advance | None) 
                 what = f"a piece of it lies in {piece.file}, which the manifest does not list."
                 out.add(MANIFEST, what, record.item)
             inside.setdefault(piece.file, []).append((record, piece))
-    with _ChecksumThreads(advance) as threads:
-        for name, recorded in manifest.files.items():
-            _check_file(out, name, recorded, inside.get(name, []), threads)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "onefold-verify") as pool:
+        reading = _Reading(pool, advance)
+        try:
+            for name, recorded in manifest.files.items():
+                _check_file(out, name, recorded, inside.get(name, []), reading)
+        finally:
+            pool.shutdown(cancel_futures=True)
+            out.nbytes += reading.nbytes
     # A kill right after the commit leaves the owner
     known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}
     for path in sorted(out.folder.rglob("*")):
@@ -253,9 +258,11 @@ def _check_files(out: Examination, manifest: Manifest, advance: Advance | None) 
 
 
 def _check_file(
-    out: Examination, name: str, recorded: FileRecord, inside: list[Inside], threads: _ChecksumThreads
+    out: Examination, name: str, recorded: FileRecord, inside: list[Inside], reading: _Reading
 ) -> None:  # fmt: skip
-    try:
+    names = ", ".join(str(r.item) for r, _ in inside[:3]) + (", ..." if inside[3:] else "")
+    holds = f" It holds a part of {len(inside)} tensors: {names}." if inside else ""
+    with _told(out, name, holds):
         path = path_in(out.folder, name)
         size = path.stat().st_size
         if not path.is_file():
@@ -266,17 +273,9 @@ def _check_file(
             how = "it was cut short" if size < recorded.nbytes else "something was added"
             out.add(name, f"it has {size} bytes and should have {recorded.nbytes}: {how}.")
         if recorded.head_only:
-            _check_tensors(out, name, recorded, inside, threads)
+            _check_tensors(out, name, recorded, inside, reading)
         else:
             _check_whole(out, name, recorded, named=size == recorded.nbytes)
-    except CheckpointError as error:
-        out.add(name, str(error))
-    except FileNotFoundError:
-        names = ", ".join(str(r.item) for r, _ in inside[:3]) + (", ..." if inside[3:] else "")
-        holds = f" It holds a part of {len(inside)} tensors: {names}." if inside else ""
-        out.add(name, f"it is missing.{holds}")
-    except OSError as error:
-        out.add(name, f"it cannot be read: {in_words(error)}.")
 
 
 def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool) -> None:
@@ -298,7 +297,7 @@ def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool)
 
 
 def _check_tensors(
-    out: Examination, name: str, recorded: FileRecord, inside: list[Inside], threads: _ChecksumThreads
+    out: Examination, name: str, recorded: FileRecord, inside: list[Inside], reading: _Reading
 ) -> None:  # fmt: skip
     """A tensor file: its head, then every piece."""
     path = out.folder / name
@@ -310,7 +309,7 @@ def _check_tensors(
         of = f"(the first {length} bytes: names and places of its {len(inside)} tensors)"
         out.add(name, f"its head {of} is damaged.")
         return
-    _, spans = parse_header(head)  # the file behind it may be shorter than it says
+    spans = parse_header(head)  # the file behind it may be shorter than it says
     pieces = []
     for record, piece in inside:
         key = key_of(record.item, piece.start)
@@ -325,45 +324,35 @@ def _check_tensors(
             pieces.append((record, piece, span))
     for key in spans:
         out.note(name, "the manifest does not know this tensor: nothing reads it.", key)
-    for record, piece, what in threads.wrong(path, pieces):
+    for record, piece, what in reading.wrong(path, pieces):
         out.add(name, f"elements {piece.start} to {piece.stop}: {what}", record.item)
-    out.nbytes += threads.taken()
 
 
 # -- reading ---------------------------------------------------------------------------------------
 
 
-class _ChecksumThreads:
-    """Threads that take checksums, each with a buffer of its own."""
+@dataclass
+class _Reading:
+    """Threads that take checksums, each with a buffer of its own.
 
-    def __init__(self, advance: Advance | None) -> None:
-        self._pool = ThreadPoolExecutor(
-            min(8, os.cpu_count() or 1), thread_name_prefix="onefold-verify"
-        )
-        self._local, self._lock = threading.local(), threading.Lock()
-        self._advance, self._bytes = advance, 0
+    Attributes:
+        nbytes: read so far.
+    """
 
-    def __enter__(self) -> _ChecksumThreads:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def taken(self) -> int:
-        """Bytes read since the last call."""
-        with self._lock:
-            taken, self._bytes = self._bytes, 0
-        return taken
+    pool: ThreadPoolExecutor
+    advance: Advance | None
+    nbytes: int = 0
+    local: threading.local = field(default_factory=threading.local)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def wrong(
         self, path: Path, pieces: Iterable[tuple[Record, StoredPiece, TensorSpan]]
     ) -> Iterator[tuple[Record, StoredPiece, str]]:
         """The pieces whose bytes are not those that were saved, and what is wrong with them."""
-        file = os.open(path, os.O_RDONLY)
-        try:
+        with path.open("rb") as file:
             waiting = [
-                (r, piece, [self._pool.submit(self._crc, file, a, b) for a, b in _segments(span)])
-                for r, piece, span in pieces
+                (r, p, [self.pool.submit(self._crc, file.fileno(), *ab) for ab in _segments(span)])
+                for r, p, span in pieces
             ]
             for record, piece, segments in waiting:
                 try:
@@ -376,24 +365,21 @@ class _ChecksumThreads:
                     if found != piece.crc:
                         sums = f"(CRC-32 {found:08x}, saved {piece.crc:08x})"
                         yield record, piece, f"the bytes are not those that were saved {sums}."
-        finally:
-            os.close(file)
 
     def _crc(self, file: int, begin: int, end: int) -> tuple[int, int]:
         """(CRC-32, length) of bytes `[begin, end)`."""
-        buffer = getattr(self._local, "buffer", None)
-        if buffer is None:
-            buffer = self._local.buffer = memoryview(bytearray(CHUNK))
-        at, crc = begin, 0
+        if not hasattr(self.local, "buffer"):
+            self.local.buffer = memoryview(bytearray(CHUNK))
+        buffer, at, crc = self.local.buffer, begin, 0
         while at < end:
             got = os.preadv(file, [buffer[: min(CHUNK, end - at)]], at)
             if got == 0:
                 raise EOFError
             crc, at = crc32(buffer[:got], crc), at + got
-            with self._lock:
-                self._bytes += got
-            if self._advance is not None:
-                self._advance(got)
+            with self.lock:
+                self.nbytes += got
+            if self.advance is not None:
+                self.advance(got)
         return crc, end - begin
 
 

@@ -20,11 +20,9 @@ import torch
 
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.optim.held import outside
 from onefold.quant.moment_packing import Codec
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
-from onefold.runtime.stream import interval_of
 
 #: Elements unpacked at a time; a multiple of BLOCK.
 CHUNK = 1 << 20
@@ -32,9 +30,7 @@ _CPU = torch.device("cpu")
 
 
 class Recoded(View):
-    """`source` with the moments of each parameter in the format that `wanted` gives for (its name,
-    its elements).
-    """
+    """`source` with moments in the format that `wanted` gives for (name, elements)."""
 
     def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
         super().__init__(source)
@@ -90,9 +86,7 @@ class Recoded(View):
             out[low - start : high - start].copy_(values[low - i : high - i])
 
     def _values(self, plain: Item, there: Format, a: int, b: int) -> torch.Tensor:
-        """Elements [a, b) of a moment in fp32; they begin with a block, and end with one or the
-        parameter.
-        """
+        """Elements [a, b) of a moment in fp32, which begin and end with a block."""
         if not there.packed:
             out = torch.empty(b - a, dtype=torch.float32, device=_CPU)
             self.source.read(plain, a, b, out)
@@ -132,20 +126,18 @@ class Prefetched(View):
     def __init__(self, engine: Engine, source: Source, states: bool) -> None:
         super().__init__(source)
         self._held: dict[tuple[Item, int, int], torch.Tensor] = {}
-        items, aliases = source.items(), source.aliases()
+        items = source.items()
         by_name: dict[str, list[Item]] = {}
         for item in items:
             if item.kind == "parameter" or (item.kind == "state" and states):
                 by_name.setdefault(item.name, []).append(item)
         self._wanted: list[tuple[Item, int, int]] = []
         for entry in engine.entries:
-            start, stop = interval_of(entry)
-            names = [
-                n for name in entry.part.names for n in (name, aliases.get(name)) if n in by_name
-            ]
-            for item in by_name[names[0]] if names and stop > start else ():
+            start, stop = entry.accounted()
+            found = source.parameter(entry.part.names)
+            for item in by_name[found.name] if found is not None and stop > start else ():
                 if items[item].shape == entry.part.shape:
-                    self._wanted.append((item, *outside(entry, start, stop)[1:]))
+                    self._wanted.append((item, *entry.outside(start, stop)[1:]))
 
     def read_all(self) -> None:
         items = self.source.items()

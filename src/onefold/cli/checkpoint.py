@@ -94,38 +94,21 @@ def inspect_command(
         found = [] if (path / "manifest.json").exists() else listed(path)
         if found:
             if as_json:
-                print(
-                    json.dumps(
-                        {
-                            "event": "list",
-                            "path": str(path),
-                            "checkpoints": [_plain(c) for c in found],
-                        }
-                    )
-                )
+                _say("list", path=str(path), checkpoints=_plain(found))
             else:
                 _tables().show_list(path, found)
-            raise typer.Exit(
-                1 if any(c.wrong and not c.path.name.startswith(".") for c in found) else 0
-            )
+            broken = any(c.wrong and not c.path.name.startswith(".") for c in found)
+            raise typer.Exit(1 if broken else 0)
         with _opened(path) as source:
             summary = summarize(source, path)
-        shown = (
-            [t for t in summary.tensors if only is None or fnmatchcase(t.item.name, only)]
-            if tensors or only
-            else None
-        )
+        shown = None
+        if tensors or only:
+            shown = [t for t in summary.tensors if fnmatchcase(t.item.name, only or "*")]
         if as_json:
-            said = {k: v for k, v in _plain(summary).items() if k != "tensors"}
-            said |= {
-                "event": "inspect",
-                "parameters": summary.parameters,
-                "model_files": summary.model_files,
-            }
-            print(
-                json.dumps(
-                    said | ({} if shown is None else {"tensors": [_plain(t) for t in shown]})
-                )
+            said = _plain(summary) | {"model_files": summary.model_files}
+            said |= {"parameters": summary.parameters, "tensors": _plain(shown)}
+            _say(
+                "inspect", **{k: v for k, v in said.items() if k != "tensors" or shown is not None}
             )
         else:
             _tables().show_summary(summary, shown)
@@ -151,14 +134,10 @@ def verify_command(
 
     with _told(as_json):
         path = path if is_like_a_checkpoint(path) else of_run(path)
-        inside = (
-            sorted(
-                p for p in path.iterdir() if not p.name.startswith(".") and is_like_a_checkpoint(p)
-            )
-            if path.is_dir()
-            else []
-        )
-        folders = [path] if is_like_a_checkpoint(path) or not inside else inside
+        folders = [path]
+        if path.is_dir() and not is_like_a_checkpoint(path):
+            inside = (p for p in path.iterdir() if not p.name.startswith("."))
+            folders = sorted(filter(is_like_a_checkpoint, inside)) or [path]
         verdicts = []
         for folder in folders:
             begun = time.perf_counter()
@@ -170,11 +149,7 @@ def verify_command(
         whole = not any(v.problems for v, _ in verdicts)
         if as_json:
             said = [_plain(v) | {"whole": not v.problems, "seconds": s} for v, s in verdicts]
-            print(
-                json.dumps(
-                    {"event": "verify", "path": str(path), "whole": whole, "checkpoints": said}
-                )
-            )
+            _say("verify", path=str(path), whole=whole, checkpoints=said)
     if not whole:
         raise typer.Exit(1)
 
@@ -210,15 +185,8 @@ def export_command(
         begun = time.perf_counter()
         with _opened(path) as source, _bar(f"exporting to {target}", None, as_json) as advance:
             written = _Total(advance)
-            export_folder(
-                source,
-                target,
-                getattr(torch, DTYPES[dtype]) if dtype else None,
-                limit,
-                written,
-                beside=beside,
-                overwrite=overwrite,
-            )
+            kind = getattr(torch, DTYPES[dtype]) if dtype else None
+            export_folder(source, target, kind, limit, written, beside=beside, overwrite=overwrite)
             said = {"source": source.describe}
         _written("export", target, written.done, time.perf_counter() - begun, as_json, said)
 
@@ -250,14 +218,8 @@ def reshard_command(
         begun = time.perf_counter()
         with _bar(f"writing {target.name}", nbytes, as_json) as advance:
             reshard(folder, target, ranks, overwrite=overwrite, advance=advance)
-        _written(
-            "reshard",
-            target,
-            _bytes_in(target),
-            time.perf_counter() - begun,
-            as_json,
-            {"source": str(folder), "ranks": ranks},
-        )
+        seconds, said = time.perf_counter() - begun, {"source": str(folder), "ranks": ranks}
+        _written("reshard", target, _bytes_in(target), seconds, as_json, said)
 
 
 @app.command("diff")
@@ -283,9 +245,8 @@ def diff_command(
     from onefold.checkpoint.tensorfile import numel_of
 
     with _told(as_json):
-        chosen = (
-            [part.value for part in only] if only else ["weights", "optimizer"] if names else PARTS
-        )
+        chosen = ["weights", "optimizer"] if names else PARTS
+        chosen = [part.value for part in only] if only else chosen
         parts = [p for p in PARTS if p in chosen]
         with _opened(first) as one, _opened(second) as other:
             elements = sum(numel_of(s.shape) for s in one.items().values())
@@ -296,13 +257,8 @@ def diff_command(
                 )  # fmt: skip
             made = [{"from": s.describe, **_made(s)} for s in (one, other)]
         if as_json:
-            said = {
-                "event": "diff",
-                "equal": found.equal,
-                "first": made[0],
-                "second": made[1],
-            } | _plain(found)
-            print(json.dumps(said))
+            made_by = {"first": made[0], "second": made[1]}
+            _say("diff", **{"equal": found.equal, **made_by, **_plain(found)})
         else:
             _tables().show_difference(found, made, parts)
     if not found.equal:
@@ -352,25 +308,14 @@ def _bar(title: str, total: int | None, as_json: bool) -> Iterator[Callable[...,
     if as_json or not sys.stderr.isatty():
         yield lambda done, of=None: None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
 
-    done, rate, left = (
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    title_column, console = TextColumn("{task.description}"), Console(stderr=True)
-    with Progress(
-        title_column, BarColumn(), done, rate, left, console=console, transient=True
-    ) as progress:
+    columns = (
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(binary_units=True),
+        rich.TransferSpeedColumn(), rich.TimeRemainingColumn(),
+    )  # fmt: skip
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(title, total=total)
 
         def advance(more: int, of: int | None = None) -> None:
@@ -390,23 +335,17 @@ class _Total:
         self.done = done
 
 
+def _say(event: str, **values: Any) -> None:
+    print(json.dumps({"event": event, **values}))
+
+
 def _written(
     event: str, target: Path, nbytes: int, seconds: float, as_json: bool, more: dict[str, Any]
 ) -> None:
     files = sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file())
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "event": event,
-                    **more,
-                    "target": str(target),
-                    "files": files,
-                    "bytes": nbytes,
-                    "seconds": seconds,
-                }
-            )
-        )
+        figures = {"bytes": nbytes, "seconds": seconds}
+        _say(event, **more, target=str(target), files=files, **figures)
     else:
         _tables().show_written(target, files, nbytes, seconds)
 
@@ -449,11 +388,9 @@ def _plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     item = getattr(value, "item", None)
-    return (
-        _plain(item())
-        if callable(item) and getattr(value, "numel", lambda: 1)() == 1
-        else str(value)
-    )
+    if callable(item) and getattr(value, "numel", lambda: 1)() == 1:
+        return _plain(item())
+    return str(value)
 
 
 def _tables() -> Any:

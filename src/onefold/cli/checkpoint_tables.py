@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,28 +32,24 @@ def _console() -> Console:
     return Console(highlight=False, soft_wrap=True, file=sys.stdout)
 
 
+def _show(out: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table, of which a header is shown where a column has a name; see `plain_table`."""
+    table = plain_table(title, *columns)
+    table.show_header = any(columns)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    _print(out, table)
+
+
 def show_list(root: Path, found: Sequence[Listed]) -> None:
     """A folder of checkpoints, and the end of those that are not whole."""
     out = _console()
-    table = plain_table(
-        f"checkpoints in {escape(str(root))}, the newest first",
-        "name",
-        " step",
-        "saved",
-        " ranks",
-        " size",
-        "",
-    )
+    title = f"checkpoints in {escape(str(root))}, the newest first"
+    table = plain_table(title, "name", " step", "saved", " ranks", " size", "")
     for c in found:
         state = "[bold red]not whole[/bold red]" if c.wrong else "whole by names and sizes"
-        table.add_row(
-            escape(c.path.name),
-            _or_dash(c.step),
-            c.created or "–",
-            _or_dash(c.ranks),
-            _bytes(c.nbytes),
-            state,
-        )
+        figures = _or_dash(c.step), c.created or "–", _or_dash(c.ranks), _bytes(c.nbytes)
+        table.add_row(escape(c.path.name), *figures, state)
     _print(out, table)
     for c in found:
         if c.wrong:
@@ -79,62 +75,35 @@ def show_summary(summary: Summary, tensors: Sequence[TensorSummary] | None) -> N
         out.print(
             f"saved {summary.created or 'at an unknown time'} {where}, by {escape(versions)}{cut}"
         )
-    table = plain_table("tensors", "kind", "state", "dtype", " tensors", " elements", " bytes")
-    for s in summary.sorts:
-        table.add_row(
-            s.kind, escape(s.state), s.dtype, str(s.tensors), f"{s.elements:,}", _bytes(s.nbytes)
-        )
-    _print(out, table)
+    rows: list[Sequence[str]] = [
+        (s.kind, s.state, s.dtype, str(s.tensors), f"{s.elements:,}", _bytes(s.nbytes))
+        for s in summary.sorts
+    ]
+    _show(out, "tensors", ("kind", "state", "dtype", " tensors", " elements", " bytes"), rows)
     if summary.groups:
-        table = plain_table(
-            "parameter groups", "optimizer", " group", " tensors", " elements", "options"
-        )
-        for g in summary.groups:
-            number = f" {g.number}" if any(x.number for x in summary.groups) else ""
-            table.add_row(
-                escape(g.optimizer) + number,
-                str(g.index),
-                str(len(g.names)),
-                f"{g.elements:,}",
-                escape(_options(g.options)),
+        numbered = any(g.number for g in summary.groups)
+        columns: Sequence[str] = ("optimizer", " group", " tensors", " elements", "options")
+        rows = [
+            (
+                g.optimizer + (f" {g.number}" if numbered else ""),
+                *(str(g.index), str(len(g.names)), f"{g.elements:,}", _options(g.options)),
             )
-        _print(out, table)
+            for g in summary.groups
+        ]
+        _show(out, "parameter groups", columns, rows)
     if summary.resumes:
-        table = plain_table("what resumes besides the weights", "", "")
-        table.show_header = False
-        for name, what in summary.resumes.items():
-            table.add_row(name, escape(what))
-        _print(out, table)
-    table = plain_table("files", "name", " bytes")
-    for name, nbytes in _shortened(summary.files):
-        table.add_row(escape(name), _bytes(nbytes) if nbytes >= 0 else "")
-    _print(out, table)
+        _show(out, "what resumes besides the weights", ("", ""), summary.resumes.items())
+    files = [(n, _bytes(size) if size >= 0 else "") for n, size in _shortened(summary.files)]
+    _show(out, "files", ("name", " bytes"), files)
     if tensors is not None:
-        table = plain_table(
-            f"{len(tensors)} tensors",
-            "name",
-            "kind",
-            "state",
-            "dtype",
-            "shape",
-            " bytes",
-            "in",
-            "also called",
-        )
-        for t in tensors:
-            files = f"{t.files[0]} to {t.files[-1]}" if len(t.files) > 1 else "".join(t.files)
-            names = (
-                t.item.name,
-                t.item.kind,
-                t.item.state,
-                t.dtype,
-                str(list(t.shape)),
-                _bytes(t.nbytes),
-                files,
-                ", ".join(t.aliases),
-            )
-            table.add_row(*(escape(n) for n in names))
-        _print(out, table)
+        columns = ("name", "kind", "state", "dtype", "shape", " bytes", "in", "also called")
+        _show(out, f"{len(tensors)} tensors", columns, map(_tensor, tensors))
+
+
+def _tensor(t: TensorSummary) -> tuple[str, ...]:
+    files = f"{t.files[0]} to {t.files[-1]}" if len(t.files) > 1 else "".join(t.files)
+    what = (t.item.name, t.item.kind, t.item.state, t.dtype, str(list(t.shape)))
+    return (*what, _bytes(t.nbytes), files, ", ".join(t.aliases))
 
 
 def show_verdict(verdict: Examination, seconds: float) -> None:
@@ -193,38 +162,29 @@ def show_difference(
             )
             out.print(f"  {part}: the same{f' ({looked})' if looked else ''}")
     if found.tensors:
-        table = plain_table(
-            "tensors that differ",
-            "name",
-            "kind",
-            "what",
-            " elements",
-            " of",
-            " largest",
-            " relative",
-            " at",
-            "first",
-            "second",
-        )
-        for d in found.tensors[:MOST]:
-            kind = f"{d.item.kind} {d.item.state}".strip()
-            table.add_row(
-                *(escape(x) for x in (d.item.name, kind, d.what, *_figures(d), d.first, d.second))
+        figures = (" elements", " of", " largest", " relative", " at")
+        rows = [
+            (
+                d.item.name,
+                f"{d.item.kind} {d.item.state}".strip(),
+                d.what,
+                *_figures(d),
+                d.first,
+                d.second,
             )
-        _print(out, table)
+            for d in found.tensors[:MOST]
+        ]
+        _show(
+            out, "tensors that differ", ("name", "kind", "what", *figures, "first", "second"), rows
+        )
     if found.values:
-        table = plain_table("values that differ", "part", "where", "first", "second")
-        for v in found.values[:MOST]:
-            table.add_row(v.part, escape(v.where), escape(str(v.first)), escape(str(v.second)))
-        _print(out, table)
+        differing = [(v.part, v.where, str(v.first), str(v.second)) for v in found.values[:MOST]]
+        _show(out, "values that differ", ("part", "where", "first", "second"), differing)
     left = max(0, len(found.tensors) - MOST) + max(0, len(found.values) - MOST)
     if left:
         out.print(f"and {left} more; --json lists all")
-    out.print(
-        "[bold]they differ[/bold]"
-        if not found.equal
-        else f"[bold]the same[/bold] ({_bytes(found.nbytes)} of tensors compared)"
-    )
+    same = f"[bold]the same[/bold] ({_bytes(found.nbytes)} of tensors compared)"
+    out.print(same if found.equal else "[bold]they differ[/bold]")
 
 
 def _figures(d: TensorDifference) -> tuple[str, ...]:
@@ -232,13 +192,8 @@ def _figures(d: TensorDifference) -> tuple[str, ...]:
         return ("", f"{d.of:,}" if d.of else "", "", "", "")
     bits = d.largest == 0  # such as 0.0 and -0.0
     largest = "nan" if math.isnan(d.largest) else "bits only" if bits else f"{d.largest:.3g}"
-    return (
-        f"{d.differing:,}",
-        f"{d.of:,}",
-        largest,
-        "" if bits else f"{d.relative:.2g}",
-        f"{d.at:,}",
-    )
+    relative = "" if bits else f"{d.relative:.2g}"
+    return (f"{d.differing:,}", f"{d.of:,}", largest, relative, f"{d.at:,}")
 
 
 def _shortened(files: Mapping[str, int], most: int = 24) -> list[tuple[str, int]]:
@@ -248,11 +203,8 @@ def _shortened(files: Mapping[str, int], most: int = 24) -> list[tuple[str, int]
         return listed
     half = most // 2
     between = listed[half:-half]
-    return [
-        *listed[:half],
-        (f"... {len(between)} more, {_bytes(sum(n for _, n in between))}", -1),
-        *listed[-half:],
-    ]
+    left = f"... {len(between)} more, {_bytes(sum(n for _, n in between))}"
+    return [*listed[:half], (left, -1), *listed[-half:]]
 
 
 def _options(options: Mapping[str, Any]) -> str:

@@ -55,21 +55,11 @@ def doctor_command(
     from onefold.train.errors import TrainError
 
     try:
-        _refuse(check, calibrate, as_json, file, output, disk, quick)
+        _refuse(check, calibrate, as_json, file, output, ranks, disk, quick)
         if check:
             with interruptible():
                 status = _check(as_json, file, device, ranks)
             raise typer.Exit(status)
-        only = [
-            name
-            for name, given in (("--ranks", ranks), ("--disk", disk), ("--quick", quick))
-            if given
-        ]
-        if only and not calibrate:
-            raise CalibrationError(
-                f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add"
-                " --calibrate."
-            )
         with interruptible():
             _doctor(calibrate, as_json, output, device, ranks, disk, quick)
     except (Stopped, KeyboardInterrupt) as stop:
@@ -107,15 +97,12 @@ def _doctor(
         calibration, note = _saved(path, asked=output is not None)
     if as_json:
         values = calibration.to_json() if calibration else None
-        print(
-            json.dumps(
-                {"machine": found, "calibration": values, "file": str(path), "note": note}, indent=1
-            )
-        )
+        said = {"machine": found, "calibration": values, "file": str(path), "note": note}
+        print(json.dumps(said, indent=1))
         return
     from rich.console import Console
 
-    from onefold.cli.doctor_tables import show_calibration, show_facts
+    from onefold.cli.doctor_facts import show_calibration, show_facts
 
     console = Console(highlight=False)
     show_facts(console, found)
@@ -133,6 +120,7 @@ def _refuse(
     as_json: bool,
     file: Path | None,
     output: Path | None,
+    ranks: str | None,
     disk: Path | None,
     quick: bool,
 ) -> None:
@@ -141,16 +129,8 @@ def _refuse(
 
     if file is not None and not (check and as_json):
         raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
-    unfit = [
-        name
-        for name, given in (
-            ("--calibrate", calibrate),
-            ("--output", output),
-            ("--disk", disk),
-            ("--quick", quick),
-        )
-        if given
-    ]
+    options = {"--calibrate": calibrate, "--output": output, "--disk": disk, "--quick": quick}
+    unfit = [name for name, given in options.items() if given]
     if check and unfit:
         raise CalibrationError(
             f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to"
@@ -160,12 +140,17 @@ def _refuse(
         raise CalibrationError(
             f"--json {file}: this is a folder, or its folder is not there; name a file."
         )
+    how = {"--ranks": ranks, "--disk": disk, "--quick": quick}
+    only = [name for name, given in how.items() if given]
+    if only and not (calibrate or check):
+        raise CalibrationError(
+            f"{' and '.join(only)} say{'s' if len(only) == 1 else ''} how to measure: add"
+            " --calibrate."
+        )
 
 
 def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> int:
-    """Check and show; the exit status. With a launcher rank 0 shows, and the others have status
-    0.
-    """
+    """Check and show; the exit status. With a launcher rank 0 shows, the others answer 0."""
     import os
     import shlex
     import time
@@ -188,19 +173,14 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
             print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
 
     try:
-        rows = (
-            check_with_launcher(found, say)
-            if launched
-            else check_here(found, int(ranks) if ranks else None, say)
-        )
+        count = int(ranks) if ranks else None
+        rows = check_with_launcher(found, say) if launched else check_here(found, count, say)
     finally:
-        if first and not as_json and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+        say("")
     if not first:
         return 0
-    report = report_of(
-        found, rows, shlex.join(["onefold", *sys.argv[1:]]), time.monotonic() - begun
-    )
+    command = shlex.join(["onefold", *sys.argv[1:]])
+    report = report_of(found, rows, command, time.monotonic() - begun)
     if file is not None:
         file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if as_json and file is None:
@@ -208,7 +188,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
     else:
         from rich.console import Console
 
-        from onefold.cli.doctor_tables import show_checks, show_facts
+        from onefold.cli.doctor_facts import show_checks, show_facts
 
         console = Console(highlight=False)
         show_facts(console, found)
@@ -219,9 +199,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
 
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
-    """The calibration that is there, and what is to be said about it. One that was asked for by
-    name must be good.
-    """
+    """The calibration, and a note on it. One that was asked for by name must be good."""
     from onefold.plan.calibrate import Calibration, CalibrationError
 
     try:

@@ -12,11 +12,15 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from math import log2
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+import torch
+
 from onefold.cli.doctor_ranks import measure_with_ranks
-from onefold.plan.benchmark_blocks import MIB, Sizes
+from onefold.plan.benchmark_blocks import (
+    MIB,
+    Sizes,
+)
 from onefold.plan.calibrate import KIND, VERSION, Calibration, CalibrationError
 from onefold.plan.measure import measure_disk, says
 from onefold.plan.measured import this_machine
@@ -119,20 +123,14 @@ def default_ranks(most: int) -> list[int]:
 
 
 def threads_of(counts: list[int], cores: int) -> dict[int, int]:
-    """Threads of one rank by number of ranks: what `onefold train` gives it, which OMP_NUM_THREADS
-    overrules there and here.
-    """
+    """Threads of one rank by number of ranks, as `onefold train` gives them."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    return {
-        count: int(asked) if asked.isdigit() and int(asked) else max(1, cores // count)
-        for count in counts
-    }
+    fixed = int(asked) if asked.isdigit() else 0
+    return {count: fixed or max(1, cores // count) for count in counts}
 
 
 class Progress:
-    """A bar on standard error where that is a terminal, one line where it is not, nothing if
-    silent.
-    """
+    """A bar on standard error in a terminal, else one line, or nothing if silent."""
 
     def __init__(self, total: int, counts: list[int], silent: bool) -> None:
         self.total, self.counts, self.silent = total, counts, silent
@@ -142,39 +140,27 @@ class Progress:
     def say(self, text: str) -> None:
         """The next thing begins."""
         if self.bar is not None:
-            self.bar.update(
-                self.task, advance=1 if self.bar.tasks[0].description else 0, description=text
-            )
+            advance = 1 if self.bar.tasks[0].description else 0
+            self.bar.update(self.task, advance=advance, description=text)
 
     def __enter__(self) -> Progress:
         if self.silent:
             return self
         if not sys.stderr.isatty():
-            print(
-                f"measuring; numbers of ranks: {', '.join(map(str, self.counts))}",
-                file=sys.stderr,
-                flush=True,
-            )
+            counts = ", ".join(map(str, self.counts))
+            print(f"measuring; numbers of ranks: {counts}", file=sys.stderr, flush=True)
             return self
         from rich import progress as rich_progress
         from rich.console import Console
 
-        columns = (
-            rich_progress.BarColumn(),
-            rich_progress.TimeElapsedColumn(),
-            rich_progress.TextColumn("{task.description}"),
-        )
+        bar, elapsed = rich_progress.BarColumn(), rich_progress.TimeElapsedColumn()
+        columns = (bar, elapsed, rich_progress.TextColumn("{task.description}"))
         self.bar = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
         self.task = self.bar.add_task("", total=self.total)
         self.bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -206,7 +192,6 @@ def _others() -> Callable[[], float]:
 
 
 def _half_dtypes(device: str) -> tuple[str, ...]:
-    import torch
 
     if device == "cpu":
         return ("bfloat16",)

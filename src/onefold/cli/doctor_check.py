@@ -25,25 +25,35 @@ import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onefold.cli.doctor_check_rank import PREFIX, WHERE, Plan, key
-from onefold.cli.doctor_checks import CHECKS, LEFT_OUT, OK, START, WRONG, Check, Outcome, merge
-from onefold.cli.doctor_ranks import Stopped
+from onefold.cli.doctor_checks import (
+    CHECKS,
+    LEFT_OUT,
+    OK,
+    PREFIX,
+    START,
+    WHERE,
+    WRONG,
+    Check,
+    Outcome,
+    Plan,
+    key,
+    merge,
+)
+from onefold.cli.doctor_ranks import Children, Stopped
 from onefold.plan.calibrate import CalibrationError
 from onefold.train.launch import child_environment, noted_signals
 
 SCHEMA = "onefold-check/1"
-RANK_MODULE = "onefold.cli.doctor_check_rank"
+RANK_MODULE = "onefold.cli.doctor_checks"
 #: Seconds between two looks at ranks and store.
 INTERVAL = 0.05
 #: Seconds that the other ranks get once one has raised or ended.
@@ -52,8 +62,6 @@ GRACE = 3.0
 BUDGET = 110.0
 #: Seconds that ranks get to write down where they stand, and minders to end theirs.
 LAST_WORDS, ENDING = 0.5, 15.0
-#: Seconds after which a collective of the process group gives up; a check's limit comes first.
-STALL = 60.0
 #: Environment variables that a report tells of, by how they begin.
 TOLD = (
     "NCCL_",
@@ -94,78 +102,37 @@ def casts_of(
 
 
 @dataclass
-class Minder:
+class Minder(Children):
     """The child processes of this process: one for each of `ranks`, started anew for each
     generation.
 
     Attributes:
-        address: host and port of the store. folder: for what they write to standard error.
+        address: host and port of the store. ranks: None for all of a generation.
         environment: what a child finds in its own, by its rank and the number of ranks.
     """
 
-    address: tuple[str, int]
-    ranks: Sequence[int] | None
-    folder: Path
-    environment: Callable[[int, int], dict[str, str]]
-    module: str = RANK_MODULE
-    children: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+    address: tuple[str, int] = field(kw_only=True)
+    ranks: Sequence[int] | None = field(kw_only=True)
+    environment: Callable[[int, int], dict[str, str]] = field(kw_only=True)
+    module: str = field(default=RANK_MODULE, kw_only=True)
 
     def start(self, generation: int, world: int) -> None:
-        """One child for each rank of mine, or for all of `world`, in a session of its own: a Ctrl-C
-        reaches this process only.
-        """
-        host, port = self.address
+        """One child for each rank of mine, or for all of `world`."""
         for rank in range(world) if self.ranks is None else self.ranks:
-            with self._errors(rank).open("wb") as errors:
-                self.children[rank] = subprocess.Popen(
-                    [sys.executable, "-m", self.module, host, str(port), str(generation), str(rank), str(os.getpid())],
-                    env=self.environment(rank, world),
-                    stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
-                )  # fmt: skip
+            arguments = (*self.address, generation, rank, os.getpid())
+            self.start_one(rank, self.module, arguments, self.environment(rank, world))
 
     def ended(self) -> dict[int, str]:
         """How those ended that have."""
-        return {
-            rank: self._how(rank, child.returncode)
-            for rank, child in self.children.items()
-            if child.poll() is not None
-        }
+        return {rank: self.how(rank, " (memory may have run out)") for rank in self.statuses()}
 
     def stands(self) -> dict[int, str]:
-        """Where those stand that still run: the innermost line of Onefold's on their main
-        thread.
-        """
-        running = [rank for rank, child in self.children.items() if child.poll() is None]
+        """Where those stand that still run, on their main thread."""
+        running = self.running.keys() - self.statuses().keys()
         for rank in running:
-            self.children[rank].send_signal(WHERE)
+            self.running[rank].send_signal(WHERE)
         time.sleep(LAST_WORDS if running else 0.0)
-        return {rank: _line_of(self._said(rank)) for rank in running}
-
-    def end(self) -> None:
-        """Leave no child."""
-        for child in self.children.values():
-            if child.poll() is None:
-                with contextlib.suppress(OSError):
-                    os.killpg(child.pid, signal.SIGKILL)
-        for child in self.children.values():
-            child.wait()
-        self.children = {}
-
-    def _errors(self, rank: int) -> Path:
-        return self.folder / f"rank-{rank}.err"
-
-    def _said(self, rank: int) -> str:
-        return self._errors(rank).read_text(encoding="utf-8", errors="replace")
-
-    def _how(self, rank: int, status: int) -> str:
-        lines = self._said(rank).strip().splitlines()
-        how = (
-            f"was ended by {signal.Signals(-status).name}"
-            if status < 0
-            else f"ended with status {status}"
-        )
-        hint = " (memory may have run out)" if -status == signal.SIGKILL else ""
-        return f"{how}{hint}: {lines[-1] if lines else 'it said nothing'}"
+        return {rank: _line_of(self.said(rank)) for rank in running}
 
 
 class Checking:
@@ -178,34 +145,27 @@ class Checking:
         folder: str,
         per_node: Callable[[int], int],
         arrived: list[int],
+        say: Callable[[str], None],
     ) -> None:
-        self.store, self.minder, self.folder, self.per_node, self.arrived = (
-            store,
-            minder,
-            folder,
-            per_node,
-            arrived,
-        )
+        self.store, self.minder, self.folder = store, minder, folder
+        self.per_node, self.arrived, self.said = per_node, arrived, say
         self.generation = 0
         self.deadline = time.monotonic() + BUDGET
-        self.said: Callable[[str], None] = lambda name: None
 
     def rows(self, casts: Sequence[Cast]) -> list[Outcome]:
-        """A row of every check, in the order of `CHECKS`, and one of each cast that did not
-        start.
-        """
+        """A row of every check, in order, and one of each cast that did not start."""
         known = {check.name: check for check in CHECKS}
         rows: dict[str, Outcome] = {}
         failed = []
+
+        def leave_out(checks: Iterable[Check], why: str) -> None:
+            rows.update({check.name: Outcome(check.name, LEFT_OUT, why) for check in checks})
+
         for cast in casts:
             waiting = [known[name] for name in cast.checks]
-            few = [check for check in waiting if check.ranks > cast.ranks]
-            for check in few:
-                rows[check.name] = Outcome(
-                    check.name,
-                    LEFT_OUT,
-                    f"{cast.ranks} rank sends nothing; give it {check.ranks} ranks",
-                )
+            for check in [check for check in waiting if check.ranks > cast.ranks]:
+                why = f"{cast.ranks} rank sends nothing; give it {check.ranks} ranks"
+                leave_out([check], why)
                 waiting.remove(check)
             while waiting:
                 start, done = self._generation(cast, waiting)
@@ -213,34 +173,20 @@ class Checking:
                 waiting = waiting[len(done) :]
                 if start.status != OK:
                     failed.append(start)
-                    rows |= {
-                        c.name: Outcome(
-                            c.name, LEFT_OUT, f"the ranks ({_words(cast)}) did not start"
-                        )
-                        for c in waiting
-                    }
-                    waiting = []
-                elif waiting and time.monotonic() > self.deadline:
-                    late = f"{BUDGET:.0f} seconds were over before its turn"
-                    rows |= {c.name: Outcome(c.name, LEFT_OUT, late) for c in waiting}
-                    waiting = []
+                    ranks = f"{cast.ranks} on {cast.backend}, {cast.device}"
+                    leave_out(waiting, f"the ranks ({ranks}) did not start")
+                    break
+                if time.monotonic() > self.deadline:
+                    leave_out(waiting, f"{BUDGET:.0f} seconds were over before its turn")
+                    break
         return [*failed, *(rows[check.name] for check in CHECKS if check.name in rows)]
 
     def _generation(self, cast: Cast, waiting: Sequence[Check]) -> tuple[Outcome, list[Outcome]]:
-        """Start ranks and take them through the checks as far as they get; (how they started, the
-        rows that came of it).
-        """
+        """Start ranks and take them as far as they get; (how they started, their rows)."""
         number, self.generation = self.generation, self.generation + 1
         names = tuple(check.name for check in waiting)
-        plan = Plan(
-            cast.ranks,
-            cast.device,
-            cast.backend,
-            self.per_node(cast.ranks),
-            names,
-            self.folder,
-            STALL,
-        )
+        node = self.per_node(cast.ranks)
+        plan = Plan(cast.ranks, cast.device, cast.backend, node, names, self.folder)
         self.store.set(f"{number}/plan", plan.encoded())
         self.minder.start(number, cast.ranks)
         done: list[Outcome] = []
@@ -270,15 +216,12 @@ class Checking:
         while len(found) < ranks and time.monotonic() < deadline:
             if self.arrived:
                 raise Stopped(self.arrived[0])
-            lost = {
-                rank: how for rank, how in self._lost(number, ranks).items() if rank not in found
-            }
+            ended = self._lost(number, ranks)  # before the look at what they may have left
             for rank in range(ranks):
-                if rank not in found and self.store.check([key(number, check.name, rank)]):
-                    found[rank] = Outcome(
-                        **json.loads(self.store.get(key(number, check.name, rank)))
-                    )
-                    lost.pop(rank, None)
+                left = key(number, check.name, rank)
+                if rank not in found and self.store.check([left]):
+                    found[rank] = Outcome(**json.loads(self.store.get(left)))
+            lost = {rank: how for rank, how in ended.items() if rank not in found}
             if lost or any(outcome.ended for outcome in found.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
             time.sleep(INTERVAL if len(found) < ranks else 0)
@@ -286,29 +229,14 @@ class Checking:
         missing = [rank for rank in range(ranks) if rank not in found]
         if missing:
             where = self._over(number, ranks, "hung")
-            raised = any(outcome.ended for outcome in found.values())
+            wrong = Outcome(check.name, WRONG, "", check.advice, seconds, ended=True)
             if lost:  # what others raise then is that its connections have closed
                 found = {rank: outcome for rank, outcome in found.items() if not outcome.ended}
-                found |= {
-                    rank: Outcome(check.name, WRONG, how, check.advice, seconds, ended=True)
-                    for rank, how in lost.items()
-                }
-            if not lost and not raised:
-                said = f"not finished after {seconds:.0f} s: " + ", ".join(
-                    f"rank {r} in {where.get(r, '?')}" for r in missing
-                )
-                found |= {
-                    rank: Outcome(
-                        check.name,
-                        WRONG,
-                        said,
-                        check.advice,
-                        seconds,
-                        ended=True,
-                        where=where.get(rank, ""),
-                    )
-                    for rank in missing
-                }
+                found |= {rank: replace(wrong, said=how) for rank, how in lost.items()}
+            elif not any(outcome.ended for outcome in found.values()):
+                stand = ", ".join(f"rank {rank} in {where.get(rank, '?')}" for rank in missing)
+                wrong.said = f"not finished after {seconds:.0f} s: {stand}"
+                found |= {rank: replace(wrong, where=where.get(rank, "")) for rank in missing}
         return merge(check, found, ranks)
 
     def _lost(self, number: int, ranks: int) -> dict[int, str]:
@@ -320,24 +248,18 @@ class Checking:
         return lost
 
     def _over(self, number: int, ranks: int, how: str) -> dict[int, str]:
-        """End a generation; answers where those stood that still ran, if it hung. A second time
-        does nothing.
-        """
+        """End a generation, once; where those stood that still ran, if it hung."""
         if self.store.check([f"{number}/over"]):
             return {}
         self.store.set(f"{number}/over", how)
         where = self.minder.stands() if how == "hung" else {}
-        mine = set(self.minder.children)
+        mine = set(self.minder.running)
         self.minder.end()
         deadline = time.monotonic() + ENDING
-        for rank in range(ranks):
-            while (
-                rank not in mine
-                and time.monotonic() < deadline
-                and not self.store.check([f"{number}/gone/{rank}"])
-            ):
+        for rank in set(range(ranks)) - mine:
+            while time.monotonic() < deadline and not self.store.check([f"{number}/gone/{rank}"]):
                 time.sleep(INTERVAL)
-            if rank not in mine and self.store.check([f"{number}/stands/{rank}"]):
+            if self.store.check([f"{number}/stands/{rank}"]):
                 where[rank] = self.store.get(f"{number}/stands/{rank}").decode()
         return where
 
@@ -369,32 +291,19 @@ def check_here(
             f"--ranks {ranks}: each rank takes a GPU, and {gpus} are here. Or: --device cpu."
         )
     with _at_work() as (arrived, folder):
-        store = dist.TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=START.limit),
-        )
+        patience = timedelta(seconds=START.limit)
+        store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
 
         def environment(rank: int, world: int) -> dict[str, str]:
-            placed = {
-                "RANK": rank,
-                "WORLD_SIZE": world,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": world,
-            }
-            return {
-                **_environment(folder, device, world),
-                **{name: str(value) for name, value in placed.items()},
-            }
+            here, of = str(rank), str(world)
+            placed = {"RANK": here, "WORLD_SIZE": of, "LOCAL_RANK": here, "LOCAL_WORLD_SIZE": of}
+            return _environment(folder, device, world) | placed
 
-        minder = Minder(("127.0.0.1", store.port), None, folder, environment, module)
+        address = "127.0.0.1", store.port
+        minder = Minder(folder, address=address, ranks=None, environment=environment, module=module)
+        board = dist.PrefixStore(PREFIX, store)
         try:
-            checking = Checking(
-                dist.PrefixStore(PREFIX, store), minder, str(folder), lambda world: world, arrived
-            )
-            checking.said = say
+            checking = Checking(board, minder, str(folder), lambda world: world, arrived, say)
             return checking.rows(casts_of(device, gpus, ranks))
         finally:
             minder.end()
@@ -417,12 +326,9 @@ def check_with_launcher(
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     board = dist.PrefixStore(PREFIX, store)
     with _at_work() as (arrived, folder), contextlib.ExitStack() as stack:
+        environment = _environment(folder, device, local)
         minder = Minder(
-            address,
-            [rank],
-            folder,
-            lambda _rank, _world: _environment(folder, device, local),
-            module,
+            folder, address=address, ranks=[rank], environment=lambda *_: environment, module=module
         )
         stack.callback(minder.end)
         if rank != 0:
@@ -430,12 +336,10 @@ def check_with_launcher(
             return []
         try:
             shared = _folder_of_all(stack) if local < world else str(folder)
-            checking = Checking(board, minder, shared, lambda _: local, arrived)
-            checking.said = say
+            checking = Checking(board, minder, shared, lambda _: local, arrived, say)
             backend = "nccl" if device == "cuda" and local <= gpus else "gloo"
-            return checking.rows(
-                [Cast(world, device, backend, tuple(check.name for check in CHECKS))]
-            )
+            names = tuple(check.name for check in CHECKS)
+            return checking.rows([Cast(world, device, backend, names)])
         finally:
             board.set("end", "")
             deadline = time.monotonic() + ENDING  # the store is this process's, or goes with it
@@ -446,9 +350,7 @@ def check_with_launcher(
 
 
 def _mind(board: Any, minder: Minder, rank: int, arrived: list[int]) -> None:
-    """A launcher's rank other than 0: start, watch and end one child for each generation, until
-    rank 0 says that there are no more.
-    """
+    """A launcher's rank other than 0: one child for each generation, until rank 0 ends it."""
     number = 0
     try:
         while True:
@@ -462,11 +364,11 @@ def _mind(board: Any, minder: Minder, rank: int, arrived: list[int]) -> None:
             while not board.check([f"{number}/over"]):
                 if arrived:
                     raise Stopped(arrived[0])
-                for _, how in minder.ended().items():
+                for how in minder.ended().values():
                     board.set(f"{number}/ended/{rank}", how)
                 time.sleep(INTERVAL)
             if board.get(f"{number}/over") == b"hung":
-                for _, where in minder.stands().items():
+                for where in minder.stands().values():
                     board.set(f"{number}/stands/{rank}", where)
             minder.end()
             board.set(f"{number}/gone/{rank}", "")
@@ -487,22 +389,19 @@ def _at_work() -> Iterator[tuple[list[int], Path]]:
 
 
 def _folder_of_all(stack: contextlib.ExitStack) -> str:
-    """A folder in the working folder, which several nodes share as a rule; a check looks whether
-    they do.
-    """
+    """A folder in the working folder, which several nodes share as a rule."""
+    made = partial(
+        tempfile.TemporaryDirectory, prefix=".onefold-check-", ignore_cleanup_errors=True
+    )
     try:
-        folder = tempfile.TemporaryDirectory(
-            prefix=".onefold-check-", dir=Path.cwd(), ignore_cleanup_errors=True
-        )
+        folder = made(dir=Path.cwd())
     except OSError:
-        folder = tempfile.TemporaryDirectory(prefix="onefold-check-", ignore_cleanup_errors=True)
+        folder = made()
     return stack.enter_context(folder)
 
 
 def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
-    """What a rank finds: as in a training, and what makes the same kernels give the same bits
-    again.
-    """
+    """A training's environment, and what makes kernels give the same bits again."""
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if device == "cpu":
         ours["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -510,25 +409,15 @@ def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
 
 
 def _line_of(said: str) -> str:
-    """The innermost line in what faulthandler wrote of the thread that a signal found, libraries
-    left out.
-    """
+    """The innermost line of the found thread, libraries left out, as faulthandler wrote it."""
     current = said.rpartition("Current thread")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', current)
-    own = [
-        f
-        for f in frames
-        if "/onefold/" in f[0] or not re.search(r"/(site|dist)-packages/|/lib/python3", f[0])
-    ] or frames
-    return (
-        f"{own[0][0].rpartition('onefold/')[2]}:{own[0][1]} in {own[0][2]}"
-        if own
-        else "a place it could not name"
-    )
-
-
-def _words(cast: Cast) -> str:
-    return f"{cast.ranks} on {cast.backend}, {cast.device}"
+    library = re.compile(r"/(site|dist)-packages/|/lib/python3")
+    own = [f for f in frames if "/onefold/" in f[0] or not library.search(f[0])] or frames
+    if not own:
+        return "a place it could not name"
+    file, line, function = own[0]
+    return f"{file.rpartition('onefold/')[2]}:{line} in {function}"
 
 
 def report_of(

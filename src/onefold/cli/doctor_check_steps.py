@@ -1,5 +1,5 @@
 """Checks by training a small model: stages with each other and with DDP, groups, state on the host,
-checkpoints, memory, synchronization.
+checkpoints.
 
 The model's sizes divide by nothing, so that intervals of ranks cut through parameters and every
 flat buffer has padding.
@@ -8,9 +8,8 @@ flat buffer has padding.
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,10 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-from onefold.cli.doctor_check_moves import same_bits
+from onefold.cli.doctor_check_numbers import same_bits
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
-from onefold.device import has_streams, memory_figures, synchronize
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.options import Precision
-from onefold.runtime.interval import disable_torch_function
 from onefold.shard import engine_of
 
 VOCABULARY, WIDTH, HIDDEN, BLOCKS = 97, 44, 90, 4
@@ -39,9 +36,6 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 #: Relative differences allowed to another order of sums: of losses and norms, and of what the
 #: training changed.
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 0.1)}
-#: Of the model whose memory is looked at: weights of 6 MB, 1 MiB being what may differ.
-WIDE, DEEP = 256, 6
-MIB = 1 << 20
 
 
 class Block(nn.Module):
@@ -49,33 +43,22 @@ class Block(nn.Module):
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(width),
-            nn.Linear(width, hidden),
-            nn.Linear(hidden, width),
-        )
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Small(nn.Module):
-    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself, a
-    scalar.
-    """
+    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself."""
 
-    def __init__(
-        self,
-        width: int = WIDTH,
-        hidden: int = HIDDEN,
-        blocks: int = BLOCKS,
-        vocabulary: int = VOCABULARY,
-    ) -> None:
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, blocks: int = BLOCKS) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embedding(ids)
@@ -100,9 +83,7 @@ def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.T
 
 @dataclass
 class Trained:
-    """Losses of each micro-batch of this rank, norms of each step, and whole weights (rank 0 only),
-    all on the host.
-    """
+    """Losses of this rank's micro-batches, norms of steps, whole weights (rank 0 only)."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -114,6 +95,26 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
 
 
+def accumulated(
+    model: nn.Module,
+    batches: Sequence[torch.Tensor],
+    no_sync: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = onefold.no_sync,
+) -> list[torch.Tensor]:
+    """Losses of a step's micro-batches, whose gradients are added up and synchronized in the last."""
+    losses = []
+    for number, ids in enumerate(batches, 1):
+        with contextlib.nullcontext() if number == len(batches) else no_sync(model):
+            loss = model(ids)
+            (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def batches(here: Here, step: int, count: int = MICRO_BATCHES) -> list[torch.Tensor]:
+    """The micro-batches of this rank at a step."""
+    return [batch(here, step, micro) for micro in range(count)]
+
+
 def one_step(
     here: Here,
     model: nn.Module,
@@ -122,12 +123,7 @@ def one_step(
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """(losses of the micro-batches, the gradients' norm), on the device."""
-    losses = []
-    for micro in range(micro_batches):
-        with contextlib.nullcontext() if micro + 1 == micro_batches else onefold.no_sync(model):
-            loss = model(batch(here, step, micro))
-            (loss / micro_batches).backward()
-        losses.append(loss.detach())
+    losses = accumulated(model, batches(here, step, micro_batches))
     norm = onefold.clip_grad_norm_(model, CLIP)
     optimizer.step()
     optimizer.zero_grad()
@@ -161,18 +157,13 @@ class Cast(nn.Module):
 
 
 def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHES) -> Trained:
-    """The same training with DistributedDataParallel: fp32 parameters, sums and states, passes in
-    `precision`. Collective.
-    """
+    """The same training with DistributedDataParallel and fp32 states. Collective."""
     model = small(here)
     ddp = DistributedDataParallel(Cast(model, COMPUTE_DTYPES[precision]))
     optimizer, found = adamw(model), Trained()
     for step in range(STEPS):
-        for micro in range(micro_batches):
-            with contextlib.nullcontext() if micro + 1 == micro_batches else ddp.no_sync():
-                loss = ddp(batch(here, step, micro))
-                (loss / micro_batches).backward()
-            found.losses.append(float(loss))
+        losses = accumulated(ddp, batches(here, step, micro_batches), lambda _: ddp.no_sync())
+        found.losses += [float(loss) for loss in losses]
         found.norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
         optimizer.step()
         optimizer.zero_grad()
@@ -191,11 +182,7 @@ def bits_differ(a: Trained, b: Trained) -> str:
         parts.append(f"losses, by up to {_relative(a.losses, b.losses):.1e}")
     if a.norms != b.norms:
         parts.append(f"norms, by up to {_relative(a.norms, b.norms):.1e}")
-    wrong = [
-        name
-        for name in a.weights
-        if name not in b.weights or not same_bits(a.weights[name], b.weights[name])
-    ]
+    wrong = _unlike(b.weights, a.weights)
     if wrong or a.weights.keys() != b.weights.keys():
         parts.append(
             f"{len(wrong)} of {len(a.weights)} weights, {wrong[0] if wrong else 'by name'} first"
@@ -203,10 +190,13 @@ def bits_differ(a: Trained, b: Trained) -> str:
     return " and ".join(parts)
 
 
+def _unlike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the expected weights that are not there, or with other bits."""
+    return [n for n, w in expected.items() if n not in found or not same_bits(found[n], w)]
+
+
 def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
-    """Relative differences: of losses and norms the largest; of weights, of what the training has
-    changed (rank 0, else 0).
-    """
+    """Relative differences: the largest of numbers; of weights, by what training changed."""
     moved = 0.0
     if b.weights:
         begin = small(here).state_dict()
@@ -223,6 +213,12 @@ def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
         "norms": _relative(a.norms, b.norms),
         "weights": moved,
     }
+
+
+def expect_same(findings: Findings, what: str, a: Trained, b: Trained) -> bool:
+    """Note what of two trainings differs, to the bit."""
+    differs = bits_differ(a, b)
+    return findings.expect(not differs, f"{what} differ in {differs}")
 
 
 def expect_near(findings: Findings, what: str, apart: dict[str, float], precision: str) -> None:
@@ -261,35 +257,27 @@ def stages(here: Here, findings: Findings) -> str:
             for stage in range(4)
         ]
         every_time = [train(here, Recipe.zero(stage, precision=precision)) for stage in (2, 3)]
-        pairs = [
-            (f"stage {s} and stage 0", at_the_boundary[s], at_the_boundary[0]) for s in (1, 2, 3)
+        right = [
+            expect_same(findings, f"{precision}: {which}", a, b)
+            for which, a, b in (
+                *(
+                    (f"stage {s} and stage 0", at_the_boundary[s], at_the_boundary[0])
+                    for s in (1, 2, 3)
+                ),
+                ("stage 3 and stage 2, reduced every micro-batch,", every_time[1], every_time[0]),
+            )
         ]
-        pairs.append(
-            ("stage 3 and stage 2, reduced every micro-batch,", every_time[1], every_time[0])
-        )
-        apart = [
-            f"{precision}: {which} differ in {what}"
-            for which, a, b in pairs
-            if (what := bits_differ(a, b))
-        ]
-        if any(here.gather(bool(apart))):
+        if not all(here.gather(all(right))):
             again = train(here, Recipe.zero(0, precision=precision, reduce_at="boundary"))
-            if any(here.gather(bool(bits_differ(again, at_the_boundary[0])))):
-                apart.append(
-                    "stage 0 differs from itself too: this device's own kernels do not give the"
-                    " same bits twice"
-                )
-        findings.wrong += apart
+            findings.expect(
+                not any(here.gather(bool(bits_differ(again, at_the_boundary[0])))),
+                "stage 0 differs from itself too: this device's own kernels do not give the same"
+                " bits twice",
+            )
         ddp = train_with_ddp(here, precision)
-        expect_near(
-            findings,
-            f"{precision}: stage 0 and DDP",
-            distance(here, at_the_boundary[0], ddp),
-            precision,
-        )
-        expect_near(
-            findings, f"{precision}: stage 2 and DDP", distance(here, every_time[0], ddp), precision
-        )
+        for name, found in (("stage 0", at_the_boundary[0]), ("stage 2", every_time[0])):
+            apart = distance(here, found, ddp)
+            expect_near(findings, f"{precision}: {name} and DDP", apart, precision)
     worst = max(f["weights"] for f in findings.figures.values())
     return (
         "stages 0 to 3 agree to the bit in fp32 and bf16, and with DDP within rounding (weights"
@@ -298,9 +286,7 @@ def stages(here: Here, findings: Findings) -> str:
 
 
 def two_levels(here: Here, findings: Findings) -> str:
-    """Recipes over groups to the bit with each other, with all ranks within rounding, and their
-    bytes between groups.
-    """
+    """Recipes over groups with each other, with all ranks, and their bytes between groups."""
     inner = here.per_node if here.per_node < here.world else here.world // 2
     if here.world < 4 or here.world % inner or inner < 2:
         raise LeftOut(
@@ -317,8 +303,8 @@ def two_levels(here: Here, findings: Findings) -> str:
     }
     trained = {name: train(here, recipe, 1) for name, recipe in recipes.items()}
     for name, found in trained.items():
-        what = bits_differ(found, trained["stage 3"])
-        findings.expect(not what, f"in groups of {inner}, {name} and stage 3 differ in {what}")
+        what = f"in groups of {inner}, {name} and stage 3"
+        expect_same(findings, what, found, trained["stage 3"])
     expect_near(
         findings,
         f"groups of {inner} and DDP",
@@ -363,15 +349,12 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 
 
 def offload(here: Here, findings: Findings) -> str:
-    """State on the host to the bit with each other, and with the device (within rounding where its
-    arithmetic is another).
-    """
+    """State on the host with each other to the bit, and with the device."""
     for precision in PRECISIONS:
         plain = train(here, Recipe.zero(3, precision=precision))
         kept = train(here, Recipe.zero(3, precision=precision, offload_activations="cpu"))
-        what = bits_differ(kept, plain)
-        findings.expect(
-            not what, f"{precision}: activations on the host and on the device differ in {what}"
+        expect_same(
+            findings, f"{precision}: activations on the host and on the device", kept, plain
         )
         trained = {
             name: train(here, Recipe.zero(precision=precision, **options))
@@ -379,33 +362,22 @@ def offload(here: Here, findings: Findings) -> str:
         }
         first = next(iter(OFFLOADED))
         for name, found in trained.items():
-            what = bits_differ(found, trained[first])
-            findings.expect(not what, f"{precision}: {name} and {first} differ in {what}")
+            expect_same(findings, f"{precision}: {name} and {first}", found, trained[first])
         if here.device.type == "cpu":
-            what = bits_differ(trained[first], plain)
-            findings.expect(
-                not what, f"{precision}: {first} and nothing on the host differ in {what}"
-            )
+            what = f"{precision}: {first} and nothing on the host"
+            expect_same(findings, what, trained[first], plain)
         else:
-            expect_near(
-                findings,
-                f"{precision}: {first} and on the device",
-                distance(here, trained[first], plain),
-                precision,
-            )
+            apart = distance(here, trained[first], plain)
+            expect_near(findings, f"{precision}: {first} and on the device", apart, precision)
     findings.figures["recipes"] = [*OFFLOADED, "activations on the host"]
-    how = (
-        "to the bit"
-        if here.device.type == "cpu"
-        else "within rounding, and with each other to the bit"
-    )
+    how = "to the bit"
+    if here.device.type != "cpu":
+        how = "within rounding, and with each other to the bit"
     return f"optimizer, parameters and activations on the host train as on the device, {how}"
 
 
 def save_and_reload(here: Here, findings: Findings) -> str:
-    """Steps while `save_async` is under way. What is loaded afterwards, at another stage, is what
-    was there at the call, and trains on.
-    """
+    """Steps behind `save_async`; the load at another stage is what was there at the call."""
     path = Path(here.folder) / "checkpoint"
     if here.rank == 0:
         (Path(here.folder) / "seen").touch()
@@ -428,19 +400,18 @@ def save_and_reload(here: Here, findings: Findings) -> str:
     again = adamw(loaded)
     onefold.load(path, model=loaded, optimizer=again)
     there = onefold.full_state_dict(loaded)
-    torn = [name for name, value in at_the_call.items() if not same_bits(there[name], value)]
+    torn = _unlike(there, at_the_call)
     findings.expect(
         not torn,
         f"{len(torn)} of {len(at_the_call)} weights are not those of the save's moment,"
-        f" {(torn or [''])[0]} first",
+        f" {''.join(torn[:1])} first",
     )
     resumed = [one_step(here, loaded, again, 2 + step) for step in range(2)]
-    at_the_end = onefold.full_state_dict(loaded)
-    other = [name for name, value in after.items() if not same_bits(at_the_end[name], value)]
+    other = _unlike(onefold.full_state_dict(loaded), after)
     findings.expect(
         not other,
         f"two steps after the load {len(other)} weights are not those of the saved run,"
-        f" {(other or [''])[0]} first",
+        f" {''.join(other[:1])} first",
     )
     numbers = [
         [float(x) for losses, norm in run for x in (*losses, norm)] for run in (went_on, resumed)
@@ -457,132 +428,3 @@ def save_and_reload(here: Here, findings: Findings) -> str:
         "saved behind two steps, loaded at another stage: the same bits (the steps stood still for"
         f" {1000 * saving.stall_s:.0f} ms)"
     )
-
-
-def memory_at_rest(here: Here, findings: Findings) -> str:
-    """Between steps: what tensors hold and what the ledger says, against the formula, within 1 MiB.
-
-        fp32    stage 0: P + 2P    stages 1, 2: P + 2P/N          stage 3: P/N + 2P/N
-        bf16    stage 0: P/2 + 3P  stages 1, 2: P/2 + (P + 2P)/N  stage 3: (P + 2P)/N
-
-    with P bytes of parameters in fp32, padding included, and two moments.
-    """
-    gc.collect()
-    # What is there by now is looked at no more: two looks a case would take longer than its steps
-    gc.freeze()
-    before = _held(here)
-    for precision in PRECISIONS:
-        for stage in range(4):
-            model = onefold.shard(
-                small(here, width=WIDE, hidden=2 * WIDE, blocks=DEEP),
-                Recipe.zero(stage, precision=precision),
-            )
-            optimizer = adamw(model)
-            for step in range(2):
-                one_step(here, model, optimizer, step)
-            engine = engine_of(model)
-            p = 4 * sum(unit.numel for unit in engine.units)
-            share = 1 if stage == 0 else 1 / here.world
-            parameters = (
-                (p * share if stage == 3 else p)
-                if precision == "fp32"
-                else (0 if stage == 3 else p / 2) + p * share
-            )
-            due = parameters + 2 * p * share
-            ledger = sum(engine.memory.now().values())
-            held = _held(here) - before
-            name = f"{precision}, stage {stage}"
-            findings.figures[name] = {"held": held, "ledger": ledger, "formula": round(due)}
-            findings.expect(
-                abs(held - due) < MIB,
-                f"{name}: {held:,} bytes are held, the formula says {due:,.0f}",
-            )
-            findings.expect(
-                abs(ledger - parameters) < MIB,
-                f"{name}: the ledger says {ledger:,} bytes without moments, the formula"
-                f" {parameters:,.0f}",
-            )
-            del model, optimizer, engine
-    gc.unfreeze()
-    off = max(abs(f["held"] - f["formula"]) for f in findings.figures.values())
-    return f"stages 0 to 3 in fp32 and bf16 hold what the formula says, within {off / MIB:.2f} MiB"
-
-
-def _held(here: Here) -> int:
-    """Bytes on the device: the allocator's, or on a CPU of every tensor that Python can reach, each
-    storage once.
-    """
-    gc.collect()
-    figures = memory_figures(here.device)
-    if figures is not None:
-        synchronize(here.device)
-        return figures.allocated
-    storages: dict[int, int] = {}
-    with torch._C.DisableTorchFunctionSubclass(), disable_torch_function():
-        for thing in gc.get_objects():
-            if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
-                with contextlib.suppress(Exception):  # a tensor without storage
-                    storage = thing.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
-
-
-def no_synchronization(here: Here, findings: Findings) -> str:
-    """Steps in which CUDA raises where the host would wait for the device."""
-    if not has_streams(here.device):
-        raise LeftOut(
-            "a CPU has no streams: nothing runs behind the host, and it has nothing to wait for"
-        )
-    if here.device.type != "cuda":
-        raise LeftOut(
-            f"torch tells of waits of the host on CUDA and ROCm only, not on {here.device.type}"
-        )
-    if here.backend == "gloo" and here.world > 1:
-        raise LeftOut(
-            "ranks that share a GPU move through gloo, which goes through the host's memory"
-        )
-    for stage in range(4):
-        for precision in PRECISIONS:
-            _step_without_waiting(
-                here,
-                findings,
-                f"stage {stage}, {precision}",
-                Recipe.zero(stage, precision=precision),
-            )
-    return "steps at stages 0 to 3, clipping included, make the host wait for nothing"
-
-
-def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Recipe) -> None:
-    model = onefold.shard(small(here), recipe)
-    optimizer = adamw(model)
-    steps = [[batch(here, step, micro) for micro in range(MICRO_BATCHES)] for step in range(4)]
-    synchronize(here.device)
-    for number, ids in enumerate(steps):
-        with _refusing() if number == 3 else contextlib.nullcontext():
-            try:
-                for micro, taken in enumerate(ids):
-                    with (
-                        contextlib.nullcontext()
-                        if micro + 1 == MICRO_BATCHES
-                        else onefold.no_sync(model)
-                    ):
-                        (model(taken) / MICRO_BATCHES).backward()
-                onefold.clip_grad_norm_(model, CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
-            except RuntimeError as error:
-                if "synchroniz" not in str(error):
-                    raise
-                # The step is half done: no more can be asked of these ranks
-                raise RuntimeError(f"{name}: {error}") from error
-    findings.figures[name] = "no wait"
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Inside, CUDA raises where it would make the host wait."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -9,12 +9,20 @@ alike and before its first collective, where it cannot run.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
+import json
+import os
+import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from onefold.train.process import end_with_parent, quiet_third_parties
 
 if TYPE_CHECKING:
     import torch
@@ -50,10 +58,8 @@ class Check:
     def function(self) -> Callable[[Here, Findings], str]:
         """Imported now."""
         module, _, name = self.run.partition(":")
-        found: Callable[[Here, Findings], str] = getattr(
-            importlib.import_module(f"onefold.cli.{module}"), name
-        )
-        return found
+        found = getattr(importlib.import_module(f"onefold.cli.{module}"), name)
+        return cast(Callable[[Here, Findings], str], found)
 
 
 #: Not a check of its own: the ranks find each other and their devices.
@@ -64,16 +70,16 @@ START = Check(
 
 CHECKS: tuple[Check, ...] = (
     Check(
-        "collectives", 2, "doctor_check_moves:collectives",
+        "collectives", 2, "doctor_check_numbers:collectives",
         "torch.distributed itself moves wrong bytes here; Onefold has no part in it. Try NCCL_P2P_DISABLE=1 (then look for PCIe ACS or the "
         "IOMMU in the firmware), NCCL_SHM_DISABLE=1, another NCCL or driver; run dcgmi diag.",
     ),
     Check(
-        "ordered sums", 2, "doctor_check_moves:ordered_sums",
+        "ordered sums", 2, "doctor_check_numbers:ordered_sums",
         "Gradients are summed wrongly while torch's own collectives are right: an error in Onefold. Attach the JSON to an issue.",
     ),
     Check(
-        "native sums", 2, "doctor_check_moves:native_sums",
+        "native sums", 2, "doctor_check_numbers:native_sums",
         "The backend's own reduce-scatter is wrong here. Leave reduce='native' out; try another NCCL or driver.",
     ),
     Check(
@@ -93,20 +99,20 @@ CHECKS: tuple[Check, ...] = (
         "A checkpoint does not hold what was saved: use onefold.save instead of save_async until it does, and attach the JSON to an issue.",
     ),
     Check(
-        "kernels", 1, "doctor_check_kernels:kernels_and_operations",
+        "kernels", 1, "doctor_check_numbers:kernels_and_operations",
         "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
         "and attach the JSON to an issue.",
     ),
     Check(
-        "memory at rest", 1, "doctor_check_steps:memory_at_rest",
+        "memory at rest", 1, "doctor_check_device:memory_at_rest",
         "Between steps more or less is held than the plan says, so that a plan cannot be trusted here. Attach the JSON to an issue.",
     ),
     Check(
-        "no synchronization", 1, "doctor_check_steps:no_synchronization",
+        "no synchronization", 1, "doctor_check_device:no_synchronization",
         "A step makes the host wait for the device, which costs speed and no correctness. Attach the JSON to an issue.",
     ),
     Check(
-        "overlap", 1, "doctor_check_overlap:overlap",
+        "overlap", 1, "doctor_check_device:overlap",
         "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 out; else attach the JSON to an issue.",
     ),
@@ -152,9 +158,7 @@ class Here:
 
 @dataclass
 class Findings:
-    """What a check notes on one rank: figures for the JSON, and sentences that say what is
-    wrong.
-    """
+    """What a check notes on one rank: figures for the JSON, and what is wrong."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -210,25 +214,14 @@ def answer(check: Check, here: Here) -> Outcome:
         status, said = LEFT_OUT, str(reason)
     except Exception as error:
         ended, status = True, WRONG
-        findings.wrong.append(
-            f"{type(error).__name__}: {_first_lines(error)} ({_own_frame(error)})"
-        )
+        findings.wrong.append(_told(error))
     if findings.wrong:
         more = len(findings.wrong) - MOST
-        status, said = (
-            WRONG,
-            "; ".join(findings.wrong[:MOST]) + (f"; and {more} more" if more > 0 else ""),
-        )
+        status, said = WRONG, "; ".join(findings.wrong[:MOST])
+        said += f"; and {more} more" if more > 0 else ""
     seconds = time.perf_counter() - begun
-    return Outcome(
-        check.name,
-        status,
-        said,
-        check.advice if status == WRONG else "",
-        seconds,
-        findings.figures,
-        ended,
-    )
+    advice = check.advice if status == WRONG else ""
+    return Outcome(check.name, status, said, advice, seconds, findings.figures, ended)
 
 
 def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome:
@@ -248,11 +241,8 @@ def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome
         default=speaks,
     )
     chosen, differ = outcomes[speaks], len({o.status for o in outcomes.values()}) > 1
-    said = (
-        f"rank {speaks}: {chosen.said}"
-        if first == WRONG and max(ranks, len(outcomes)) > 1
-        else chosen.said
-    )
+    several = first == WRONG and max(ranks, len(outcomes)) > 1
+    said = f"rank {speaks}: {chosen.said}" if several else chosen.said
     figures = dict(outcomes[min(outcomes)].figures)
     if first == WRONG and speaks != min(outcomes):
         figures[f"rank {speaks}"] = chosen.figures
@@ -263,17 +253,117 @@ def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome
     )  # fmt: skip
 
 
-def _first_lines(error: BaseException, characters: int = 400) -> str:
+def _told(error: BaseException, characters: int = 400) -> str:
+    """What was raised, and the innermost line of Onefold's that it went through."""
     text = " ".join(str(error).split())
-    return text if len(text) <= characters else text[: characters - 1] + "…"
-
-
-def _own_frame(error: BaseException) -> str:
-    """The innermost line of Onefold's that the error went through."""
+    text = text if len(text) <= characters else text[: characters - 1] + "…"
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if "onefold" in f.filename] or list(frames)
-    return (
-        f"{own[-1].filename.rpartition('onefold/')[2]}:{own[-1].lineno} in {own[-1].name}"
-        if own
-        else "no traceback"
+    at = [f"{f.filename.rpartition('onefold/')[2]}:{f.lineno} in {f.name}" for f in own[-1:]]
+    return f"{type(error).__name__}: {text} ({''.join(at) or 'no traceback'})"
+
+
+#: In front of all keys: a launcher's store holds others.
+PREFIX = "onefold-check"
+#: Seconds after which a collective of the process group gives up; a check's limit comes first.
+STALL = 60.0
+#: The signal by which a rank is asked where it stands: it writes its stacks to standard error.
+WHERE = signal.SIGUSR1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a generation of ranks does.
+
+    Attributes:
+        ranks: how many there are. device: "cpu" or "cuda". backend: what moves tensors of the
+            device.
+        per_node: ranks of a node. checks: their names, in order. folder: for checkpoints.
+    """
+
+    ranks: int
+    device: str
+    backend: str
+    per_node: int
+    checks: tuple[str, ...]
+    folder: str
+
+    def encoded(self) -> str:
+        """As text, which `decoded` reads."""
+        return json.dumps(vars(self))
+
+    @staticmethod
+    def decoded(text: str | bytes) -> Plan:
+        values = json.loads(text)
+        return Plan(**{**values, "checks": tuple(values["checks"])})
+
+
+def key(generation: int, check: str, rank: int) -> str:
+    """Where a rank's outcome of a check is left."""
+    return f"{generation}/{check}/{rank}"
+
+
+def main(host: str, port: int, generation: int, rank: int, parent: int) -> None:
+    """Run the plan, and end this process at once: nobody waits for its process group."""
+    end_with_parent(parent)
+    faulthandler.register(WHERE, all_threads=True)
+    try:
+        quiet_third_parties()
+        _run(host, port, generation, rank)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _run(host: str, port: int, generation: int, rank: int) -> None:
+    import torch.distributed as dist
+
+    store = dist.PrefixStore(
+        PREFIX, dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=START.limit))
     )
+    plan = Plan.decoded(store.get(f"{generation}/plan"))
+    known = {check.name: check for check in CHECKS}
+
+    def leave(outcome: Outcome) -> None:
+        store.set(key(generation, outcome.name, rank), json.dumps(outcome.to_json()))
+
+    here = begin(plan, rank, dist.PrefixStore(f"ranks-{generation}", store))
+    leave(Outcome(START.name, OK, str(here)))
+    for name in plan.checks:
+        outcome = answer(known[name], here)
+        leave(outcome)
+        if outcome.ended:
+            break
+    # Whoever leaves first would break the others' connections
+    store.wait([f"{generation}/over"], timedelta(hours=1))
+
+
+def begin(plan: Plan, rank: int, store: Any) -> Here:
+    """Take a device, meet the others, and hear of each of them once by both backends."""
+    import torch
+    import torch.distributed as dist
+
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    device = torch.device("cpu")
+    if plan.device == "cuda":
+        device = torch.device("cuda", local % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    backend = f"cpu:gloo,cuda:{plan.backend}" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=STALL)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=plan.ranks, timeout=timeout)
+    for at in {torch.device("cpu"), device}:
+        total = torch.ones(1, device=at)
+        dist.all_reduce(total)
+        if float(total) != plan.ranks:
+            raise RuntimeError(
+                f"the sum of {plan.ranks} ones, one of each rank, is {float(total)} on {at}"
+            )
+    return Here(rank, plan.ranks, device, plan.backend, plan.per_node, plan.folder)
+
+
+if __name__ == "__main__":
+    # By its name: checks raise the `LeftOut` of that module, not of this one
+    rank = importlib.import_module("onefold.cli.doctor_checks")
+    rank.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))

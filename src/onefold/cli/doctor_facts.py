@@ -1,18 +1,26 @@
-"""What this machine has, without measuring anything: what `onefold doctor` prints at once."""
+"""What this machine has, without measuring anything, and the doctor's figures as tables."""
 
 from __future__ import annotations
 
 import platform
 import shutil
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
 from onefold.memory.host import free_host_memory
-from onefold.plan.calibrate import default_path
+from onefold.plan.calibrate import Calibration, default_path
 from onefold.plan.measured import cpu_name, total_host_memory, usable_cpus
+from onefold.plan.schema import MOVES
 from onefold.train.config import resolve
+from onefold.train.errors import readable
 from onefold.train.launch import physical_cores, ranks_to_start
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
@@ -28,9 +36,12 @@ def facts(device: str) -> dict[str, Any]:
         TrainError: cuda was asked for and torch finds no GPU.
     """
     import torch
+    import torch.distributed as dist
 
     ranks, why = ranks_to_start(resolve({"device": device}))
-    use_cuda = device != "cpu" and torch.cuda.is_available()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    use_cuda = device != "cpu" and gpus > 0
+    known = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -39,14 +50,12 @@ def facts(device: str) -> dict[str, Any]:
             "name": cpu_name(),
             "usable": usable_cpus(),
             "physical_cores": physical_cores(),
-            "simd": _simd(),
+            "simd": str(torch.backends.cpu.get_cpu_capability()),
         },
         "memory": {"total": total_host_memory(), "free": free_host_memory()},
         "cuda": torch.version.cuda,
-        "gpus": (
-            [_gpu(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-        ),
-        "backends": _backends(),
+        "gpus": [_gpu(i) for i in range(gpus)],
+        "backends": [b for b in known if getattr(dist, f"is_{b}_available", lambda: False)()],
         "backend": "nccl" if use_cuda else "gloo",
         "device": "cuda" if use_cuda else "cpu",
         "ranks": ranks,
@@ -62,13 +71,6 @@ def _version(package: str) -> str:
         return ""
 
 
-def _simd() -> str:
-    """The vector instructions that torch uses."""
-    import torch
-
-    return str(torch.backends.cpu.get_cpu_capability())
-
-
 def _gpu(index: int) -> dict[str, Any]:
     import torch
 
@@ -82,22 +84,8 @@ def _gpu(index: int) -> dict[str, Any]:
     }
 
 
-def _backends() -> list[str]:
-    import torch.distributed as dist
-
-    if not dist.is_available():
-        return []
-    return [
-        name
-        for name in ("gloo", "nccl", "mpi", "ucc", "xccl")
-        if getattr(dist, f"is_{name}_available", lambda: False)()
-    ]
-
-
 def _disks() -> list[dict[str, Any]]:
-    """Free space where a run writes; a folder that is not there yet counts as its nearest
-    parent.
-    """
+    """Free space where a run writes, at the nearest folder that is there."""
     out = []
     for use, folder in (
         ("working folder", Path.cwd()),
@@ -107,3 +95,152 @@ def _disks() -> list[dict[str, Any]]:
         there = next(p for p in (folder, *folder.parents) if p.exists())
         out.append({"use": use, "folder": str(folder), "free": shutil.disk_usage(there).free})
     return out
+
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+def show_facts(console: Console, facts: dict[str, Any]) -> None:
+    """What the machine has."""
+    cpu, memory, ranks = facts["cpu"], facts["memory"], facts["ranks"]
+    table = _table("This machine", ["", ""])
+    for name, text in (
+        ("system", f"{facts['system']}, Python {facts['python']}"),
+        ("packages", ", ".join(f"{name} {number}" for name, number in facts["packages"].items())),
+        ("processor", f"{cpu['name']}: {cpu['physical_cores']} physical cores, {cpu['usable']} CPUs usable, {cpu['simd']}"),
+        ("memory", f"{readable(memory['total'])}, {readable(memory['free'])} free"),
+        ("GPUs", _gpus(facts)),
+        ("backends", ", ".join(facts["backends"]) or "none: this torch was built without torch.distributed"),
+        ("onefold train starts", f"{ranks} rank{'s' if ranks > 1 else ''} on {facts['backend']} ({facts['ranks_why']})"),
+        *((disk["use"], f"{disk['folder']}: {readable(disk['free'])} free") for disk in facts["disks"]),
+    ):  # fmt: skip
+        table.add_row(name, escape(text))
+    console.print(table)
+
+
+def show_calibration(console: Console, found: Calibration) -> None:
+    """What the machine was measured to do."""
+    took = f"{found.took_s:.0f} s{', quick' if found.quick else ''}"
+    console.print(
+        f"\nMeasured {found.measured_at[:16].replace('T', ' ')} UTC on {escape(found.device_name)}"
+        f" in {took}."
+    )
+    console.print(_compute(found))
+    if found.measured_ranks[-1] > 1:
+        console.print(_moves(found))
+    for line in _lines(found):
+        console.print(escape(line))
+
+
+def show_checks(console: Console, report: dict[str, Any]) -> None:
+    """What `onefold doctor --check` found, a row a check."""
+    table = _table("Checks", ["", "", "seconds", "found"])
+    count: Counter[str] = Counter()
+    for row in report["checks"]:
+        status, seconds, advice = row["status"], row["seconds"], escape(row["advice"])
+        count[status] += 1
+        style = {"ok": "green", "wrong": "bold red"}.get(status, "yellow")
+        said = escape(row["said"]) + (f"\n[bold]{advice}[/bold]" if advice else "")
+        took = f"{seconds:.1f}" if seconds else "–"
+        table.add_row(row["name"], f"[{style}]{status}[/{style}]", took, said)
+    console.print(table)
+    told = [f"{count[status]} {status}" for status in ("ok", "wrong", "left out") if count[status]]
+    console.print(f"{', '.join(told)}, in {report['seconds']:.0f} s")
+
+
+def _compute(found: Calibration) -> Table:
+    table = _table(
+        "Rates of one rank",
+        ["ranks", "threads", "dtype", "matrices TFLOP/s", "block TFLOP/s", "in a step", "copy GB/s", "AdamW GB/s"],
+    )  # fmt: skip
+    table.caption = (
+        "of so many at work; matrices: the best product; block: a transformer block's two passes,"
+        " the best; in a step: what of that a training step reaches"
+    )
+    for at in found.at:
+        for dtype in found.dtypes:
+            nbytes, seconds = max(at.optimizer)
+            block = max(p.flops_per_s for p in at.blocks if p.dtype == dtype)
+            shares = found.shares(dtype, at.ranks) if at.steps else None
+            rates = [
+                f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}",
+                f"{block / 1e12:.3g}",
+                f"{shares.step:.0%}" if shares else "–",
+            ]
+            once = [f"{found.copy_rate(at.ranks) / 1e9:.3g}", f"{nbytes / seconds / 1e9:.3g}"]
+            first = dtype == found.dtypes[0]
+            ranks = [str(at.ranks), str(at.threads)] if first else ["", ""]
+            table.add_row(*ranks, SHORT.get(dtype, dtype), *rates, *(once if first else ()))
+    return table
+
+
+def _moves(found: Calibration) -> Table:
+    table = _table("Moves", ["ranks", "move", "latency", "bandwidth", "largest measured"])
+    table.caption = (
+        "by the payload that each rank sends; latency and bandwidth are a line through all sizes"
+    )
+    for at in found.at:
+        for move in MOVES if at.ranks > 1 else ():
+            fit, (nbytes, seconds) = at.curves[move].fit, at.curves[move].points[-1]
+            largest = f"{readable(nbytes)} in {_time(seconds)}"
+            ranks = str(at.ranks) if move == MOVES[0] else ""
+            table.add_row(ranks, move, _time(fit.latency_s), _rate(fit.bytes_per_s), largest)
+    return table
+
+
+def _lines(found: Calibration) -> Iterable[str]:
+    for at in found.at:
+        if at.overlap:
+            yield (
+                f"{at.ranks} ranks: {at.overlap.hidden:.0%} of a gather vanishes behind compute, "
+                f"which takes {at.overlap.slowdown:.2f} times as long beside it."
+            )
+            moves = [
+                f"{found.shares(d, at.ranks).move:.0%} ({SHORT.get(d, d)})" for d in found.dtypes
+            ]
+            if at.steps:
+                yield (
+                    f"{at.ranks} ranks: of the moves' rates a training step reaches"
+                    f" {', '.join(moves)}."
+                )
+    if found.host_link:
+        yield (
+            f"host to GPU {_rate(found.host_link.to_device)}, GPU to host"
+            f" {_rate(found.host_link.to_host)}"
+        )
+    if found.disk:
+        how = (
+            "from the page cache, since this system cannot drop it" if found.disk.cached else "read"
+        )
+        yield (
+            f"disk at {found.disk.folder}: {_rate(found.disk.write)} written,"
+            f" {_rate(found.disk.read)} {how}"
+        )
+
+
+def _gpus(facts: dict[str, Any]) -> str:
+    if not facts["gpus"]:
+        cuda = facts["cuda"]
+        built = f"torch is built for CUDA {cuda}" if cuda else "this torch is CPU-only"
+        return f"none that torch can use ({built})"
+    return "; ".join(
+        f"{g['name']} ({g['capability']}): {readable(g['total'])}, {readable(g['free'])} free"
+        for g in facts["gpus"]
+    )
+
+
+def _table(title: str, columns: list[str]) -> Table:
+    table = Table(
+        title=title, title_justify="left", caption_justify="left", show_header=any(columns)
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

@@ -1,7 +1,7 @@
-"""The ranks of a calibration: started, watched, and what they measured brought back. Whatever
-happens, no process and no file is left.
+"""Ranks that the doctor starts, watches and ends; and the ranks of a calibration, whose figures are
+brought back. Whatever happens, no process and no file is left.
 
-Each rank is `python -m onefold.cli.doctor_ranks FOLDER RANK`. They meet through a file in FOLDER.
+Each rank of a calibration is `python -m onefold.cli.doctor_ranks FOLDER RANK`. They meet through a file in FOLDER.
 Rank 0 says on its standard output what is measured next, a line each, and leaves the figures in
 FOLDER.
 """
@@ -17,8 +17,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,63 @@ class Stopped(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
+
+
+@dataclass
+class Children:
+    """Ranks as child processes, each in a session of its own: a Ctrl-C reaches this process only.
+
+    Attributes:
+        folder: for what they write.
+    """
+
+    folder: Path
+    running: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def start_one(
+        self, rank: int, module: str, arguments: Sequence[object], environment: Mapping[str, str]
+    ) -> None:
+        """`python -m module ARGUMENTS` as that rank."""
+        with self.output(rank).open("wb") as out, self._errors(rank).open("wb") as errors:
+            self.running[rank] = subprocess.Popen(
+                [sys.executable, "-m", module, *map(str, arguments)], env=environment,
+                stdin=subprocess.DEVNULL, stdout=out, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+
+    def output(self, rank: int) -> Path:
+        """Its standard output."""
+        return self.folder / f"rank-{rank}.out"
+
+    def said(self, rank: int) -> str:
+        """Its standard error."""
+        return self._errors(rank).read_text(encoding="utf-8", errors="replace")
+
+    def statuses(self) -> dict[int, int]:
+        """Exit statuses of those that have ended."""
+        found = {rank: child.poll() for rank, child in self.running.items()}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    def how(self, rank: int, killed: str = "") -> str:
+        """How a rank ended, and the last that it said. `killed`: added where SIGKILL ended it."""
+        status, lines = self.statuses()[rank], self.said(rank).strip().splitlines()
+        how = f"ended with status {status}"
+        if status < 0:
+            how = f"was ended by {signal.Signals(-status).name}"
+        how += killed if -status == signal.SIGKILL else ""
+        return f"{how}: {lines[-1] if lines else 'it said nothing'}"
+
+    def end(self) -> None:
+        """Leave no child."""
+        for child in self.running.values():
+            if child.poll() is None:
+                with contextlib.suppress(OSError):
+                    os.killpg(child.pid, signal.SIGKILL)
+        for child in self.running.values():
+            child.wait()
+        self.running = {}
+
+    def _errors(self, rank: int) -> Path:
+        return self.folder / f"rank-{rank}.err"
 
 
 def measure_with_ranks(
@@ -76,90 +133,45 @@ def measure_with_ranks(
             "sizes": asdict(sizes),
         }
         (folder / JOB).write_text(json.dumps(job), encoding="utf-8")
-        ranks: list[subprocess.Popen[bytes]] = []
+        environment = child_environment(os.environ, world, folder, compiling=False)
+        ranks = Children(folder)
         try:
             for rank in range(world):
-                ranks.append(_start(folder, rank, world))
-            _watch(ranks, folder, arrived, say)
+                ranks.start_one(rank, "onefold.cli.doctor_ranks", (folder, rank), environment)
+            _watch(ranks, arrived, say)
             if arrived:
                 raise Stopped(arrived[0])
             result: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
             return result
         finally:
-            _end(ranks)
+            ranks.end()
 
 
-def _start(folder: Path, rank: int, world: int) -> subprocess.Popen[bytes]:
-    """One rank in a session of its own: a Ctrl-C in the terminal reaches this process only."""
-    with (
-        (folder / f"rank-{rank}.out").open("wb") as out,
-        (folder / f"rank-{rank}.err").open("wb") as err,
-    ):
-        return subprocess.Popen(
-            [sys.executable, "-m", "onefold.cli.doctor_ranks", str(folder), str(rank)],
-            env=child_environment(os.environ, world, folder, compiling=False),
-            stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
-        )  # fmt: skip
-
-
-def _watch(
-    ranks: list[subprocess.Popen[bytes]],
-    folder: Path,
-    arrived: list[int],
-    say: Callable[[str], None],
-) -> None:
-    """Until all ranks are done, one failed, or a signal came. What rank 0 writes is passed on line
-    by line.
-    """
-    with (folder / "rank-0.out").open(encoding="utf-8", errors="replace") as progress:
+def _watch(ranks: Children, arrived: list[int], say: Callable[[str], None]) -> None:
+    """Until all ranks are done, one failed, or a signal came; passes on rank 0's lines."""
+    with ranks.output(0).open(encoding="utf-8", errors="replace") as progress:
         while not arrived:
-            running = [r for r in ranks if r.poll() is None]
+            statuses = ranks.statuses()
             for line in progress:
                 say(line.strip())
-            failed = next((i for i, r in enumerate(ranks) if r.returncode not in (None, 0)), None)
+            failed = next((rank for rank, status in sorted(statuses.items()) if status), None)
             if failed is not None:
-                raise MeasurementError(_why(failed, ranks[failed].returncode, folder))
-            if not running:
+                hint = ""
+                if -statuses[failed] == signal.SIGKILL:
+                    hint = " Memory may have run out: use fewer --ranks, or --quick."
+                raise MeasurementError(
+                    f"rank {failed} of the measurement {ranks.how(failed)}.{hint}"
+                )
+            if len(statuses) == len(ranks.running):
                 return
             time.sleep(INTERVAL)
-
-
-def _why(rank: int, status: int, folder: Path) -> str:
-    said = (
-        (folder / f"rank-{rank}.err")
-        .read_text(encoding="utf-8", errors="replace")
-        .strip()
-        .splitlines()
-    )
-    how = (
-        f"was ended by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ended with status {status}"
-    )
-    hint = (
-        " Memory may have run out: use fewer --ranks, or --quick."
-        if -status == signal.SIGKILL
-        else ""
-    )
-    return f"rank {rank} of the measurement {how}: {said[-1] if said else 'it said nothing'}.{hint}"
-
-
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    for rank in ranks:
-        if rank.poll() is None:
-            with contextlib.suppress(OSError):
-                os.killpg(rank.pid, signal.SIGKILL)
-    for rank in ranks:
-        rank.wait()
 
 
 # -- a rank --------------------------------------------------------------------------------------
 
 
 def main(folder: Path, rank: int) -> None:
-    """Measure with the other ranks. Ends this process by itself: a process group in the middle of
-    something would be waited for.
-    """
+    """Measure with the others, and end this process at once: nobody waits for its group."""
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         end_with_parent(job["parent"])

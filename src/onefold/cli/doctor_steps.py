@@ -27,13 +27,12 @@ from onefold.plan.benchmark_blocks import (
     RootMeanSquare,
     gated_flops,
 )
-from onefold.plan.counting import count
-from onefold.plan.evaluate import calls_of
 from onefold.plan.fit import Kernels
 from onefold.plan.from_module import model_shape
+from onefold.plan.kernels import count
 from onefold.plan.measure import Bench
 from onefold.plan.measured import StepPoint
-from onefold.plan.states import units_of, wire
+from onefold.plan.states import calls_of, units_of, wire
 from onefold.recipe import Recipe
 from onefold.recipe.options import Precision
 
@@ -49,9 +48,7 @@ WARMUP, COUNTED = 2, 3
 
 
 class Reference(nn.Module):
-    """Embedding, blocks, norm, head, and the mean cross-entropy of predicting each token from
-    itself: [1, tokens] → scalar.
-    """
+    """[1, tokens] → the mean cross-entropy of predicting each token from itself."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -88,12 +85,9 @@ class Training:
 
     def step(self) -> None:
         """One optimizer step."""
-        for number in range(MICRO_BATCHES):
-            with (
-                contextlib.nullcontext()
-                if number + 1 == MICRO_BATCHES
-                else onefold.no_sync(self.model)
-            ):
+        for number in range(1, MICRO_BATCHES + 1):
+            last = number == MICRO_BATCHES
+            with contextlib.nullcontext() if last else onefold.no_sync(self.model):
                 self.model(self.ids).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -104,23 +98,20 @@ class Training:
         sent = wire(units, self.recipe, MICRO_BATCHES)
         calls = calls_of(units, self.recipe, MICRO_BATCHES)
         head = 6 * self.hidden * REFERENCE_VOCABULARY * self.tokens
+        flops = REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head
+        slots = (
+            slot for unit in units for f in unit.flats for slot in map(f.local, f.layout.slots)
+        )
         return StepPoint(
             dtype=self.dtype,
             stage=self.stage,
             hidden=self.hidden,
             tokens=self.tokens,
             micro_batches=MICRO_BATCHES,
-            flops=float(
-                MICRO_BATCHES * (REFERENCE_BLOCKS * gated_flops(self.hidden, self.tokens) + head)
-            ),
+            flops=float(MICRO_BATCHES * flops),
             kernels=self.kernels * MICRO_BATCHES,
             numel=self.shape.numel,
-            stepped=sum(
-                flat.local(slot)
-                for unit in units
-                for flat in unit.flats
-                for slot in flat.layout.slots
-            ),
+            stepped=sum(slots),
             wire={move: float(nbytes) for move, nbytes in sent.items()},
             calls={move: calls[move] for move in sent},
             seconds=seconds,

@@ -107,9 +107,7 @@ def refuse(
 
 
 def stopped(number: int, undone: str, as_json: bool = False) -> NoReturn:
-    """Say which signal ended the command, and what is left undone; end with the status of that
-    signal.
-    """
+    """Say which signal ended the command and what is left undone; end with its status."""
     text = f"stopped by {signal.Signals(number).name}; nothing was {undone}."
     if as_json:
         print(json.dumps({"event": "error", "kind": "Stopped", "message": text}))

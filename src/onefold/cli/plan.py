@@ -45,7 +45,7 @@ def plan(
         str, option("Samples a rank computes at once, or auto for the largest that fit.", _JOB, shown=True)
     ] = "1",
     global_batch: Annotated[int, option("Samples of a step (0: one micro-batch a rank).", _JOB, shown=True)] = 0,
-    checkpointing: Annotated[Checkpointing, option("Which blocks are recomputed.", _JOB, shown=True)] = "auto",
+    activation_checkpointing: Annotated[Checkpointing, option("Which blocks are recomputed.", _JOB, shown=True)] = "auto",
     optimizer: Annotated[str, option("The optimizer, by the name of its class.", _JOB, shown=True)] = "adamw",
     lora: Annotated[int, option("Rank of LoRA adapters; 0 trains everything.", _JOB, shown=True)] = 0,
     stage: Annotated[str, option("0, 1, 2, 3 or auto.", DIVISION, shown=True)] = "auto",
@@ -80,7 +80,7 @@ def plan(
             global_batch=global_batch,
             precision=precision,
             accumulate_dtype=options.pop("accumulate_dtype", "fp32"),
-            checkpointing="" if checkpointing == "auto" else checkpointing,
+            checkpointing="" if activation_checkpointing == "auto" else activation_checkpointing,
             optimizer=optimizer,
             lora_rank=lora,
             offload="" if offload == "auto" else offload,
@@ -171,7 +171,7 @@ def _with_host(machine: Any, memory: str | None, disk: str | None) -> Any:
     """
     both = (("memory", "--host-memory", memory), ("nvme", "--disk-space", disk))
     given = {name: float(bytes_of(flag, text)) for name, flag, text in both if text is not None}
-    return replace(machine, host=replace(machine.host, **given)) if given else machine
+    return replace(machine, host=replace(machine.host, **given))
 
 
 def _simulated(found: Any, wanted: Any, rank: int, trace: Path | None) -> Any:

@@ -91,12 +91,12 @@ def write_trace(found: Simulation, scheme: Scheme, path: Path) -> Path:
     )
 
 
-def show_timeline(found: Simulation, candidate: Candidate, console: Console | None = None) -> None:
+def show_timeline(found: Simulation, candidate: Candidate) -> None:
     """Print where the step's time goes by the timeline, beside the plan's figures."""
     timeline = found.timeline
     if timeline is None:
         return
-    out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
     table = plain_table("seconds of a rank in one step", "", " plan", " timeline", "")
     rows: list[tuple[str, float | None, float]] = [
@@ -132,11 +132,11 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms"
 
 
-def show_simulation(found: Simulation, scheme: Scheme, console: Console | None = None) -> None:
+def show_simulation(found: Simulation, scheme: Scheme) -> None:
     """Print what was planned and what the engine's ledgers said, line by line, and both ends of the
     step.
     """
-    out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     batches = f"{found.micro_batches} micro-batch{'es' if found.micro_batches > 1 else ''}"
     out.print(
         f"[bold]simulated[/bold]: {scheme}, the engine as rank {found.rank} of {found.ranks},"

@@ -90,14 +90,22 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
 
 def _parameter(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
     """The option of a field that is the run's own."""
-    kind = field.annotation
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kinds = [a for a in typing.get_args(kind) if a is not type(None)]
-        kind = kinds[0] if len(kinds) == 1 else str
+    kinds = [kind for kind in _alternatives(field.annotation) if kind is not types.NoneType]
+    kind = kinds[0] if len(kinds) == 1 else str
     if kind not in (bool, int, float) and typing.get_origin(kind) is not Literal:
         kind = str
+    text = " ".join((field.description or "").split())
     taken_back = key not in ("json", "overwrite")
-    return parameter(key, kind, field.description or "", panel, field.default, taken_back)
+    return parameter(key, kind, text, panel, field.default, taken_back)
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """The members of a union, each without what `Annotated` adds."""
+    if typing.get_origin(kind) is Annotated:
+        return _alternatives(typing.get_args(kind)[0])
+    if typing.get_origin(kind) in (types.UnionType, typing.Union):
+        return [one for member in typing.get_args(kind) for one in _alternatives(member)]
+    return [kind]
 
 
 def _parameters() -> list[inspect.Parameter]:

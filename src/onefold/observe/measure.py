@@ -2,7 +2,7 @@
 
 rest      the engine's ledger of the device between steps, and the optimizer's state that is there
 peak      the recorded window's fullest moment if there is one; otherwise the ledger's own peak and the optimizer's state
-beyond    the same peaks of the host and of NVMe
+offloaded    the same peaks of the host and of NVMe
 wire      of one step: the window's moves, divided by its steps
 links     the same by where they went, as the ledger knows the nodes
 seconds   of one step: the window's compute, waits (for others, for NVMe) and optimizer; `step` as given, or the window's length
@@ -77,11 +77,11 @@ def measured(
         if recording is not None
         else {**engine.memory.peak(), MOMENTS: moments.get(DEVICE, 0)}
     )
-    beyond = {}
+    offloaded = {}
     for tier, ledger in ledgers_of(engine).items():
         own = ledger.peak()
         own[MOMENTS] = own.get(MOMENTS, 0) + moments.get(tier, 0)
-        beyond[tier] = _ordered(recording.peak(tier=tier) if recording is not None else own)
+        offloaded[tier] = _ordered(recording.peak(tier=tier) if recording is not None else own)
     full = recording.sent() if recording is not None else engine.traffic.by_move_in_full()
     over = recording.steps if recording is not None else steps
     wire = (
@@ -106,9 +106,9 @@ def measured(
         rest=_ordered(rest),
         peak=_ordered(peak),
         ledger=_ordered(recording.peak(ENGINE) if recording is not None else engine.memory.peak()),
-        host=sum(beyond.get(HOST, {}).values()),
-        nvme=sum(beyond.get(NVME, {}).values()),
-        beyond={tier: held for tier, held in beyond.items() if held},
+        host=sum(offloaded.get(HOST, {}).values()),
+        nvme=sum(offloaded.get(NVME, {}).values()),
+        offloaded={tier: held for tier, held in offloaded.items() if held},
         moved=(
             {move: n // recording.steps for move, n in recording.moved().items()}
             if recording is not None

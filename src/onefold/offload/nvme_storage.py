@@ -22,11 +22,14 @@ from onefold.memory import (
     empty,
 )
 from onefold.memory.tier_error import TierError
-from onefold.offload.storage import OffloadStorage, grain_of_kind
+from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
 from onefold.recipe import Tier
+from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
-from onefold.runtime.storageless import storageless
+from onefold.runtime.on_disk import OnDisk
+from onefold.runtime.storage import state_shape
+from onefold.runtime.storageless import StatePlace, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -92,6 +95,33 @@ class NvmeStorage(OffloadStorage):
             )
         return self.regions[kind]
 
+    def dtype_of(self, kind: str) -> torch.dtype:
+        return self.regions[kind].dtype
+
+    # -- elements of masters and states ------------------------------------------------------------
+
+    def elements(
+        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
+    ) -> torch.Tensor | OnDisk:
+        if key and value.device.type != "meta":
+            return super().elements(entry, key, value, x, y)
+        first = entry.slot.start - self.flat.owned[0]
+        kind = state_kind(key, value.dtype) if key else "master"
+        return OnDisk(self, kind, *items_of(first + x, first + y, grain_of(key)))
+
+    def new_state(
+        self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
+    ) -> torch.Tensor:
+        if in_memory:
+            return super().new_state(entry, key, dtype, in_memory)
+        self.region(state_kind(key, dtype), dtype)
+        return StatePlace.of(state_shape(entry, key), dtype)
+
+    def beside_masters(self, name: str, dtype: torch.dtype) -> OnDisk:
+        kind, (a, b) = state_kind(name, dtype), self.flat.interval
+        self.region(kind, dtype)
+        return OnDisk(self, kind, a - self.flat.owned[0], b - self.flat.owned[0])
+
     # -- masters -----------------------------------------------------------------------------------
 
     def load(self) -> torch.Tensor:
@@ -117,7 +147,6 @@ class NvmeStorage(OffloadStorage):
             self._write("parameter", start, low, whole)
 
     def renew(self) -> None:
-        """Make what gathers read anew of the masters."""
         for a, b in self.chunks():
             self.stepped(a, b, self.part("master", a, b))
         self.transfers.flush()
@@ -257,7 +286,7 @@ class NvmeStorage(OffloadStorage):
         for entry in wanted:
             self.norms.pop(entry.index, None)
             if entry.param.grad is None:
-                x, y = self.flat.accounted(entry)
+                x, y = (entry.slot.start + at for at in entry.accounted())
                 # The norm is asked for later, and now it is in memory
                 if x < y and total.dtype == region.dtype:
                     self.norms[entry.index] = torch._foreach_norm(
@@ -265,13 +294,11 @@ class NvmeStorage(OffloadStorage):
                     )[0]
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
 
-    def gradient_norm(self, entry: Entry, addresses: tuple[int, int], p: float) -> torch.Tensor:
-        """The p-norm of the gradient of `entry` over `addresses`, a 0-dim tensor; read again unless
-        it was taken as it passed by.
-        """
-        a, b = addresses
+    def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
+        """See `Storage`; read again unless it was taken as it passed by."""
         if p != 2 or self.scale is not None or entry.index not in self.norms:
-            part = self.part("gradient", a - self.flat.owned[0], b - self.flat.owned[0])
+            first, (a, b) = entry.slot.start - self.flat.owned[0], entry.accounted()
+            part = self.part("gradient", first + a, first + b)
             if self.scale is not None:
                 part.mul_(self.scale)
             norm = torch._foreach_norm([part], p)[0]

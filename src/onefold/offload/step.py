@@ -45,6 +45,7 @@ from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stand_ins import groups_of, only, raw_step
+from onefold.runtime.storage import state_shape
 from onefold.runtime.storageless import StatePlace, is_storageless
 from onefold.runtime.unreduced import unique_bytes
 
@@ -270,7 +271,7 @@ class _Stepping:
                 kind = state_kind(key, value.dtype)
                 storage.region(kind, value.dtype)
                 storage.write_part(kind, _owned(entry)[0] // grain_of(key), value.reshape(-1))
-                state[key] = _place_of(entry, key, value.dtype)
+                state[key] = StatePlace.of(state_shape(entry, key), value.dtype)
 
     # -- one chunk ---------------------------------------------------------------------------------
 
@@ -375,8 +376,9 @@ class _Stepping:
         moments.step_pieces(self.optimizer, self.groups, how, pieces)
         for piece in pieces:
             kept = self.small.get(piece.entry.number)
-            after = {
-                key: _place_of(piece.entry, key, part.dtype) for key, part in piece.parts.items()
+            after: dict[str, torch.Tensor] = {
+                key: StatePlace.of(state_shape(piece.entry, key), part.dtype)
+                for key, part in piece.parts.items()
             }
             if kept is not None:
                 after = {key: part.view(piece.entry.param.shape) for key, part in kept.items()}
@@ -447,7 +449,7 @@ class _Stepping:
             into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
             if into.data_ptr() != value.data_ptr():
                 into.copy_(value)
-            after[key] = _place_of(entry, key, value.dtype)
+            after[key] = StatePlace.of(state_shape(entry, key), value.dtype)
         self.scalars[entry.number] = entry, after
 
     def _write(self, chunk: _Chunk) -> None:
@@ -478,14 +480,6 @@ def _owned(entry: Entry) -> tuple[int, int]:
     """
     a, b = entry.flat.local(entry)
     return a - entry.flat.owned[0], b - entry.flat.owned[0]
-
-
-def _place_of(entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
-    """What stands in the optimizer's state for a part of it on NVMe."""
-    shape = (
-        entry.param.shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
-    )
-    return StatePlace.of(shape, dtype)
 
 
 def _elementwise(value: Any, param: torch.Tensor) -> bool:

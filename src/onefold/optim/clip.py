@@ -30,14 +30,14 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
         grad, flat = entry.param.grad, entry.flat
         if grad is None:
             continue
-        a, b = flat.accounted(entry)
+        a, b = entry.accounted()
         if flat.storage.gradients_on_disk:
             if a < b:
                 parts.append(entry)
             continue
         # Other ranks hold it too: each answers for its part
-        if flat.owned != flat.interval and not flat.unsharded:
-            first = flat.local(entry)[0]
+        if flat.shared:
+            first, _ = entry.held()
             grad = grad.reshape(-1)[a - first : b - first]
         if grad.numel():
             parts.append(grad)
@@ -152,4 +152,4 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
 
 
 def _norm_on_disk(entry: Entry, p: float) -> torch.Tensor:
-    return entry.flat.storage.gradient_norm(entry, entry.flat.accounted(entry), p)
+    return entry.flat.storage.gradient_norm(entry, p)

@@ -164,11 +164,11 @@ def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
 
 
 def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
-    slot, (a, b) = entry.slot, entry.flat.local(entry)
+    slot, (a, b) = entry.slot, entry.held()
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and tuple(value.shape) == slot.shape and key != "step":
-            part = value.reshape(-1)[a - slot.start : b - slot.start].clone()
+            part = value.reshape(-1)[a:b].clone()
             cut[key] = part.view(entry.param.shape)
         elif isinstance(value, torch.Tensor) and value.shape == entry.param.shape:
             cut[key] = value  # shard() has seen it already

@@ -62,19 +62,16 @@ class Activity:
     @classmethod
     def from_trace(cls, trace: ActivationTrace) -> Activity:
         """What a trace of the real module says, span by span."""
-        slots = tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans)
-        flops = trace.forward_flops + trace.backward_flops
-        movable = {u.name: u.movable for u in trace.units if u.movable}
         return cls(
-            slots,
+            tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans),
             trace.saved,
             trace.logits,
-            flops,
-            trace.forward_flops,
-            "traced",
-            trace.notes,
-            trace.kernels,
-            movable,
+            flops=trace.forward_flops + trace.backward_flops,
+            forward_flops=trace.forward_flops,
+            source="traced",
+            notes=trace.notes,
+            kernels=trace.kernels,
+            movable={u.name: u.movable for u in trace.units if u.movable},
         )
 
     @classmethod

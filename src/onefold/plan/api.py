@@ -48,19 +48,13 @@ def machine_here(
     except (CalibrationError, ValueError, OSError):
         measured = False
     if not measured:
-        unknown = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
-        default = hardware.builtin().hosts["default"]
-        host = replace(default, memory=beside.host, nvme=beside.disk)
-        between = hardware.builtin().link("100g") if ranks > local_ranks else None
-        return Machine(unknown, ranks, local_ranks, between, host, shared=device == "cpu"), False
-    return (
-        replace(
-            found,
-            gpu=replace(found.gpu, capacity=free),
-            host=replace(found.host, memory=beside.host, nvme=beside.disk),
-        ),
-        True,
-    )
+        known = hardware.builtin()
+        between = known.link("100g") if ranks > local_ranks else None
+        gpu = Gpu("here", "this machine", free, {"fp32": 1e12}, 1.0, 1e10, 1e9, 1e9)
+        host, shared = known.hosts["default"], device == "cpu"
+        found = Machine(gpu, ranks, local_ranks, between, host, shared=shared)
+    host = replace(found.host, memory=beside.host, nvme=beside.disk)
+    return replace(found, gpu=replace(found.gpu, capacity=free), host=host), measured
 
 
 @dataclass(frozen=True)
@@ -96,12 +90,6 @@ def _free_at(folders: Sequence[str]) -> float:
     return min(each) * len(folders) if each else 0.0
 
 
-def without_times(candidate: Candidate) -> Candidate:
-    """The candidate on a machine whose speeds nobody measured: bytes only."""
-    account = replace(candidate.account, seconds={}, tiers={}, tokens_per_s=0.0, mfu=None)
-    return replace(candidate, account=account)
-
-
 def plan_here(
     model: nn.Module | str,
     job: Job,
@@ -132,15 +120,21 @@ def plan_here(
     found = _plan(model, machine, job, stages=stages, batch=batch, loss=loss, largest=False)
     if measured:
         return found
-    best = without_times(found.recommended) if found.recommended is not None else None
-    stages_ = tuple(without_times(c) for c in found.stages)
+
+    def bytes_only(candidate: Candidate) -> Candidate:
+        account = replace(candidate.account, seconds={}, tiers={}, tokens_per_s=0.0, mfu=None)
+        return replace(candidate, account=account)
+
     note = (
         "speeds of this machine are not measured: onefold doctor --calibrate would add seconds to"
         " the plan"
     )
-    steps = tuple(without_times(c) for c in found.next_steps)
     return replace(
-        found, stages=stages_, recommended=best, next_steps=steps, notes=(*found.notes, note)
+        found,
+        stages=tuple(map(bytes_only, found.stages)),
+        recommended=bytes_only(found.recommended) if found.recommended is not None else None,
+        next_steps=tuple(map(bytes_only, found.next_steps)),
+        notes=(*found.notes, note),
     )
 
 
@@ -148,20 +142,19 @@ def _least(free: int, folders: Sequence[str], ranks: int) -> tuple[int, Beside]:
     """What is free on the rank that has least, of its device and beside it. Collective; raises
     ValueError on every rank if one's folder is not there.
     """
+    found: Beside | str
     try:
-        found: tuple[int, Beside | None, str] = free, Beside.here(folders), ""
+        found = Beside.here(folders)
     except ValueError as error:
-        found = free, None, str(error)
-    every: list[Any] = [found]
+        found = str(error)
+    every: list[Any] = [(free, found)] * ranks
     if ranks > 1:
-        every = [None] * ranks
-        dist.all_gather_object(every, found)
-    wrong = next((text for _, _, text in every if text), "")
-    if wrong:
-        raise ValueError(wrong)
-    return min(f for f, _, _ in every), Beside(
-        min(b.host for _, b, _ in every), min(b.disk for _, b, _ in every)
-    )
+        dist.all_gather_object(every, (free, found))
+    for _, said in every:
+        if isinstance(said, str):
+            raise ValueError(said)
+    least = Beside(min(b.host for _, b in every), min(b.disk for _, b in every))
+    return min(f for f, _ in every), least
 
 
 def recipe_for(
@@ -260,8 +253,8 @@ def plan(
         machine: what to plan for; else `gpus` of a kind, in nodes of `per_node` joined by `link`;
             else one rank of this machine.
         stage: only this one; None for the lowest that fits.
-        batch, loss: for modules that are no language model of `input_ids` and `labels`; see
-            `plan.planner.plan`.
+        batch, loss: for modules that are no language model of `input_ids` and `labels`: the batch of
+            a given number of samples, and the scalar of the module's output.
         largest: also find the largest micro-batch and model for each stage.
         job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision,
             accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of `Recipe.zero` (reduce_at,

@@ -13,8 +13,9 @@ All are code of our own: no model that a plan is asked about is among them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ from torch import nn
 KIB, MIB = 1 << 10, 1 << 20
 #: Blocks and vocabulary of the model that takes the reference steps.
 REFERENCE_BLOCKS, REFERENCE_VOCABULARY = 4, 2048
-T = TypeVar("T")
 #: Width of a `Gated` block's feed-forward, in halves of its own width.
 GATED_HALVES = 5
 
@@ -112,29 +112,23 @@ class Sizes:
         either.
         """
         room = free_bytes // 2
-        moves = _some([b for b in self.move_bytes if 4 * b <= room], self.move_bytes)
-        return replace(
-            self,
-            matrices=_some(
-                [(m, n, k) for m, n, k in self.matrices if 4 * (m * k + n * k + m * n) <= room],
-                self.matrices,
-            ),
-            blocks=_some(
-                [(h, t) for h, t in self.blocks if 4 * (24 * h * h + 32 * h * t) <= room],
-                self.blocks,
-            ),
-            gated=_some(
-                [(h, t) for h, t in self.gated if 4 * (42 * h * h + 80 * h * t) <= room], self.gated
-            ),
-            chains=_some([(h, t) for h, t in self.chains if 4 * 200 * h * t <= room], self.chains),
-            steps=tuple((h, t) for h, t in self.steps if reference_bytes(h, t) <= room),
-            copy_bytes=_some([b for b in self.copy_bytes if 2 * b <= room], self.copy_bytes),
-            optimizer_numels=_some(
-                [n for n in self.optimizer_numels if 16 * n <= room], self.optimizer_numels
-            ),
-            move_bytes=moves,
-            overlap_bytes=min(self.overlap_bytes, moves[-1]),
-        )
+        needs: dict[str, Callable[..., int]] = {
+            "matrices": lambda m, n, k: 4 * (m * k + n * k + m * n),
+            "blocks": lambda h, t: 4 * (24 * h * h + 32 * h * t),
+            "gated": lambda h, t: 4 * (42 * h * h + 80 * h * t),
+            "chains": lambda h, t: 4 * 200 * h * t,
+            "copy_bytes": lambda b: 2 * b,
+            "optimizer_numels": lambda n: 16 * n,
+            "move_bytes": lambda b: 4 * b,
+        }
+        kept: dict[str, Any] = {}
+        for name, need in needs.items():
+            sizes = getattr(self, name)
+            fit = [s for s in sizes if need(*(s if isinstance(s, tuple) else (s,))) <= room]
+            kept[name] = tuple(fit) or sizes[:1]
+        steps = tuple((h, t) for h, t in self.steps if reference_bytes(h, t) <= room)
+        overlap = min(self.overlap_bytes, kept["move_bytes"][-1])
+        return replace(self, **kept, steps=steps, overlap_bytes=overlap)
 
     def _fewer(self) -> Sizes:
         """A rough picture in a few seconds: the shapes in the middle, the smaller messages, a short
@@ -165,10 +159,6 @@ def _matrices(
         for t in tokens:
             shapes += [(t, 3 * h, h), (t, 4 * h, h), (t, h, 4 * h)]
     return (*shapes, (tokens[-1] // 2, vocab, hidden[-1]))
-
-
-def _some(kept: list[T], of: tuple[T, ...]) -> tuple[T, ...]:
-    return tuple(kept) or of[:1]
 
 
 def reference_bytes(hidden: int, tokens: int) -> int:
@@ -237,7 +227,8 @@ class Gated(nn.Module):
         ffn, small = hidden * GATED_HALVES // 2, self.heads // 2 * self.width
         self.norm_attention, self.norm_ffn = RootMeanSquare(hidden), RootMeanSquare(hidden)
         self.q, self.k, self.v, self.out = (
-            nn.Linear(a, b, bias=False) for a, b in _projections(hidden, small)
+            nn.Linear(a, b, bias=False)
+            for a, b in ((hidden, hidden), (hidden, small), (hidden, small), (hidden, hidden))
         )
         self.gate, self.up = nn.Linear(hidden, ffn, bias=False), nn.Linear(hidden, ffn, bias=False)
         self.down = nn.Linear(ffn, hidden, bias=False)
@@ -275,10 +266,6 @@ def gated_flops(hidden: int, tokens: int) -> int:
         6 * (3 * hidden * hidden + 3 * hidden * (hidden * GATED_HALVES // 2)) * tokens
         + 12 * hidden * tokens * tokens
     )
-
-
-def _projections(hidden: int, small: int) -> tuple[tuple[int, int], ...]:
-    return ((hidden, hidden), (hidden, small), (hidden, small), (hidden, hidden))
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

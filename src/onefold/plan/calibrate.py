@@ -216,6 +216,7 @@ class Calibration:
         )
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What is worked out once."""
         if key not in self._answers:
             self._answers[key] = make()
         found: T = self._answers[key]
@@ -223,7 +224,6 @@ class Calibration:
 
     @cached_property
     def _answers(self) -> dict[Any, Any]:
-        """What was worked out before."""
         return {}
 
     def copy_rate(self, ranks: int = 1) -> float:

@@ -21,8 +21,16 @@ from math import floor
 
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
-from onefold.plan.hardware import Machine
-from onefold.plan.job import CHECKPOINTING, IN_PART, OFFLOAD, PLACES, WIRE_OPTIONS, Job, Scheme
+from onefold.plan.hardware import Machine, builtin
+from onefold.plan.job import (
+    CHECKPOINTING,
+    COMMUNICATION_OPTIONS,
+    IN_PART,
+    OFFLOAD,
+    PLACES,
+    Job,
+    Scheme,
+)
 from onefold.plan.shapes import ModelShape
 from onefold.plan.times import Software
 
@@ -71,8 +79,8 @@ def smallest_share(
     return found if found.fits else None
 
 
-#: Where the searches for the largest end: samples of a micro-batch, blocks of a model.
-MOST_SAMPLES, MOST_BLOCKS = 4096, 1024
+#: Where the searches end: samples of a micro-batch, blocks of a model, devices.
+MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
 
 # (samples of a micro-batch, checkpointing) → what they keep
 Activities = Callable[[int, str], Activity]
@@ -107,9 +115,7 @@ def rungs(
     job: Job, ranks: int, stages: tuple[int, ...] = (), places: Collection[str] = tuple(OFFLOAD)
 ) -> list[list[Scheme]]:
     """What may be recomputed and may leave the device, each with the stages at which it can, from
-    the lowest.
-
-    What the job fixes stays fixed. The first is the one that changes least.
+    the lowest. What the job fixes stays fixed. The first is the one that changes least.
 
     Args:
         places: those of `OFFLOAD` that may be taken where the job fixes none.
@@ -117,7 +123,6 @@ def rungs(
     Raises:
         ValueError: no asked stage can keep states where the job says.
     """
-    micro = job.micro_batch or 1
     out = []
     for offload in (job.offload,) if job.offload else [name for name in OFFLOAD if name in places]:
         possible: tuple[int, ...] = (3,)
@@ -129,20 +134,16 @@ def rungs(
         if stages:  # of an offload that was asked for, what cannot be is refused by the scheme
             possible = tuple(s for s in stages if job.offload or offload == "none" or s in possible)
         for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
-            if possible:
-                out.append([Scheme(stage, checkpointing, offload, micro) for stage in possible])
+            schemes = [Scheme(s, checkpointing, offload, job.micro_batch or 1) for s in possible]
+            out += [schemes] if schemes else []
     for scheme in (s for rung in out for s in rung if job.places):
         scheme.recipe(job)  # says what cannot be
-    return _that_can_be(out, job) if job.wires else out
-
-
-def _that_can_be(rungs: list[list[Scheme]], job: Job) -> list[list[Scheme]]:
-    """The rungs without the schemes that groups and codecs cannot go with. Raises ValueError where
-    nothing is left.
-    """
-    found = [[s for s in rung if _can_be(s, job)] for rung in rungs]
+    if not job.communication:
+        return out
+    # Without what groups and codecs cannot go with
+    found = [[s for s in rung if _can_be(s, job)] for rung in out]
     if not any(found):
-        next(s for rung in rungs for s in rung).recipe(job)
+        out[0][0].recipe(job)  # says what cannot be
     return [rung for rung in found if rung]
 
 
@@ -163,13 +164,9 @@ def places_on(machine: Machine) -> tuple[str, ...]:
     """Those of `OFFLOAD` that can help on this machine. Where the host's memory is the device's
     own, going there frees nothing.
     """
-
-    def helps(tiers: Collection[str]) -> bool:
-        return not ("nvme" in tiers and machine.host.nvme <= 0) and not (
-            "cpu" in tiers and machine.shared
-        )
-
-    return tuple(name for name, tiers in OFFLOAD.items() if helps(tiers.values()))
+    useless = {"nvme"} if machine.host.nvme <= 0 else set()
+    useless |= {"cpu"} if machine.shared else set()
+    return tuple(name for name, tiers in OFFLOAD.items() if not useless & set(tiers.values()))
 
 
 def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candidate]:
@@ -216,49 +213,39 @@ def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | N
     return largest_micro_batch(question, found.scheme) or found
 
 
-def largest_micro_batch(
-    question: Question, scheme: Scheme, most: int = MOST_SAMPLES
-) -> Candidate | None:
+def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
     """The scheme at the largest micro-batch that fits (with a global batch, of those that divide
     it); None if not even 1 does.
 
     Memory grows with the micro-batch, so halving finds it.
     """
-    sizes = _sizes(question, most)
-    if not sizes:
-        return None
+    sizes = _sizes(question)
     best: Candidate | None = None
     low, high = 0, len(sizes) - 1
-    # open-ended: double first, so that a small answer costs few traces
-    if isinstance(sizes, range):
-        while high > 0 and low < high:
-            probe = min(high, max(1, low * 2))
-            found = question.answer(scheme.with_(micro_batch=sizes[probe]))
-            if not found.fits:
-                high = probe - 1
-                break
-            best, low = found, probe + 1
+    # Open-ended: double first, so that a small answer costs few traces
+    doubling = isinstance(sizes, range)
     while low <= high:
-        middle = (low + high) // 2
-        found = question.answer(scheme.with_(micro_batch=sizes[middle]))
+        doubling = doubling and low < high
+        at = min(high, max(1, low * 2)) if doubling else (low + high) // 2
+        found = question.answer(scheme.with_(micro_batch=sizes[at]))
         if found.fits:
-            best, low = found, middle + 1
+            best, low = found, at + 1
         else:
-            high = middle - 1
+            high, doubling = at - 1, False
     return best
 
 
-def _sizes(question: Question, most: int) -> range | list[int]:
+def _sizes(question: Question) -> range | list[int]:
     job, ranks = question.job, question.machine.ranks
     if not job.global_batch:
-        return range(1, most + 1)
+        return range(1, MOST_SAMPLES + 1)
     if job.global_batch % ranks:
         near = max(ranks, round(job.global_batch / ranks) * ranks)
         raise ValueError(
             f"a global batch of {job.global_batch} does not divide among {ranks} ranks: use {near}."
         )
     each = job.global_batch // ranks
-    return [b for b in range(1, each + 1) if each % b == 0 and b <= most]
+    return [b for b in range(1, each + 1) if each % b == 0 and b <= MOST_SAMPLES]
 
 
 def largest_model(
@@ -324,26 +311,24 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
     is.
     """
     found = blocks_of(model)
-    others = [u for u in model.units if u not in found]
     one = found[0]
     prefix, _, suffix = one.name.partition("0")
-    inside = [u for u in others if u.name.startswith(f"{one.name}.")]  # tiles of its weights
-    others = [u for u in others if not any(u.name.startswith(f"{b.name}.") for b in found)]
+    tiles = tuple(f"{b.name}." for b in found)  # of their weights
+    others = [u for u in model.units if u not in found and not u.name.startswith(tiles)]
+    inside = [u for u in model.units if u.name.startswith(f"{one.name}.")]
     copies = [
         replace(u, name=f"{prefix}{i}{suffix}{u.name[len(one.name) :]}")
         for i in range(blocks)
         for u in (one, *inside)
     ]
     at = model.units.index(one)
-    units = (
-        tuple(u for u in model.units[:at] if u in others)
-        + tuple(copies)
-        + tuple(u for u in model.units[at:] if u in others)
+    before, behind = (
+        [u for u in part if u in others] for part in (model.units[:at], model.units[at:])
     )
+    units = (*before, *copies, *behind)
     dims = replace(model.transformer, layers=blocks) if model.transformer else None
-    active = sum(u.numel for u in units) - (model.numel - model.active_numel) * blocks // max(
-        len(found), 1
-    )
+    passed_by = (model.numel - model.active_numel) * blocks // max(len(found), 1)
+    active = sum(u.numel for u in units) - passed_by
     return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
 
 
@@ -351,54 +336,42 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing,
     and how many ranks would do.
     """
+    model, machine, job = question.model, question.machine, question.job
     nearest = max(ladder(question, stages), key=lambda c: c.spare)
-    lines = [
-        (
-            f"{question.model.name} does not fit: the nearest is {nearest.scheme}, whose peak of"
+    if nearest.spare < 0:
+        said = (
+            f"{model.name} does not fit: the nearest is {nearest.scheme}, whose peak of"
             f" {_gib(nearest.needed)} exceeds the {_gib(nearest.usable)} of a device by"
             f" {_gib(-nearest.spare)}."
-            if nearest.spare < 0
-            else (
-                f"{question.model.name} does not fit: {nearest.scheme} needs"
-                f" {_gib(nearest.account.host)} of host and {_gib(nearest.account.nvme)} of NVMe"
-                " for each rank, more than a node has."
-            )
         )
-    ]
-    found, plain = next(
-        ((f, q.job) for q, s in _relaxed(question, stages) if (f := recommend(q, s)) is not None),
-        (None, question.job),
-    )
-    if found is not None:
-        return (
-            f"{lines[0]} Here {found.scheme} with micro-batch"
-            f" {found.scheme.micro_batch}{_less(question.job, plain)} would fit."
-        )
-    kept = "none" if question.job.offload == "none" else ""
-    job = replace(question.job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
-    jobs = (job, _without_wires(job)) if job.wires else (job,)
-    for asked, ranks in (
-        (asked, ranks) for asked in jobs for ranks in _more_ranks(question.machine)
-    ):
-        there = replace(question, machine=_on(question.machine, ranks), job=asked)
-        # What needs least, first
-        least = (
-            replace(there, job=replace(asked, checkpointing="full"))
-            if blocks_of(question.model)
-            else there
-        )
-        if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
-            lines.append(
-                f"On {ranks} devices {found.scheme} with micro-batch 1{_less(job, asked)} would"
-                " fit."
-            )
-            break
     else:
-        lines.append(
-            "No number of devices would do: one unit is too large. Take smaller units, a shorter"
-            " --seq or a larger device."
+        said = (
+            f"{model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of"
+            f" host and {_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
         )
-    return " ".join(lines)
+    for relaxed, at in _relaxed(question, stages):
+        if (found := recommend(relaxed, at)) is not None:
+            return (
+                f"{said} Here {found.scheme} with micro-batch"
+                f" {found.scheme.micro_batch}{_less(job, relaxed.job)} would fit."
+            )
+    kept = "none" if job.offload == "none" else ""
+    one = replace(job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
+    for asked in (one, _without_communication(one)) if one.communication else (one,):
+        for ranks in _more_ranks(machine):
+            there = replace(question, machine=_on(machine, ranks), job=asked)
+            least = there
+            if blocks_of(model):  # what needs least, first
+                least = replace(there, job=replace(asked, checkpointing="full"))
+            if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
+                return (
+                    f"{said} On {ranks} devices {found.scheme} with micro-batch"
+                    f" 1{_less(one, asked)} would fit."
+                )
+    return (
+        f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
+        " shorter --seq or a larger device."
+    )
 
 
 def _relaxed(
@@ -419,38 +392,34 @@ def _relaxed(
         options = tuple((k, v) for k, v in question.job.options if k not in PLACES)
         question = replace(question, job=replace(question.job, offload="", options=options))
         yield question, ()
-    if question.job.wires:
-        yield replace(question, job=_without_wires(question.job)), ()
+    if question.job.communication:
+        yield replace(question, job=_without_communication(question.job)), ()
 
 
-def _without_wires(job: Job) -> Job:
-    return replace(job, options=tuple((k, v) for k, v in job.options if k not in WIRE_OPTIONS))
+def _without_communication(job: Job) -> Job:
+    return replace(
+        job, options=tuple((k, v) for k, v in job.options if k not in COMMUNICATION_OPTIONS)
+    )
 
 
 def _less(asked: Job, answered: Job) -> str:
     """What of groups and codecs an answer leaves out, in words."""
-    left_out = sorted(set(asked.wires) - set(answered.wires))
+    left_out = sorted(set(asked.communication) - set(answered.communication))
     return f", without {', '.join(left_out)}," if left_out else ""
 
 
-def _more_ranks(machine: Machine, most: int = 1 << 17) -> Iterator[int]:
+def _more_ranks(machine: Machine) -> Iterator[int]:
     """Twice as many and twice again: within a node first, then in whole nodes."""
     ranks = machine.ranks
-    while ranks < most:
+    while ranks < MOST_RANKS:
         ranks = min(2 * ranks, machine.per_node) if ranks < machine.per_node else 2 * ranks
         yield ranks
 
 
 def _on(machine: Machine, ranks: int) -> Machine:
-    from onefold.plan import hardware
-
-    between = machine.between or hardware.builtin().link("8x200g")
-    return replace(
-        machine,
-        ranks=ranks,
-        between=between,
-        measured=None if ranks != machine.ranks else machine.measured,
-    )
+    between = machine.between or builtin().link("8x200g")
+    measured = machine.measured if ranks == machine.ranks else None
+    return replace(machine, ranks=ranks, between=between, measured=measured)
 
 
 def _gib(nbytes: float) -> str:

@@ -20,7 +20,6 @@ from onefold.device.copies import WINDOW
 from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
-from onefold.plan.engine_kernels import coded_bytes, handled_bytes, summed_bytes
 from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
@@ -33,14 +32,16 @@ from onefold.plan.states import (
     Leg,
     UnitPlan,
     at_rest,
-    gathers_of,
+    coded_bytes,
+    handled_bytes,
     legs_of,
+    summed_bytes,
     topology_of,
     units_ahead,
     units_of,
     wire,
 )
-from onefold.plan.times import Software, Traffic, Work, node_links, step_times, traffic_over
+from onefold.plan.times import Software, Work, node_links, step_times, traffic_over
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
@@ -103,30 +104,20 @@ def evaluate(
     Raises:
         ValueError: the global batch does not divide.
     """
-    recipe = scheme.recipe(job)
+    recipe, nccl = scheme.recipe(job), on_nccl(machine)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
     per_node = machine.local if machine.nodes > 1 else None
-    nccl = on_nccl(machine)
+    window = 0 if machine.shared else WINDOW
     engine = _engine(
-        model,
-        recipe,
-        machine.ranks,
-        per_node,
-        accumulation,
-        job.optimizer,
-        nccl,
-        0 if machine.shared else WINDOW,
+        model, recipe, machine.ranks, per_node, accumulation, job.optimizer, nccl, window
     )
-    moments, rest = engine.moments, dict(engine.rest)
-    states = rest.get(MOMENTS, 0)
-    away = (
-        on_host(activity, recipe.offload_activations, machine.shared)
-        if recipe.offload_activations is not None
-        else OnHost(activity)
-    )
-    limit = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
-    peak = _peak(moments, away.activity, states, 0.0 if machine.gpu.name == "here" else FRAGMENTED)
-    offloaded = engine.offloaded
+    states, offloaded = engine.rest.get(MOMENTS, 0), engine.offloaded
+    away = OnHost(activity)
+    if recipe.offload_activations is not None:
+        away = on_host(activity, recipe.offload_activations, machine.shared)
+    bound = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
+    fragmented = 0.0 if machine.gpu.name == "here" else FRAGMENTED
+    peak = _peak(engine.moments, away.activity, states, fragmented)
     carried = (*offloaded.carried, *away.carried(accumulation))
     held = {tier: dict(by) for tier, by in offloaded.peak.items()}
     if away.nbytes:
@@ -135,49 +126,44 @@ def evaluate(
     topology = topology_of(recipe, machine.ranks, per_node)
     traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
     links = node_links(engine.legs, machine, topology, nccl=nccl)
+    links = {k: v for k, v in links.items() if v}
     work = replace(
-        _work(model, engine, activity, machine, job, scheme, traffic, accumulation),
+        _work(model, engine, activity, machine, job, scheme, accumulation),
+        traffic=tuple(traffic),
         carried=carried,
         behind=recipe.step_in_backward,
-        coded_bytes=engine.coded,
-        handled_bytes=engine.handled,
-        summed_bytes=engine.summed,
     )
-    times = step_times(_with_host_update(work, offloaded, job), machine, software)
+    times = step_times(work, machine, software)
     account = Account(
-        rest={k: v for k, v in rest.items() if v},
+        rest={k: v for k, v in engine.rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
         ledger=dict(engine.ledger),
-        bound=limit + peak.get(FRAGMENTATION, 0),
+        bound=bound + peak.get(FRAGMENTATION, 0),
         host=host,
         nvme=offloaded.nvme,
-        beyond={tier: by for tier, by in held.items() if by},
+        offloaded={tier: by for tier, by in held.items() if by},
         moved=moved_by(carried),
         wire=engine.wire,
-        links={k: round(v / machine.local) for k, v in links.items() if v},
-        node_links={k: v for k, v in links.items() if v} if machine.nodes > 1 else {},
+        links={k: round(v / machine.local) for k, v in links.items()},
+        node_links=links if machine.nodes > 1 else {},
         seconds=times.seconds,
         tiers=times.tiers if carried else {},
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
-    usable = usable_bytes(machine)
-    found = Candidate(
+    usable, local, there = usable_bytes(machine), machine.local, machine.host
+    on_device = account.peak_bytes + (host if machine.shared else 0)
+    return Candidate(
         scheme,
         account,
-        False,
-        usable,
-        accumulation,
-        states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
-        (*activity.notes, *times.notes),
-        machine.shared,
-    )
-    local, there = machine.local, machine.host
-    return replace(
-        found,
-        fits=found.spare >= 0
+        fits=on_device <= usable
         and (machine.shared or host * local <= there.memory)
         and offloaded.nvme * local <= there.nvme,
+        usable=usable,
+        accumulation=accumulation,
+        states=states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
+        notes=(*activity.notes, *times.notes),
+        shared=machine.shared,
     )
 
 
@@ -189,43 +175,24 @@ def on_nccl(machine: Machine) -> bool:
 
 
 def states_of(
-    model: ModelShape,
-    job: Job,
-    stage: int,
-    ranks: int,
-    recipe: Recipe | None = None,
-    group: int = 0,
+    model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe, group: int
 ) -> int:
     """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the
-    job's bytes per parameter.
-
-    Args:
-        recipe: says which kinds are divided among the `group` ranks of a group only, and whether
-            parameters are in it besides.
+    job's bytes per parameter. `recipe` says which kinds are divided among the `group` ranks of a
+    group only, and whether parameters are in it besides.
     """
     convention = job.convention
-    rows = (
-        {
-            "parameters": recipe.parameters,
-            "gradients": recipe.gradients,
-            "optimizer": recipe.optimizer,
-        }
-        if recipe is not None
-        else {}
-    )
-    inside = {kind for kind, row in rows.items() if row.over == GROUP}
-    frozen = (
-        (model.numel - model.trainable)
-        * convention.parameters
-        / ((group if "optimizer" in inside else ranks) if stage == 3 else 1)
-    )
-    copy = model.trainable * convention.parameters / group if inside == {"parameters"} else 0.0
-    inside = inside if copy == 0 else set()
+    inside = {kind for kind in convention.by_kind() if getattr(recipe, kind).over == GROUP}
+    over = (group if "optimizer" in inside else ranks) if stage == 3 else 1
+    total = (model.numel - model.trainable) * convention.parameters / over
+    copy = 0.0
+    if inside == {"parameters"}:
+        copy, inside = model.trainable * convention.parameters / group, set()
     parts = (
         states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind]
         for kind in convention.by_kind()
     )
-    return round(sum(parts) + frozen + copy)
+    return round(sum(parts) + total + copy)
 
 
 def usable_bytes(machine: Machine) -> int:
@@ -238,8 +205,8 @@ def usable_bytes(machine: Machine) -> int:
 @dataclass(frozen=True)
 class _Engine:
     """What depends on the recipe and not on what is recomputed. `stepped`: elements that this
-    rank's update steps on the device; `coded`,
-    `summed`, `handled`: bytes that encoding, adding up, and copies and casts read and write.
+    rank's update steps on the device; `coded`, `summed`, `handled`: bytes that encoding, adding up,
+    and copies and casts read and write.
     """
 
     moments: tuple[Moment, ...]
@@ -269,36 +236,19 @@ def _engine(
     units = units_of(model, recipe, ranks, per_node=per_node, nccl=nccl)
     few = min(micro_batches, 2)  # the others take and give what these do
     replay = Replay(units, recipe, window).run(few)
-    stepped = sum(
-        f.local(slot)
-        for u in units
-        for f in u.flats
-        if f.trainable and f.tiers is None
-        for slot in f.layout.slots
-    )
-    offloaded = offloaded_bytes(units, recipe, micro_batches, optimizer)
-    rest, bound = at_rest(units, optimizer), bound_of(units, recipe, few, window)
-    legs, sent, coded = (
-        legs_of(units, recipe, micro_batches),
-        wire(units, recipe, micro_batches),
-        coded_bytes(units, recipe, micro_batches),
-    )
-    handled, summed = (
-        handled_bytes(units, recipe, micro_batches),
-        summed_bytes(units, recipe, micro_batches),
-    )
+    here = (f for u in units for f in u.flats if f.trainable and f.tiers is None)
     return _Engine(
-        tuple(replay.moments),
-        replay.peak,
-        rest,
-        bound,
-        stepped,
-        offloaded,
-        tuple(legs),
-        sent,
-        coded,
-        handled,
-        summed,
+        moments=tuple(replay.moments),
+        ledger=replay.peak,
+        rest=at_rest(units, optimizer),
+        bound=bound_of(units, recipe, few, window),
+        stepped=sum(f.local(slot) for f in here for slot in f.layout.slots),
+        offloaded=offloaded_bytes(units, recipe, micro_batches, optimizer),
+        legs=tuple(legs_of(units, recipe, micro_batches)),
+        wire=wire(units, recipe, micro_batches),
+        coded=coded_bytes(units, recipe, micro_batches),
+        handled=handled_bytes(units, recipe, micro_batches),
+        summed=summed_bytes(units, recipe, micro_batches),
     )
 
 
@@ -387,53 +337,41 @@ def _enclosing(path: str) -> list[str]:
     return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
+def _higher(a: Moment | None, b: Moment) -> Moment:
+    """The one that holds more; the first of equals."""
+    return b if a is None or b.total > a.total else a
+
+
 def _peak(
-    moments: tuple[Moment, ...], activity: Activity, states: int, fragmented: float
+    moments: Sequence[Moment], activity: Activity, states: int, fragmented: float
 ) -> dict[str, int]:
     """The categories of the largest slot, once fragmentation is added."""
     engine: dict[tuple[str, str], Moment] = {}
+    last: dict[str, Moment] = {}
     for m in moments:
-        best = engine.get((m.phase, m.unit))
-        if best is None or m.total > best.total:
-            engine[m.phase, m.unit] = m
-    last = {
-        phase: max((m for m in moments if m.phase == phase), key=lambda m: m.total, default=None)
-        for phase in ("forward", "backward")
-    }
+        engine[m.phase, m.unit] = _higher(engine.get((m.phase, m.unit)), m)
+        last[m.phase] = _higher(last.get(m.phase), m)
     rows: list[dict[str, int]] = []
     slots = activity.slots
     for i, slot in enumerate(slots):
-        beside = [
-            slots[j]
-            for j in (i - 1, i, i + 1)
-            if 0 <= j < len(slots) and slots[j].phase == slot.phase
-        ]
+        beside = [s for s in slots[max(0, i - 1) : i + 2] if s.phase == slot.phase]
         near = [
             engine[s.phase, s.unit]
             for s in (beside if slot.unit == "(root)" else [slot])
             if (s.phase, s.unit) in engine
         ]
-        held = max(near, key=lambda m: m.total) if near else last[slot.phase]
-        mine = dict(held.held) if held is not None else {}
-        mine[ACTIVATIONS] = slot.peak - slot.logits - slot.gradients
-        mine[LOGITS], mine[TEMPORARY], mine[MOMENTS] = slot.logits, slot.gradients, states
-        rows.append(mine)
+        held = max(near, key=lambda m: m.total) if near else last.get(slot.phase)
+        mine = {
+            ACTIVATIONS: slot.peak - slot.logits - slot.gradients,
+            LOGITS: slot.logits,
+            TEMPORARY: slot.gradients,
+            MOMENTS: states,
+        }
+        rows.append((held.held if held is not None else {}) | mine)
     rows += [{**m.held, MOMENTS: states} for m in moments if m.phase in ("step", "backward")]
     for row in rows:
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
     return max(rows, key=lambda row: sum(row.values()))
-
-
-def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> dict[str, int]:
-    """Collectives of a step by move: one for each flat buffer that travels."""
-    out = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
-    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
-    for unit in units:
-        for flat in unit.flats:
-            out["all-gather"] += gathers_of(unit, flat, recipe, micro_batches)
-            if flat.trainable:
-                out["all-reduce" if flat.whole_master else "reduce-scatter"] += reductions
-    return out
 
 
 def _work(
@@ -443,21 +381,15 @@ def _work(
     machine: Machine,
     job: Job,
     scheme: Scheme,
-    traffic: list[Traffic],
     accumulation: int,
 ) -> Work:
-    tokens = scheme.micro_batch * job.seq * accumulation
+    micro_tokens = scheme.micro_batch * job.seq
+    tokens = micro_tokens * accumulation
     per_token = flops_per_token(model, model.transformer, job.seq)
-    flops = activity.flops * accumulation or per_token * tokens
-    stepped = engine.stepped
-    traced = (
-        activity.kernels
-        if activity.kernels is not None and activity.kernels.flops == activity.flops
-        else None
-    )
+    stepped, on_host = engine.stepped, engine.offloaded.stepped
+    kernels = activity.kernels
     return Work(
-        flops=flops,
-        traffic=tuple(traffic),
+        flops=activity.flops * accumulation or per_token * tokens,
         model_flops=per_token * tokens,
         precision=job.computes,
         tokens=float(tokens * machine.ranks),
@@ -465,18 +397,15 @@ def _work(
         forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,
         optimizer_numel=stepped,
         optimizer_bytes=_touched(stepped, job),
+        host_optimizer_numel=on_host,
+        host_optimizer_bytes=_touched(on_host, job),
         hidden=model.transformer.hidden if model.transformer else 0,
-        micro_tokens=scheme.micro_batch * job.seq,
-        kernels=traced * accumulation if traced is not None else None,
+        micro_tokens=micro_tokens,
+        kernels=kernels * accumulation if kernels and kernels.flops == activity.flops else None,
         handed=float(model.trainable * accumulation),
-    )
-
-
-def _with_host_update(work: Work, offloaded: OffloadedBytes, job: Job) -> Work:
-    return replace(
-        work,
-        host_optimizer_numel=offloaded.stepped,
-        host_optimizer_bytes=_touched(offloaded.stepped, job),
+        coded_bytes=engine.coded,
+        handled_bytes=engine.handled,
+        summed_bytes=engine.summed,
     )
 
 

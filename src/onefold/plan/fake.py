@@ -168,27 +168,18 @@ class Integers:
 
     def _balance(self, func: Any, args: Any, picked: torch.Tensor) -> None:
         """Let a router's choices use every expert alike."""
-        scores = args[0]
-        dim = (
-            args[2]
-            if func.overloadpacket is _aten.topk and len(args) > 2
-            else args[1]
-            if func.overloadpacket is _aten.argmax
-            else -1
-        )
-        if (
-            dim is None
-            or scores.dim() == 0
-            or dim % scores.dim() != scores.dim() - 1
-            or picked.numel() > LARGEST
-        ):
-            return
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+        scores, at = args[0], 2 if func.overloadpacket is _aten.topk else 1
+        # Of topk the last dimension is picked unless another is named; of argmax it must be
+        dim = args[at] if len(args) > at else -1 if at == 2 else None
+        if dim is None or scores.dim() == 0 or dim % scores.dim() != scores.dim() - 1:
+            return
+        if picked.numel() > LARGEST:
+            return
         with unset_fake_temporarily():
-            self.learn(
-                picked, (torch.arange(picked.numel()) % scores.shape[-1]).reshape(picked.shape)
-            )
+            rows = torch.arange(picked.numel()) % scores.shape[-1]
+            self.learn(picked, rows.reshape(picked.shape))
         self.notes["routing by computed scores was taken as balanced"] = None
 
     def _spoil(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -266,7 +257,7 @@ def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> I
                 not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex)
                 and t.layout is torch.strided
             ):
-                integers.learn(new, _copy(t))
+                integers.learn(new, _contents(t))
             out.storages.add(new.untyped_storage()._cdata)
             seen[id(t)] = new
         return seen[id(t)]
@@ -294,11 +285,12 @@ def _holds_tensors(value: Any) -> bool:
     )
 
 
-def _copy(t: torch.Tensor) -> torch.Tensor:
+def _contents(t: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, on the CPU; zeros of one on the meta device."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.no_grad():
-        return t.detach().cpu().clone()
+        return torch.zeros(t.size(), dtype=t.dtype) if t.is_meta else t.detach().cpu().clone()
 
 
 def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:
@@ -316,17 +308,10 @@ def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any
         kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
         seen[id(t)] = new = torch.empty_strided(t.size(), t.stride(), dtype=kind)
         if not t.dtype.is_floating_point and not t.dtype.is_complex:
-            integers.learn(new, _zeros(t) if t.is_meta else _copy(t))
+            integers.learn(new, _contents(t))
         return new
 
     return tree_map_only(torch.Tensor, fake, batch)
-
-
-def _zeros(t: torch.Tensor) -> torch.Tensor:
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-
-    with unset_fake_temporarily():
-        return torch.zeros(t.size(), dtype=t.dtype)
 
 
 @contextmanager
@@ -337,18 +322,13 @@ def passing_as_real() -> Iterator[None]:
     leaves out in training. Here such questions have answers (plan/fake.py), and a trace must see
     what training does.
     """
-    asked = [
-        m
-        for m in map(
-            sys.modules.get, ("transformers.utils.import_utils", "transformers.utils.generic")
-        )
-        if m is not None
-    ]
-    before = [(m, m.__dict__["is_fake_tensor"]) for m in asked if "is_fake_tensor" in m.__dict__]
+    names = ("transformers.utils.import_utils", "transformers.utils.generic")
+    asked = [vars(m) for m in map(sys.modules.get, names) if m is not None]
+    before = [(own, own["is_fake_tensor"]) for own in asked if "is_fake_tensor" in own]
     try:
-        for module, _ in before:
-            module.__dict__["is_fake_tensor"] = lambda _: False
+        for own, _ in before:
+            own["is_fake_tensor"] = lambda _: False
         yield
     finally:
-        for module, own in before:
-            module.__dict__["is_fake_tensor"] = own
+        for own, answer in before:
+            own["is_fake_tensor"] = answer

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 #: What a GPU of the table has if its entry leaves the key out.
-_DEFAULTS: Mapping[str, Any] = {"title": "", "attainable": 0.75, "link": 25e9, "host_link": 25e9}
+_DEFAULTS: dict[str, Any] = {"attainable": 0.75, "link": 25e9, "host_link": 25e9}
 _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
 
 
@@ -32,17 +32,11 @@ class Measured(Protocol):
     `onefold.plan.calibrate.Calibration` that the time model asks.
     """
 
-    def seconds_for(self, move: str, nbytes: int, ranks: int) -> float:
-        """Seconds of one collective in which a rank sends `nbytes`."""
-        ...
+    def seconds_for(self, move: str, nbytes: int, ranks: int) -> float: ...
 
-    def block_rate(self, hidden: int, tokens: int, dtype: str, ranks: int) -> float:
-        """FLOP/s of a transformer block's forward and backward, while `ranks` ranks compute."""
-        ...
+    def block_rate(self, hidden: int, tokens: int, dtype: str, ranks: int) -> float: ...
 
-    def optimizer_seconds(self, numel: int, ranks: int) -> float:
-        """Seconds of an update of a flat fp32 shard of `numel` elements."""
-        ...
+    def optimizer_seconds(self, numel: int, ranks: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -185,19 +179,11 @@ class Catalogue:
         plain = name.strip().lower()
         if plain in self.links:
             return self.links[plain]
-        match = _RATE.fullmatch(
-            name.strip().replace("GB/s", "gb/s")
-            if "GB/s" in name
-            else plain.replace("gb/s", "gbit/s")
-        )
-        if match:
-            count, rate, unit = int(match[1] or 1), float(match[2]), match[3]
-            if rate * count > 0:
-                return Link(
-                    plain,
-                    f"{name} between nodes",
-                    count * rate * 1e9 / (1 if unit == "gb/s" else 8),
-                )
+        in_bytes = "GB/s" in name
+        match = _RATE.fullmatch(plain if in_bytes else plain.replace("gb/s", "gbit/s"))
+        if match and (rate := int(match[1] or 1) * float(match[2])) > 0:
+            bits = 1 if match[3] == "gb/s" else 8
+            return Link(plain, f"{name} between nodes", rate * 1e9 / bits)
         raise ValueError(
             f"{_unknown(name, self.links, 'link')} Or give its rate: '100g', '8x200g' (Gbit/s of a"
             " node), '25GB/s'."
@@ -211,6 +197,27 @@ class Catalogue:
         return Machine(
             found, gpus, per_node, between if gpus > per_node else None, self.hosts["default"]
         )
+
+
+_KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "gpu": (
+        "capacity",
+        "attainable",
+        "memory_bandwidth",
+        "link",
+        "host_link",
+        *PRECISIONS,
+        "title",
+    ),
+    "link": ("bandwidth", "title"),
+    "host": tuple(f.name for f in fields(Host)),
+}
+_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "gpu": ("capacity", "memory_bandwidth"),
+    "link": ("bandwidth",),
+    "host": tuple(name for name in _KEYS["host"] if name != "nvme_write"),
+}
 
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
@@ -243,88 +250,52 @@ def _check_keys(values: Any, known: Iterable[str], where: str) -> Mapping[str, A
     for key in values:
         if key not in known:
             near = difflib.get_close_matches(key, known, 1)
-            raise ValueError(
-                f"{where} has no key {key!r}."
-                f" {f'Did you mean {near[0]!r}?' if near else 'Known: ' + ', '.join(known) + '.'}"
-            )
+            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
+            raise ValueError(f"{where} has no key {key!r}. {hint}")
     return values
 
 
-def _read_gpu(name: str, values: Any, old: Gpu | None) -> Gpu:
-    where = f"gpu.{name}"
-    plain = ("capacity", "attainable", "memory_bandwidth", "link", "host_link")
-    given = dict(_check_keys(values, (*plain, *PRECISIONS, "title"), where))
-    if old is None:
-        given = {**_DEFAULTS, **given}
-        missing = [k for k in ("capacity", "memory_bandwidth") if k not in given]
-        if missing or not any(p in given for p in PRECISIONS):
-            raise ValueError(
-                f"{where} lacks"
-                f" {', '.join(missing) or 'a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)'}."
-            )
-    figures: dict[str, Any] = {
-        k: _number(v, f"{where}.{k}") for k, v in given.items() if k in plain
-    }
-    if "capacity" in figures:
-        figures["capacity"] = int(figures["capacity"])
+def _read(kind: str, name: str, values: Any, old: Any) -> Any:
+    """One entry of a table, over the `old` one where there is one."""
+    where = f"{kind}.{name}"
+    given = dict(_check_keys(values, _KEYS[kind], where))
+    title = str(given.pop("title", "") or getattr(old, "title", name))
+    figures: dict[str, Any] = {k: _number(v, f"{where}.{k}") for k, v in given.items()}
+    rates = {p: figures.pop(p) for p in PRECISIONS if p in figures}
+    lacking = [k for k in _NEEDED[kind] if old is None and k not in figures]
+    if kind == "gpu" and old is None and not lacking and not rates:
+        lacking = ["a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)"]
+    if lacking:
+        raise ValueError(f"{where} lacks {', '.join(lacking)}.")
     if figures.get("attainable", 0.5) > 1:
         raise ValueError(
             f"{where}.attainable is {figures['attainable']}: expected a share of the nominal rate,"
             " at most 1."
         )
-    rates = {
-        **(old.rates if old else {}),
-        **{p: _number(given[p], f"{where}.{p}") for p in PRECISIONS if p in given},
-    }
-    rates.setdefault("fp32", min(rates.values()) / 2)
-    title = str(given.get("title") or (old.title if old else name))
-    return (
-        replace(old, **figures, rates=rates, title=title)
-        if old
-        else Gpu(name=name, title=title, rates=rates, **figures)
-    )
-
-
-def _read_link(name: str, values: Any, old: Link | None) -> Link:
-    given = _check_keys(values, ("bandwidth", "title"), f"link.{name}")
-    if old is None and "bandwidth" not in given:
-        raise ValueError(f"link.{name} lacks bandwidth, in bytes/s of one node.")
-    bandwidth = (
-        _number(given["bandwidth"], f"link.{name}.bandwidth")
-        if "bandwidth" in given
-        else (old.bandwidth if old else 0.0)
-    )
-    return Link(name, str(given.get("title") or (old.title if old else name)), bandwidth)
-
-
-def _read_host(name: str, values: Any, old: Host | None) -> Host:
-    keys = [f.name for f in fields(Host)]
-    given = {
-        k: _number(v, f"host.{name}.{k}")
-        for k, v in _check_keys(values, keys, f"host.{name}").items()
-    }
-    lacking = [k for k in keys if k not in given and k != "nvme_write"]
-    if old is None and lacking:
-        raise ValueError(f"host.{name} lacks {', '.join(lacking)}.")
-    return replace(old, **given) if old else Host(**given)
+    if kind == "gpu":
+        figures = (_DEFAULTS if old is None else {}) | figures
+        rates = (old.rates if old else {}) | rates
+        rates.setdefault("fp32", min(rates.values()) / 2)
+        figures |= {"rates": rates, "capacity": int(figures.get("capacity", old and old.capacity))}
+    if kind != "host":
+        figures |= {"name": name, "title": title}
+    return replace(old, **figures) if old else _KINDS[kind](**figures)
 
 
 def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
-    _check_keys(values, ("gpu", "link", "host"), "the file")
-    read: dict[str, dict[str, Any]] = {
+    _check_keys(values, tuple(_KINDS), "the file")
+    found: dict[str, dict[str, Any]] = {
         "gpu": dict(base.gpus),
         "link": dict(base.links),
         "host": dict(base.hosts),
     }
-    readers = {"gpu": _read_gpu, "link": _read_link, "host": _read_host}
-    for kind, reader in readers.items():
-        for name, entry in _check_keys(
-            values.get(kind, {}), values.get(kind, {}) or (), kind
-        ).items():
+    for kind, known in found.items():
+        entries = values.get(kind, {})
+        for name, entry in _check_keys(entries, entries or (), kind).items():
             key = name.lower()
-            old = read[kind].get(key) or (read["host"].get("default") if kind == "host" else None)
-            read[kind][key] = reader(key, entry, old)  # type: ignore[operator]
-    return Catalogue(read["gpu"], read["link"], read["host"])
+            old = known.get(key) or (known.get("default") if kind == "host" else None)
+            known[key] = _read(kind, key, entry, old)
+    return Catalogue(found["gpu"], found["link"], found["host"])
 
 
 @cache
@@ -358,11 +329,6 @@ def catalogue(file: str | Path | None = None) -> Catalogue:
         raise ValueError(f"{path}: {error}") from None
 
 
-def gpu(name: str, file: str | Path | None = None) -> Gpu:
-    """A GPU by name, such as "h100-80". Raises ValueError with the nearest names."""
-    return catalogue(file).gpu(name)
-
-
 def machine(
     gpus: int,
     per_node: int = 8,
@@ -376,12 +342,10 @@ def machine(
     return catalogue(file).machine(gpus, per_node, gpu, link)
 
 
-def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
-    """This machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work at once
-    on one node.
-
-    `calibration` is an `onefold.plan.calibrate.Calibration`. On CPU the ranks share one memory, so
-    that each has its part of it.
+def calibrated(calibration: Any, ranks: int) -> Machine:
+    """This machine as `onefold doctor --calibrate` measured it (a
+    `onefold.plan.calibrate.Calibration`), with `ranks` ranks at work at once on one node. On CPU
+    the ranks share one memory, so that each has its part of it.
 
     Raises:
         CalibrationError: fewer or more ranks than were measured.
@@ -391,21 +355,18 @@ def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
         for p, d in (("fp32", "float32"), ("fp16", "float16"), ("bf16", "bfloat16"))
         if d in calibration.dtypes
     }
-    own = calibration.device_bytes // (ranks if calibration.device == "cpu" else 1)
-    default = builtin().hosts["default"]
-    link = calibration.fit("all-gather", ranks).bytes_per_s if ranks > 1 else float("inf")
-    host_link = calibration.host_link
+    cpu, default = calibration.device == "cpu", builtin().hosts["default"]
+    host_link, disk = calibration.host_link, calibration.disk
     to_host = min(host_link.to_device, host_link.to_host) if host_link else float("inf")
-    disk = calibration.disk
     found = Gpu(
-        name or "here",
+        "here",
         calibration.device_name,
-        own,
+        calibration.device_bytes // (ranks if cpu else 1),
         rates,
-        1.0,
-        calibration.copy_rate(ranks),
-        link,
-        to_host,
+        attainable=1.0,
+        memory_bandwidth=calibration.copy_rate(ranks),
+        link=calibration.fit("all-gather", ranks).bytes_per_s if ranks > 1 else float("inf"),
+        host_link=to_host,
     )
     host = replace(
         default,
@@ -414,7 +375,5 @@ def calibrated(calibration: Any, ranks: int, name: str = "") -> Machine:
         nvme_bandwidth=disk.read if disk else default.nvme_bandwidth,
         nvme_write=disk.write if disk else 0.0,
     )
-    contention, cpu = 1 - calibration.hidden(ranks), calibration.device == "cpu"
-    return Machine(
-        found, ranks, ranks, None, host, contention=contention, measured=calibration, shared=cpu
-    )
+    contention = 1 - calibration.hidden(ranks)
+    return Machine(found, ranks, ranks, None, host, contention, calibration, cpu)

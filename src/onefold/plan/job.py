@@ -1,7 +1,7 @@
 """What is to be trained, and how it may be divided: the questions of a plan.
 
-What a plan may put between nodes (`WIRES`), by name: groups of a node, copies inside it, codecs; as
-arguments of `Recipe.zero`.
+What a plan may put between nodes (`COMMUNICATION`), by name: groups of a node, copies inside it,
+codecs; as arguments of `Recipe.zero`.
 
 | name         | what it is                                                            | changes numbers          |
 |--------------|-----------------------------------------------------------------------|--------------------------|
@@ -21,7 +21,7 @@ arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -31,12 +31,14 @@ from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
-WIRE_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {"reduce"}
+COMMUNICATION_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {
+    "reduce"
+}
 
 
 @dataclass(frozen=True)
-class Wires:
-    """One way.
+class Communication:
+    """One way to divide and send between nodes.
 
     Attributes:
         words: for a sentence. lossy: values are rounded on the wire. from_stage: the lowest at
@@ -49,31 +51,22 @@ class Wires:
     from_stage: int = 3
 
 
-WIRES: Mapping[str, Wires] = {
-    "": Wires("", from_stage=0),
-    "flat": Wires("every rank to every other", {"group": "flat"}, from_stage=0),
-    "qwZ": Wires("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
-    "hpZ": Wires("a second copy in each node", {"second_copy": True}),
-    "qgZ": Wires("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
-    "ZeRO++": Wires(
+COMMUNICATION: Mapping[str, Communication] = {
+    "": Communication("", from_stage=0),
+    "flat": Communication("every rank to every other", {"group": "flat"}, from_stage=0),
+    "qwZ": Communication("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
+    "hpZ": Communication("a second copy in each node", {"second_copy": True}),
+    "qgZ": Communication("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
+    "ZeRO++": Communication(
         "hpZ, qwZ and qgZ",
         {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
         lossy=True,
     ),
-    "HSDP": Wires("divided in each node", {"shard_group": "node"}, from_stage=1),
-    "hybrid": Wires(
+    "HSDP": Communication("divided in each node", {"shard_group": "node"}, from_stage=1),
+    "hybrid": Communication(
         "divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}
     ),
 }
-
-
-def given(options: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Those of `options` that are about groups, codecs and frozen weights, and say something."""
-    return {
-        name: value
-        for name, value in options
-        if name in WIRE_OPTIONS and value not in (None, False, "nearest")
-    }
 
 
 def as_recipe(stage: int, options: Mapping[str, Any]) -> str:
@@ -211,7 +204,7 @@ class Job:
         reduce at the boundary).
 
         Args:
-            places: where states rest, as `OFFLOAD` has it, and what `WIRES` has; the job's own
+            places: where states rest, as `OFFLOAD` has it, and what `COMMUNICATION` has; the job's own
                 options say it where none is given.
 
         Raises:
@@ -239,11 +232,12 @@ class Job:
         return {k for k, v in self.options if k in PLACES and v is not None}
 
     @property
-    def wires(self) -> dict[str, Any]:
+    def communication(self) -> dict[str, Any]:
         """What was said of groups, codecs and frozen weights. With any of it given, the plan adds
         nothing of the kind.
         """
-        return given(self.options)
+        unsaid = (None, False, "nearest")
+        return {k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in unsaid}
 
     @property
     def folders(self) -> tuple[str, ...]:
@@ -301,8 +295,8 @@ class Scheme:
     Attributes:
         offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART`
             only.
-        wires: one of `plan.job.WIRES`, what is done about links between nodes beside what the job
-            says.
+        communication: one of `COMMUNICATION`, what is done about links between nodes beside what
+            the job says.
     """
 
     stage: int
@@ -310,12 +304,13 @@ class Scheme:
     offload: str = "none"
     micro_batch: int = 1
     share: float = 1.0
-    wires: str = ""
+    communication: str = ""
 
     def __post_init__(self) -> None:
-        if self.wires not in WIRES:
+        if self.communication not in COMMUNICATION:
             raise ValueError(
-                f"wires {self.wires!r}: expected one of {', '.join(map(repr, WIRES))}."
+                f"communication {self.communication!r}: expected one of"
+                f" {', '.join(map(repr, COMMUNICATION))}."
             )
         if self.stage not in PLACEMENTS_OF_STAGE:
             raise ValueError(f"stage {self.stage!r}: expected 0, 1, 2 or 3.")
@@ -338,19 +333,22 @@ class Scheme:
         return replace(self, **changes)
 
     @property
+    def way(self) -> Communication:
+        """What `communication` names."""
+        return COMMUNICATION[self.communication]
+
+    @property
     def places(self) -> dict[str, Any]:
         """Where states rest, as arguments of `Recipe.zero` beside the job's own."""
         whole = dict(OFFLOAD[self.offload])
-        return (
-            whole
-            if self.share == 1
-            else {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
-        )
+        if self.share == 1:
+            return whole
+        return {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
 
     @property
     def asked(self) -> dict[str, Any]:
         """Arguments of `Recipe.zero` beside the job's own."""
-        return self.places | dict(WIRES[self.wires].options)
+        return self.places | dict(self.way.options)
 
     def recipe(self, job: Job) -> Recipe:
         """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does
@@ -366,9 +364,8 @@ class Scheme:
         if self.checkpointing != "none":
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
-            parts.append(
-                f"{f'{self.share:.3g} of the ' if self.share < 1 else ''}{_IN_WORDS[self.offload]}"
-            )
-        if self.wires:
-            parts.append(WIRES[self.wires].words)
+            part = f"{self.share:.3g} of the " if self.share < 1 else ""
+            parts.append(part + _IN_WORDS[self.offload])
+        if self.communication:
+            parts.append(self.way.words)
         return ", ".join(parts)

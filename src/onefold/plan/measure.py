@@ -30,7 +30,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.device import current_stream, has_streams, new_event, seconds_between, synchronize
 from onefold.memory import empty
 from onefold.plan.benchmark_blocks import Block, Chain, Gated, Sizes, block_flops
-from onefold.plan.counting import count as kernels_of
+from onefold.plan.kernels import count as kernels_of
 from onefold.plan.measured import (
     ADAMW_BYTES,
     AtRanks,
@@ -342,11 +342,8 @@ class FlatMoves:
         return 4 * self.shard * (self.group.size - 1) * (2 if move == "all-reduce" else 1)
 
     def call(self, move: str) -> Callable[[], object]:
-        return {
-            "all-gather": self.all_gather,
-            "reduce-scatter": self.reduce_scatter,
-            "all-reduce": self.all_reduce,
-        }[move]
+        moves = (self.all_gather, self.reduce_scatter, self.all_reduce)
+        return dict(zip(MOVES, moves, strict=True))[move]
 
     def all_gather(self) -> None:
         self.group.all_gather(self.full, self.bench.place("all-gather"), 0).wait()
@@ -432,19 +429,16 @@ def _both(
     bench: Bench, gather: FlatMoves, compute: Callable[[], None]
 ) -> tuple[tuple[float, float], float]:
     """((begin, end) until both are done, seconds of the computing)."""
-    marks = (
-        [new_event(bench.device, timing=True) for _ in range(2)]
-        if has_streams(bench.device)
-        else []
-    )
+    streams = has_streams(bench.device)
+    marks = [new_event(bench.device, timing=True) for _ in range(2)] if streams else []
     bench.together()
     begin = time.perf_counter()
     pending = gather.group.all_gather(gather.full, bench.place("all-gather"), 0)
-    if marks:
-        marks[0].record(current_stream(bench.device))
+    for mark in marks[:1]:
+        mark.record(current_stream(bench.device))
     compute()
-    if marks:
-        marks[1].record(current_stream(bench.device))
+    for mark in marks[1:]:
+        mark.record(current_stream(bench.device))
     computed = time.perf_counter() - begin
     pending.wait()
     bench.synchronize()

@@ -183,14 +183,8 @@ class AtRanks:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Seconds over bytes of each move, of "copy" and of "optimizer"."""
-        return {
-            name: Curve(points)
-            for name, points in (
-                *self.moves.items(),
-                ("copy", self.copies),
-                ("optimizer", self.optimizer),
-            )
-        }
+        points = {**self.moves, "copy": self.copies, "optimizer": self.optimizer}
+        return {name: Curve(of) for name, of in points.items()}
 
 
 @dataclass(frozen=True)
@@ -219,39 +213,21 @@ class Disk:
         _positive(self, "write", "read")
 
 
-def middle(rounds: Sequence[AtRanks]) -> AtRanks:
-    """Rounds of one measurement as one: of each figure its median. Rounds lie apart in time, so
-    that no slow moment decides.
+def middle(rounds: Sequence[Any]) -> Any:
+    """Rounds of one measurement, alike in shape, as one: of each figure its median. Rounds lie
+    apart in time, so that no slow moment decides.
     """
     first = rounds[0]
-
-    def points(name: str) -> tuple[Any, ...]:
-        return tuple(
-            _median_record(same) for same in zip(*(getattr(r, name) for r in rounds), strict=True)
-        )
-
-    def seconds(of: Sequence[Points]) -> Points:
-        return tuple((same[0][0], median(y for _, y in same)) for same in zip(*of, strict=True))
-
-    return replace(
-        first,
-        matrices=points("matrices"),
-        blocks=points("blocks"),
-        copies=seconds([r.copies for r in rounds]),
-        optimizer=seconds([r.optimizer for r in rounds]),
-        moves={move: seconds([r.moves[move] for r in rounds]) for move in first.moves},
-        overlap=_median_record([r.overlap for r in rounds]) if first.overlap is not None else None,
-        passes=points("passes"),
-        steps=points("steps"),
-    )
-
-
-def _median_record(same: Sequence[Any]) -> Any:
-    """Records that agree in all but their measured figures, which become medians."""
-    figures = [f.name for f in fields(same[0]) if f.type == "float"]
-    return replace(
-        same[0], **{name: median(getattr(record, name) for record in same) for name in figures}
-    )
+    if isinstance(first, float):
+        return median(rounds)
+    if is_dataclass(first) and not isinstance(first, type):
+        parts = {f.name: [getattr(record, f.name) for record in rounds] for f in fields(first)}
+        return replace(first, **{name: middle(same) for name, same in parts.items()})
+    if isinstance(first, tuple):
+        return tuple(middle(same) for same in zip(*rounds, strict=True))
+    if isinstance(first, dict):
+        return {key: middle([each[key] for each in rounds]) for key in first}
+    return first
 
 
 def _positive(record: Any, *names: str) -> None:
@@ -340,11 +316,9 @@ def total_host_memory() -> int:
 
 
 def _gpus(names: tuple[str, ...]) -> str:
-    return (
-        " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were"
-        if names
-        else "no GPU was"
-    )
+    if not names:
+        return "no GPU was"
+    return " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were"
 
 
 # -- from JSON ----------------------------------------------------------------------------------
@@ -366,32 +340,32 @@ def decode(kind: Any, value: Any, where: str = "") -> Any:
             the key's path.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+
+    def expect(fits: bool, expected: str) -> None:
+        if not fits:
+            shown = repr(value) if len(repr(value)) < 60 else repr(value)[:57] + "..."
+            raise ValueError(f"{where or 'the file'}: expected {expected}, found {shown}.")
+
     if is_dataclass(kind):
+        expect(isinstance(value, Mapping), "keys and values")
         return _decode_record(kind, value, where)
     if origin is types.UnionType:
         return None if value is None else decode(arguments[0], value, where)
     if origin is dict:
-        _expect(isinstance(value, Mapping), where, "keys and values", value)
+        expect(isinstance(value, Mapping), "keys and values")
         return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     if origin is tuple:
-        _expect(isinstance(value, list | tuple), where, "a list", value)
+        expect(isinstance(value, list | tuple), "a list")
         of = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
-        _expect(len(value) == len(of), where, f"a list of {len(of)}", value)
-        return tuple(
-            decode(a, v, f"{where}[{i}]") for i, (a, v) in enumerate(zip(of, value, strict=True))
-        )
+        expect(len(value) == len(of), f"a list of {len(of)}")
+        pairs = enumerate(zip(of, value, strict=True))
+        return tuple(decode(a, v, f"{where}[{i}]") for i, (a, v) in pairs)
     accepted, name = _PLAIN[kind]
-    _expect(
-        isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)),
-        where,
-        name,
-        value,
-    )
+    expect(isinstance(value, accepted) and (kind is bool or not isinstance(value, bool)), name)
     return kind(value)
 
 
-def _decode_record(kind: Any, value: Any, where: str) -> Any:
-    _expect(isinstance(value, Mapping), where, "keys and values", value)
+def _decode_record(kind: Any, value: Mapping[str, Any], where: str) -> Any:
     known, hints = {f.name: f for f in fields(kind)}, typing.get_type_hints(kind)
     path = {name: f"{where}.{name}" if where else name for name in (*known, *value)}
     for name in sorted(set(value) - set(known)):
@@ -404,10 +378,3 @@ def _decode_record(kind: Any, value: Any, where: str) -> Any:
         return kind(**given)
     except ValueError as error:
         raise ValueError(f"{where or 'the file'}: {error}") from None
-
-
-def _expect(fits: bool, where: str, expected: str, value: Any) -> None:
-    if not fits:
-        shown = repr(value)
-        shown = shown if len(shown) < 60 else shown[:57] + "..."
-        raise ValueError(f"{where or 'the file'}: expected {expected}, found {shown}.")

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from onefold import layout
 from onefold.layout import ShardSpec, round_up
@@ -41,13 +41,7 @@ from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
 from onefold.plan.activity import Activity, Slot
 from onefold.plan.schema import MOVED
-from onefold.plan.states import (
-    MOMENTS_OF,
-    UnitPlan,
-    moments,
-    puts_of,
-    reductions_of,
-)
+from onefold.plan.states import MOMENTS_OF, UnitPlan, moments, puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
@@ -62,13 +56,11 @@ _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS
 class Carried:
     """Bytes that one rank moves between tiers in a step, and beside what: the "forward" or
     "backward" passes, or the optimizer's "step".
-
-    "both" is beside all compute, for what published systems say no more of.
     """
 
     move: Move
     nbytes: float
-    phase: Literal["forward", "backward", "both", "step"]
+    phase: Literal["forward", "backward", "step"]
 
 
 @dataclass(frozen=True)
@@ -122,37 +114,32 @@ def offloaded_bytes(
     # Else gradients wait for the last micro-batch's
     behind = recipe.step_in_backward and reductions == 1
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
-    for flat in flats:
-        for tier, category, nbytes in _resting(flat, optimizer):
-            rest[tier][category] += nbytes
-    peak = {
-        HOST: rest[HOST] + Counter(_passing(flats, recipe, optimizer, reductions > 1, behind)),
-        NVME: rest[NVME],
-    }
-    carried = [
-        c
-        for unit, flat in pairs
-        if flat.own
-        for c in _carried(unit, flat, recipe, micro_batches, optimizer)
-    ]
-    stepped = sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots)
+    for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
+        rest[tier][category] += nbytes
+    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, behind))
+    peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
     return OffloadedBytes(
         {tier: _filled(held) for tier, held in rest.items()},
         {tier: _filled(held) for tier, held in peak.items()},
-        _merged(carried),
-        stepped,
+        _merged(
+            c
+            for unit, flat in pairs
+            if flat.own
+            for c in _carried(unit, flat, recipe, micro_batches, optimizer)
+        ),
+        stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots),
     )
+
+
+def _merged(carried: Iterable[Carried]) -> tuple[Carried, ...]:
+    sums = Counter[tuple[Any, Any]]()
+    for c in carried:
+        sums[c.move, c.phase] += c.nbytes  # type: ignore[assignment]
+    return tuple(Carried(move, n, phase) for (move, phase), n in sums.items() if n)
 
 
 def _filled(held: Mapping[str, int]) -> dict[str, int]:
     return {k: v for k, v in held.items() if v}
-
-
-def _merged(carried: Sequence[Carried]) -> tuple[Carried, ...]:
-    sums: dict[tuple[Move, str], float] = {}
-    for c in carried:
-        sums[c.move, c.phase] = sums.get((c.move, c.phase), 0) + c.nbytes
-    return tuple(Carried(move, nbytes, phase) for (move, phase), nbytes in sums.items() if nbytes)  # type: ignore[arg-type]
 
 
 # -- at rest ---------------------------------------------------------------------------------------
@@ -194,11 +181,9 @@ def _states(flat: ShardSpec, numel: int, optimizer: str) -> int:
     """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
     if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
         return 0
-    each = (
-        FORMATS[flat.moments].nbytes(numel)
-        if flat.moments is not None
-        else numel * flat.dtypes.master.itemsize
-    )
+    each = numel * flat.dtypes.master.itemsize
+    if flat.moments is not None:
+        each = FORMATS[flat.moments].nbytes(numel)
     return MOMENTS_OF[optimizer] * each
 
 
@@ -254,18 +239,15 @@ def _passing(
 
 def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool) -> int:
     """Buffers of gradients that wait for the disk, and of units that come from it."""
-    read = [
+    read = sorted(
         f.own * f.dtypes.compute.itemsize
         for f in flats
         if f.tiers is not None and f.tiers.parameters is Tier.NVME
-    ]
-    fetched = sum(
-        sorted(read, reverse=True)[
-            : 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
-        ]
     )
+    ahead = 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
-    return fetched + ((WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0)
+    waiting = (WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0
+    return sum(read[::-1][:ahead]) + waiting
 
 
 def _step_staging(
@@ -345,9 +327,9 @@ class OnHost:
     def carried(self, micro_batches: int) -> tuple[Carried, ...]:
         """What a step of so many micro-batches moves."""
         total = self.moved * micro_batches
-        return (
-            (Carried("down", total, "forward"), Carried("up", total, "backward")) if total else ()
-        )
+        if not total:
+            return ()
+        return Carried("down", total, "forward"), Carried("up", total, "backward")
 
 
 def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,38 +33,30 @@ from onefold.plan.choose import (
     recommend,
     rungs,
 )
+from onefold.plan.communication import SlowLinks, Sums, slow_links, sums_of
 from onefold.plan.evaluate import Candidate
 from onefold.plan.from_module import is_in_tiles
 from onefold.plan.hardware import Machine
-from onefold.plan.job import SOMEWHERE, WIRES, Job, Scheme, as_recipe
+from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
-from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import subject_of
-from onefold.plan.sums import Sums, sums_of
 from onefold.plan.times import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes
 
 
-def said_of(question: Question, shown: Candidate) -> tuple[str, ...]:
-    """Of the recipe of the candidate that a plan shows."""
+def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
+    """What has no effect of the recipe that a plan shows, in the words of the engine
+    (runtime/notes.py); and what is yours to choose.
+    """
+    machine, asked = question.machine, question.job.communication
     recipe = shown.scheme.recipe(question.job)
-    without_effect = (n for n in recipe.notes if " has no effect " in n)
-    return (
-        *without_effect,
-        *_of_groups(question, recipe),
-        *_of_sizes(question, recipe),
-        *_of_nodes(question, shown),
-    )
-
-
-def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
-    """The same that an engine says when it is made (runtime/notes.py)."""
-    machine, asked = question.machine, question.job.wires
-    topology = topology_of(recipe, machine.ranks, machine.local if machine.nodes > 1 else None)
-    named = next((name for name in ("group", "shard_group") if name in asked), "")
+    yield from (n for n in recipe.notes if " has no effect " in n)
+    per_node = machine.local if machine.nodes > 1 else None
+    topology = topology_of(recipe, machine.ranks, per_node)
+    named = "group" in asked or "shard_group" in asked
     divides = "second_copy" in asked or "shard_group" in asked
     if machine.ranks == 1 and (divides or "gather_codec" in asked or "reduce_codec" in asked):
         yield f"{', '.join(sorted(asked))}: no effect on one rank, from which nothing travels"
@@ -74,46 +67,29 @@ def _of_groups(question: Question, recipe: Recipe) -> Iterator[str]:
             " is divided inside groups only"
         )
     if recipe.frozen is not None:
-        units = units_of(
-            question.model,
-            recipe,
-            machine.ranks,
-            per_node=machine.local if machine.nodes > 1 else None,
-        )
+        units = units_of(question.model, recipe, machine.ranks, per_node=per_node)
         if not any(f.stored for u in units for f in u.flats):
             yield (
                 f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings is frozen"
                 " (--lora freezes those of the model)"
             )
-
-
-def _of_nodes(question: Question, shown: Candidate) -> Iterator[str]:
-    """Where nobody knows how fast links between nodes are, nothing is chosen for them."""
-    machine, scheme = question.machine, shown.scheme
-    if (
-        machine.nodes < 2
-        or machine.measured is not None
-        or machine.gpu.name != "here"
-        or question.job.wires
-        or scheme.stage < 3
-    ):
-        return
-    with_copy = question.answer(scheme.with_(wires="hpZ"))
-    plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_copy))
-    way = as_recipe(scheme.stage, WIRES["hpZ"].options)
-    yield (
-        f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB with"
-        f" {way}: the plan does not know how fast they are linked, so that is yours to choose"
-    )
-
-
-def _of_sizes(question: Question, recipe: Recipe) -> Iterator[str]:
     sizes = [u.trainable for u in question.model.units]
-    yield from offload_notes(sizes, recipe, question.machine.ranks)
+    yield from offload_notes(sizes, recipe, machine.ranks)
     if recipe.tile is not None and not is_in_tiles(question.model):
         yield (
             f"tile={recipe.tile:,} bytes has no effect: no weight that can be computed in tiles is"
             " larger"
+        )
+    # Where nobody knows how fast links between nodes are, nothing is chosen for them
+    unknown = machine.measured is None and machine.gpu.name == "here"
+    if machine.nodes > 1 and unknown and not asked and shown.scheme.stage == 3:
+        with_copy = question.answer(shown.scheme.with_(communication="hpZ"))
+        plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_copy))
+        way = as_recipe(shown.scheme.stage, COMMUNICATION["hpZ"].options)
+        yield (
+            f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB"
+            f" with {way}: the plan does not know how fast they are linked, so that is yours to"
+            " choose"
         )
 
 
@@ -179,11 +155,8 @@ class Plan:
         return recipe.replace(nvme=(disk.folder,))
 
     def __repr__(self) -> str:
-        best = (
-            f"{self.recommended.scheme}, micro-batch {self.recommended.scheme.micro_batch}"
-            if self.recommended
-            else "nothing fits"
-        )
+        scheme = self.recommended.scheme if self.recommended else None
+        best = f"{scheme}, micro-batch {scheme.micro_batch}" if scheme else "nothing fits"
         return f"Plan({self.model.name} on {self.machine.ranks} × {self.machine.gpu.name}: {best})"
 
     def __str__(self) -> str:
@@ -235,12 +208,10 @@ class Plan:
         scheme, options = self.recommended.scheme, dict(self.job.options)
         if scheme.stage < 2:
             options.pop("reduce_at", None)  # these reduce at the boundary whatever is said
-        try:
-            folders = self.recipe.nvme
-        except ValueError:  # on the machine that is planned for there will be one
-            folders = ()
         options.pop("nvme", None)
-        options |= scheme.asked | ({"nvme": folders} if folders else {})
+        options |= scheme.asked
+        with suppress(ValueError):  # on the machine that is planned for there will be folders
+            options |= {"nvme": folders} if (folders := self.recipe.nvme) else {}
         asked = {
             "stage": scheme.stage,
             "precision": self.job.precision,
@@ -261,12 +232,7 @@ def _plain(value: Any) -> Any:
 
 def _candidate_json(c: Candidate) -> dict[str, Any]:
     return {
-        "stage": c.scheme.stage,
-        "checkpointing": c.scheme.checkpointing,
-        "offload": c.scheme.offload,
-        "share": c.scheme.share,
-        "wires": c.scheme.wires,
-        "micro_batch": c.scheme.micro_batch,
+        **vars(c.scheme),
         "accumulation": c.accumulation,
         "fits": c.fits,
         "states": c.states,
@@ -289,66 +255,60 @@ def plan(
     """Account for every stage of a job on a machine and recommend one.
 
     Args:
-        model: see this module's table. A module (or its code) is traced on fake tensors; a name or
-            a size is taken by formulas.
+        model, batch, loss, largest: as of `onefold.plan.api.plan`.
         machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
         stages: those that may be recommended; () for all.
-        batch: the batch of a given number of samples, for modules that are no language model of
-            `input_ids` and `labels`.
-        loss: the scalar of the module's output.
-        largest: also find the largest micro-batch and model for every stage.
 
     Raises:
         ValueError: a name that is not known, a batch that does not divide, a module that cannot be
             traced.
     """
-    job = job or Job()
-    subject = subject_of(model, job, batch, loss, machine)
-    job = subject.job
+    subject = subject_of(model, job or Job(), batch, loss, machine)
+    job, shape = subject.job, subject.shape
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there are no blocks to recompute
-    shape, activities = subject.shape, subject.activities
-    question = Question(shape, activities, machine, job, software)
+    question = Question(shape, subject.activities, machine, job, software)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
-    columns = [
-        _column(s, like, job)
-        for s in (0, 1, 2, 3)
-        if not (job.places or job.wires) or can_be(job, s)
-    ]
-    shown = tuple(question.answer(scheme) for scheme in columns)
+    shown = tuple(
+        question.answer(_column(stage, like, job))
+        for stage in (0, 1, 2, 3)
+        if not (job.places or job.communication) or can_be(job, stage)
+    )
     slow = slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
     micro, models = {}, {}
-    for candidate in shown if largest else ():
-        scheme = candidate.scheme
+    for scheme in (c.scheme for c in shown if largest):
         found = largest_micro_batch(question, scheme)
         micro[scheme.stage] = found.scheme.micro_batch if found else 0
         models[scheme.stage] = largest_model(question, scheme, subject.another)
-    sizes = {
-        *micro.values(),
-        *([best.scheme.micro_batch] if best is not None and not job.micro_batch else []),
-    }
-    further = tuple(_next_steps(question, best, stages)) if best is not None else ()
+    sizes = set(micro.values())
+    if best is not None and not job.micro_batch:
+        sizes.add(best.scheme.micro_batch)
+    notes = (
+        _convention(job),
+        *_slow(job, machine),
+        *subject.notes,
+        *_of_recipe(question, best or _last_asked(shown, stages)),
+        *shown[0].notes,
+        *_ends(shape, sizes, models),
+    )
     return Plan(
         model=shape,
         machine=machine,
         job=job,
         stages=shown,
         recommended=best,
-        next_steps=further,
+        next_steps=tuple(_next_steps(question, best, stages)) if best is not None else (),
         largest_micro_batch=micro,
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
-        notes=(
-            _convention(job), *_slow(job, machine), *subject.notes, *said_of(question, best or _last_asked(shown, stages)), *shown[0].notes,
-            *_ends(shape, sizes, models),
-        ),
+        notes=notes,
         slow_links=slow,
         sums=sums_of(question, best) if best is not None else None,
         asked=stages,
-    )  # fmt: skip
+    )
 
 
 def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> Candidate:
@@ -373,11 +333,11 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
     more than those before it.
     """
     out: list[Candidate] = []
-    micro, wires = best.scheme.micro_batch, best.scheme.wires
+    micro, communication = best.scheme.micro_batch, best.scheme.communication
     order = [candidate.scheme.with_(micro_batch=micro) for candidate in ladder(question, stages)]
-    for later in order[order.index(best.scheme.with_(wires="")) + 1 :]:
+    for later in order[order.index(best.scheme.with_(communication="")) + 1 :]:
         try:
-            found = question.answer(later.with_(wires=wires))
+            found = question.answer(later.with_(communication=communication))
         except ValueError:  # that way cannot be with states elsewhere
             found = question.answer(later)
         if found.account.peak_bytes < min(
@@ -387,32 +347,23 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
     return out
 
 
-def _slow(job: Job, machine: Machine) -> tuple[str, ...]:
-    """A note where the device has no units for the precision."""
-    rates = machine.gpu.rates
-    if job.computes in rates or machine.gpu.name == "here":
-        return ()
-    other = (
-        "; --precision fp16 would run at its own rate"
-        if job.computes == "bf16" and "fp16" in rates
-        else ""
-    )
-    return (
-        (
-            f"{machine.gpu.title or machine.gpu.name} has no {job.computes}: seconds are at its"
-            f" fp32 rate{other}"
-        ),
-    )
+def _slow(job: Job, machine: Machine) -> Iterator[str]:
+    """Where the device has no units for the precision."""
+    rates, gpu = machine.gpu.rates, machine.gpu
+    if job.computes not in rates and gpu.name != "here":
+        other = job.computes == "bf16" and "fp16" in rates
+        yield (
+            f"{gpu.title or gpu.name} has no {job.computes}: seconds are at its fp32 rate"
+            f"{'; --precision fp16 would run at its own rate' if other else ''}"
+        )
 
 
-def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> tuple[str, ...]:
-    """A note for each search that stopped at its end, not where memory ran out."""
-    notes = []
+def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> Iterator[str]:
+    """Of each search that stopped at its end, not where memory ran out."""
     if MOST_SAMPLES in micro:
-        notes.append(f"the largest micro-batch is looked for up to {MOST_SAMPLES:,} samples")
+        yield f"the largest micro-batch is looked for up to {MOST_SAMPLES:,} samples"
     if any(models.values()) and deeper(model, MOST_BLOCKS).numel in models.values():
-        notes.append(f"the largest model is looked for up to {MOST_BLOCKS:,} blocks")
-    return tuple(notes)
+        yield f"the largest model is looked for up to {MOST_BLOCKS:,} blocks"
 
 
 def _convention(job: Job) -> str:

@@ -11,7 +11,7 @@ each alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from onefold.plan.fit import Kernels
@@ -66,10 +66,11 @@ class Prices:
 
     def operation(self, kernels: Kernels) -> float:
         """One operation of the model's passes."""
-        planned = compute_seconds(self._work(kernels), self.machine, self.software)
+        work = replace(self._like, flops=kernels.flops, kernels=kernels)
+        planned = compute_seconds(work, self.machine, self.software)
         if self.machine.measured is not None:
             return planned
-        alone = kernels.flops / self.machine.matrix_rate(self._like.precision)
+        alone = kernels.flops / self.machine.matrix_rate(work.precision)
         alone = max(alone, self.traffic(kernels.product_bytes)) + self.traffic(kernels.other_bytes)
         self._planned += planned
         self._alone += alone
@@ -111,13 +112,3 @@ class Prices:
             )
         inside, between, hops = traffic.parts(machine, self.software)
         return Move({"inside": inside, "between": between}, max(inside, between) + hops)
-
-    def _work(self, kernels: Kernels) -> Work:
-        like = self._like
-        return Work(
-            kernels.flops,
-            precision=like.precision,
-            hidden=like.hidden,
-            micro_tokens=like.micro_tokens,
-            kernels=kernels,
-        )

@@ -1,27 +1,104 @@
-"""Tracing a few of many equal blocks, and writing out the rest.
+"""The repeated blocks of a module: recomputed in backward, as `onefold train
+--activation-checkpointing` has them, and traced a few of many, with the rest written out.
 
     80 blocks     0 | 1 2 3 4 .................... 77 78 79         traced    0 | 1 2 | 79, as a module of four
     forward       a   b b b b                       b  b  c                   each middle block adds the same bytes, d
     backward      a'  b'b'b'b'                      b' b' c'                  and is begun with the same bytes as it ended the forward with
 
 So a span of middle block i is the span of block 1 with (i - 1)·d bytes more beneath it. That is
-exact if the blocks are equal, which
-is checked twice: what they are made of before (class, shapes, settings), and what two middle blocks
-were seen to do after. What fails a check is traced whole. Blocks may alternate with a period
-(sliding and full attention, every second one checkpointed).
+exact if the blocks are equal, which is checked twice: what they are made of before (class, shapes,
+settings), and what two middle blocks were seen to do after. What fails a check is traced whole.
+Blocks may alternate with a period (sliding and full attention, every second one checkpointed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 from torch import nn
 
 from onefold.plan.from_module import lists_of_tiles
 from onefold.plan.lifetimes import Read, Span
+
+Checkpointing = Literal["none", "full", "selective"]
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The blocks of the largest list (by parameters) whose members are all of one class; [] if
+    there is none.
+    """
+    of_tiles = lists_of_tiles(module)
+    lists = [
+        m
+        for m in module.modules()
+        if isinstance(m, nn.ModuleList | nn.Sequential)
+        and len(m) > 1
+        and len({type(c) for c in m}) == 1
+        and id(m) not in of_tiles
+    ]
+    largest = max(lists, key=_size, default=None)
+    return list(largest) if largest is not None and _size(largest) else []
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+@contextmanager
+def checkpointed(module: nn.Module, how: Checkpointing) -> Iterator[None]:
+    """Inside, blocks are checkpointed (not re-entrantly): all of them ("full"), every second
+    ("selective"), none changed ("none").
+
+    Transformers' layers are asked to do it themselves, since they leave their caches out; others
+    have their forward wrapped.
+
+    Raises:
+        ValueError: `how` is none of these, or there are no repeated blocks.
+    """
+    if how == "none":
+        yield
+        return
+    if how not in ("full", "selective"):
+        raise ValueError(f"checkpointing={how!r}: expected 'none', 'full' or 'selective'.")
+    blocks = repeated_blocks(module)
+    if not blocks:
+        raise ValueError(
+            f"checkpointing={how!r} recomputes a model's repeated blocks, and"
+            f" {type(module).__name__} has none: use 'none'."
+        )
+    from torch.utils.checkpoint import checkpoint
+
+    again = partial(checkpoint, use_reentrant=False)
+    skipped = {id(b) for b in blocks[1::2]} if how == "selective" else set()
+    switched = [m for m in module.modules() if hasattr(m, "gradient_checkpointing")]
+    before = [
+        (m, {k: m.__dict__[k] for k in _SET if k in m.__dict__}) for m in (*switched, *blocks)
+    ]
+    try:
+        for m in switched:
+            m.gradient_checkpointing = id(m) not in skipped  # type: ignore[assignment]
+            m._gradient_checkpointing_func = again  # type: ignore[assignment]
+        for block in blocks:
+            if block not in switched and id(block) not in skipped:
+                block.forward = _wrapped(block.forward, again)
+        yield
+    finally:
+        for m, own in before:
+            for key in _SET:
+                m.__dict__.pop(key, None)
+            m.__dict__.update(own)
+
+
+_SET = ("gradient_checkpointing", "_gradient_checkpointing_func", "forward")
+
+
+def _wrapped(forward: Any, again: Any) -> Any:
+    return lambda *args, **kwargs: again(forward, *args, **kwargs)
+
 
 LONGEST_PERIOD = 8
 # Which block it is, as blocks call it
@@ -135,19 +212,11 @@ def shortened(repetition: Repetition) -> Iterator[None]:
     left = blocks[: repetition.start + repetition.kept] + blocks[repetition.stop :]
     try:
         children.clear()
-        children.update(
-            {str(i): b for i, b in enumerate(left)}
-            if _is_numbered(before)
-            else dict(zip(before, left, strict=False))
-        )
+        children.update(zip(before, left, strict=False))
         yield
     finally:
         children.clear()
         children.update(before)
-
-
-def _is_numbered(names: dict[str, Any]) -> bool:
-    return list(names) == [str(i) for i in range(len(names))]
 
 
 # -- writing out -----------------------------------------------------------------------------------
@@ -160,88 +229,68 @@ def written_out(read: Read, repetition: Repetition) -> Read | None:
     The second period of blocks is the pattern, the third the check; the first and the last stay as
     they were seen.
     """
-    r = repetition
+    r, p, first = repetition, repetition.period, repetition.start + repetition.period
     turn = next((i for i, s in enumerate(read.spans) if s.phase == "backward"), len(read.spans))
     # What the blocks are called in the shortened module
     short = r.names[: len(r.names) - r.left_out]
-    forward = _groups(read.spans[:turn], short, 1)
-    backward = _groups(read.spans[turn:], short, -1)
+    known = {name: i for i, name in enumerate(short)}
+    passes = read.spans[:turn], read.spans[turn:]
+    forward, backward = (_groups(s, known, by) for s, by in zip(passes, (1, -1), strict=True))
     if forward is None or backward is None:
         return None
-    p, first = r.period, r.start + r.period
     step = forward[first + p][0].begin - forward[first][0].begin
-    rename = {short[i]: i for i in range(len(short))}
     for groups in (forward, backward):
         for i in range(first, first + p):
-            if [_moved(s, step, r, rename, p) for s in groups[i]] != groups[i + p]:
+            if [_moved(s, step, r, known, p) for s in groups[i]] != groups[i + p]:
                 return None
     periods = r.left_out // p
 
-    def whole(groups: dict[int, list[Span]], order: list[int]) -> list[Span]:
-        out: list[Span] = []
-        for i in order:
-            if i < first + p:
-                out += groups[i]
-            elif i < first + p + r.left_out:
-                turns = (i - first) // p
-                out += [
-                    _moved(s, step * turns, r, rename, p * turns)
-                    for s in groups[first + (i - first) % p]
-                ]
-            else:
-                out += [
-                    _moved(s, step * periods, r, rename, r.left_out) for s in groups[i - r.left_out]
-                ]
+    def seen(i: int) -> tuple[int, int]:
+        """(the block of the shortened module that block `i` does as, periods between them)."""
+        if i < first + p:
+            return i, 0
+        if i < first + p + r.left_out:
+            return first + (i - first) % p, (i - first) // p
+        return i - r.left_out, periods
+
+    def whole(groups: dict[int, list[Span]], order: Iterable[int]) -> list[Span]:
+        return [
+            _moved(s, step * turns, r, known, p * turns)
+            for at, turns in map(seen, order)
+            for s in groups[at]
+        ]
+
+    def by_unit(sums: dict[str, int]) -> dict[str, int]:
+        out = {n: b for n, b in sums.items() if _block_of(n, known) is None}
+        for i, name in enumerate(r.names):
+            at, _ = seen(i)
+            own = ((n, b) for n, b in sums.items() if _block_of(n, known) == at)
+            out |= {_renamed(n, short[at], name): b for n, b in own}
         return out
 
-    ahead = read.spans[:turn][: _before(read.spans[:turn], short)]
-    tail = read.spans[turn:][: _before(read.spans[turn:], short)]
-    every = list(range(len(r.names)))
-    spans = [
+    ahead, tail = (s[: _before(s, known)] for s in passes)
+    every = range(len(r.names))
+    spans = (
         *ahead,
         *whole(forward, every),
         *(_moved(s, step * periods, r, {}, 0) for s in tail),
-        *whole(backward, every[::-1]),
-    ]
-
-    def by_unit(sums: dict[str, int]) -> dict[str, int]:
-        out = {n: b for n, b in sums.items() if _block_of(n, rename) is None}
-        for i in every:
-            source = (
-                i
-                if i < first + p
-                else first + (i - first) % p
-                if i < first + p + r.left_out
-                else i - r.left_out
-            )
-            out |= {
-                _renamed(n, short[source], r.names[i]): b
-                for n, b in sums.items()
-                if _block_of(n, rename) == source
-            }
-        return out
-
-    return Read(
-        tuple(spans),
-        by_unit(read.saved),
-        read.saved_logits,
-        read.end_of_forward + step * periods,
-        by_unit(read.movable),
+        *whole(backward, reversed(every)),
     )
+    end = read.end_of_forward + step * periods
+    return Read(spans, by_unit(read.saved), read.saved_logits, end, by_unit(read.movable))
 
 
 def _moved(span: Span, by: int, r: Repetition, known: dict[str, int], blocks: int) -> Span:
     """`span` with `by` more bytes beneath it, `blocks` further on in the list."""
-    at = _block_of(span.unit, known)
-    unit = span.unit if at is None else _renamed(span.unit, r.names[at], r.names[at + blocks])
-    at = _block_of(span.arrives, known)
-    arrives = (
-        span.arrives if at is None else _renamed(span.arrives, r.names[at], r.names[at + blocks])
-    )
+
+    def there(name: str) -> str:
+        at = _block_of(name, known)
+        return name if at is None else _renamed(name, r.names[at], r.names[at + blocks])
+
     return replace(
         span,
-        unit=unit,
-        arrives=arrives,
+        unit=there(span.unit),
+        arrives=there(span.arrives),
         begin=span.begin + by,
         end=span.end + by,
         peak=span.peak + by,
@@ -261,20 +310,18 @@ def _block_of(name: str, known: dict[str, int]) -> int | None:
     )
 
 
-def _before(spans: tuple[Span, ...], names: tuple[str, ...]) -> int:
-    known = {n: i for i, n in enumerate(names)}
-    return next(
-        (i for i, s in enumerate(spans) if _block_of(s.unit, known) is not None), len(spans)
-    )
+def _before(spans: tuple[Span, ...], known: dict[str, int]) -> int:
+    """How many spans come before the first block's."""
+    blocks = (i for i, s in enumerate(spans) if _block_of(s.unit, known) is not None)
+    return next(blocks, len(spans))
 
 
 def _groups(
-    spans: tuple[Span, ...], names: tuple[str, ...], direction: int
+    spans: tuple[Span, ...], known: dict[str, int], direction: int
 ) -> dict[int, list[Span]] | None:
     """Spans by block, each with what runs between it and the next; None if the blocks do not run
     one after the other, each once.
     """
-    known = {n: i for i, n in enumerate(names)}
     out: dict[int, list[Span]] = {}
     current: int | None = None
     for span in spans:
@@ -285,4 +332,4 @@ def _groups(
             current = at
         if current is not None:
             out.setdefault(current, []).append(span)
-    return out if len(out) == len(names) else None
+    return out if len(out) == len(known) else None

@@ -22,6 +22,7 @@ checked against the ledger of the real engine, byte for byte. Activations are no
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -330,16 +331,13 @@ class Replay(Holding):
                 self._complete(around.pop(), k, deferring)
             if not unit.plan.looks_up_only:
                 self._acquire(unit)
-            if unit.plan.path == "" and self.ends_first:
-                tail.append(unit)
-                if not self.unsharded:
-                    self._early(unit, deferring)
-            elif unit.plan.name in self.outer:
-                around.append(unit)  # its own parameters get their last gradient after those inside
-                if not self.unsharded:
-                    self._early(unit, deferring)
-            else:
+            if unit.plan.name not in self.outer and not (unit.plan.path == "" and self.ends_first):
                 self._complete(unit, k, deferring)
+                continue
+            # Its own parameters get their last gradient after those inside; but some (a final norm,
+            # a head) get theirs first: its buffer is there from then on
+            (tail if unit.plan.path == "" and self.ends_first else around).append(unit)
+            self._store(unit, deferring)
         for unit in (*tail, *reversed(around)):
             self._complete(unit, k, deferring)
         for under_way in (self.flying, self.crossing):
@@ -359,29 +357,18 @@ class Replay(Holding):
             self._own_gradients(unit)
         self._moment(k, "backward", "(end)")
 
-    def _early(self, unit: _Unit, deferring: bool) -> None:
-        """A unit around others has parameters whose gradients come first (a final norm, a head):
-        its buffer is there from then on.
-        """
-        for flat in unit.plan.flats:
-            if flat.trainable and not flat.unsharded:
-                self._store(flat, deferring)
-
     def _complete(self, unit: _Unit, k: int, deferring: bool) -> None:
-        if not self.unsharded:
-            for flat in unit.plan.flats:
-                if flat.trainable and not flat.unsharded:
-                    self._store(flat, deferring)
-            if not deferring:
-                for flat in unit.plan.flats:
-                    if flat.trainable and not flat.unsharded:
-                        self._reduce(unit, flat)
-                while self._is_due():
-                    self._land(self.flying.pop(0))
-                while len(self.crossing) > self.in_flight:
-                    self._land(self.crossing.pop(0))
-        else:
+        """Its last gradient has come."""
+        if self.unsharded:
             self._own_gradients(unit)
+        flats = self._store(unit, deferring)
+        if not deferring:
+            for flat in flats:
+                self._reduce(unit, flat)
+            while self._is_due():
+                self._land(self.flying.pop(0))
+            while len(self.crossing) > self.in_flight:
+                self._land(self.crossing.pop(0))
         if unit.gathered:
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
@@ -393,12 +380,15 @@ class Replay(Holding):
                 self.has_grad.add(id(flat))
                 self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
-    def _store(self, flat: ShardSpec, deferring: bool) -> None:
-        buffer = self.grads.get(id(flat))
-        category = GRADIENTS if deferring else REDUCTION
-        if buffer is None:
-            dtype = flat.dtypes.sums if deferring else flat.dtypes.wire
-            self.grads[id(flat)] = self._take(flat.numel, dtype, category)
+    def _store(self, unit: _Unit, deferring: bool) -> list[ShardSpec]:
+        """Take the buffers that its gradients are collected in, as far as they are not there."""
+        flats = [f for f in unit.plan.flats if f.trainable and not f.unsharded]
+        for flat in flats:
+            if id(flat) not in self.grads:
+                dtype = flat.dtypes.sums if deferring else flat.dtypes.wire
+                category = GRADIENTS if deferring else REDUCTION
+                self.grads[id(flat)] = self._take(flat.numel, dtype, category)
+        return flats
 
     def _reduce(self, unit: _Unit, flat: ShardSpec) -> None:
         r = _Reduction(unit.index, flat, self.grads.pop(id(flat)))
@@ -475,12 +465,11 @@ class Replay(Holding):
         """A copy to the host reads them for a while: as long as the window lets it, which is as
         slow as copies can be.
         """
-        if not self.window:
-            return
-        self.leaving.append(nbytes)
-        self._add(LEAVING, nbytes)
-        while sum(self.leaving) > self.window:
-            self._add(LEAVING, -self.leaving.pop(0))
+        if self.window:
+            self.leaving.append(nbytes)
+            self._add(LEAVING, nbytes)
+            while sum(self.leaving) > self.window:
+                self._add(LEAVING, -self.leaving.pop(0))
 
     def _hand_over(self, flat: ShardSpec, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added
@@ -509,7 +498,7 @@ class Replay(Holding):
             self.summed.append(nbytes)
 
 
-def outer(units: list[UnitPlan]) -> frozenset[str]:
+def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
     """The names of the units around others."""
     around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
     names = {u.path: u.name for u in units}

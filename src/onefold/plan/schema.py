@@ -69,7 +69,7 @@ class Account:
         bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
         host, nvme: bytes on the host and on NVMe that offloaded state takes, and what is on its
             way, at most.
-        beyond: the same by tier ("host", "nvme") and category; {} where only the sums are known.
+        offloaded: the same by tier ("host", "nvme") and category; {} where only the sums are known.
         moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step, by move.
         links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger
@@ -90,7 +90,7 @@ class Account:
     bound: int = 0
     host: int = 0
     nvme: int = 0
-    beyond: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    offloaded: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     moved: Mapping[str, int] = field(default_factory=dict)
     wire: Mapping[str, int] = field(default_factory=dict)
     links: Mapping[str, int] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Account:
         if self.bound:
             yield "bound of the peak", "bytes", self.bound
         for tier, nbytes in (("host", self.host), ("nvme", self.nvme)):
-            for category, part in self.beyond.get(tier, {}).items():
+            for category, part in self.offloaded.get(tier, {}).items():
                 yield f"{tier}: {category}", "bytes", part
             if nbytes:
                 yield f"{tier}: all", "bytes", nbytes

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import gc
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -30,27 +30,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd.graph import _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onefold.device import clocked
-from onefold.plan.architectures import architecture, known
+from onefold.memory import nbytes_of
 from onefold.plan.fake import Integers, fake_batch, passing_as_real
 from onefold.plan.from_module import _quietly, model_shape, module_of
 from onefold.plan.hardware import Machine
 from onefold.plan.kernels import CudaKernels
 from onefold.plan.prices import Prices
-from onefold.plan.recompute import Checkpointing, checkpointed
+from onefold.plan.repeat import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, MOVES, Account
-from onefold.plan.shapes import ModelShape
+from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.stand_in import code_of, stand_in
 from onefold.plan.states import at_rest, units_of, wire
 from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.timeline import Clock, Recording, Timeline
 from onefold.plan.times import Software
-from onefold.plan.trace import loss_of
+from onefold.plan.trace import backward, call, loss_of
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.forward_writes import FIRST
@@ -186,6 +185,8 @@ def simulate(
         _check_timed(recipe, ranks, machine)
         if recipe.group in (None, NODE):
             recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     _check(recipe, ranks, rank, micro_batches, steps, optimizer)
     # A simulation knows no nodes
     recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe
@@ -204,7 +205,7 @@ def simulate(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(passing_as_real())
         stack.enter_context(_one_of(ranks, rank))
-        stack.enter_context(_fake_mode())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_quietly())
         if clock is not None:
             stack.enter_context(clocked(clock))
@@ -312,19 +313,10 @@ def _clock(
     tokens: int,
 ) -> Clock:
     named = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-    precision = (
-        named[recipe.compute_dtype] if recipe.compute_dtype is not None else dtype_of(module)
-    )
-    return Clock(
-        Prices(
-            machine,
-            precision,
-            shape.transformer.hidden if shape.transformer else 0,
-            tokens,
-            software,
-        ),
-        rank,
-    )
+    own = recipe.compute_dtype
+    precision = named[own] if own is not None else dtype_of(module)
+    hidden = shape.transformer.hidden if shape.transformer else 0
+    return Clock(Prices(machine, precision, hidden, tokens, software), rank)
 
 
 def _subject(
@@ -334,12 +326,8 @@ def _subject(
     if isinstance(model, str | Path) and known(str(model)):
         code = code_of(str(model)) if recipe.units is None else None
         if code is not None:
-            return (
-                code,
-                dataclasses.replace(model_shape(code), name=architecture(str(model)).name),
-                None,
-                _CODE,
-            )
+            name = architecture(str(model)).name
+            return code, dataclasses.replace(model_shape(code), name=name), None, _CODE
         model = architecture(str(model))
     if isinstance(model, str | Path):
         model = module_of(model, as_it_is=recipe.compute_dtype is None)
@@ -380,12 +368,6 @@ def _one_of(ranks: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _fake_mode() -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
 class _Answers(TorchDispatchMode):
     """Inside, questions of a forward pass about contents are answered as in a trace
     (plan/fake.py).
@@ -405,15 +387,11 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for inner in module.modules():
-        for table in (inner._parameters, inner._buffers, inner.__dict__):
-            for value in table.values():
-                if table is inner.__dict__ and isinstance(value, dict):
-                    continue  # the tables of the module itself
-                for t in (
-                    tree_leaves(value) if isinstance(value, torch.Tensor | list | tuple) else ()
-                ):
-                    if isinstance(t, torch.Tensor) and id(t) not in memo:
-                        memo[id(t)] = _fake_of(t, integers)
+        own = (v for v in inner.__dict__.values() if isinstance(v, torch.Tensor | list | tuple))
+        held = [*inner._parameters.values(), *inner._buffers.values(), *own]
+        for t in tree_leaves(held):
+            if isinstance(t, torch.Tensor) and id(t) not in memo:
+                memo[id(t)] = _fake_of(t, integers)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # whatever a model's own parts do not bear
@@ -477,7 +455,7 @@ def _steps(
                 clock.begin_step()
         for k in range(micro_batches):
             with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
-                _backward(loss(_call(twin, batch)))
+                backward(loss(call(twin, batch)))
             if clock is not None:
                 clock.mark()
         engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
@@ -493,57 +471,26 @@ def _steps(
             for t in state.values()
             if isinstance(t, torch.Tensor)
         ]
-    rest = left | {MOMENTS: sum(t.numel() * t.element_size() for t in held)}
+    rest = left | {MOMENTS: sum(map(nbytes_of, held))}
+    # Buffers that follow rank 0's are the model's own, and no recipe makes them fewer
+    sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
     return Account(
-        rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=_wire(engine)
+        rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=sent
     )
-
-
-def _backward(scalar: torch.Tensor) -> None:
-    # What scalar.backward() calls. That would leave CudaKernels for its duration, and a
-    # recomputation would run other kernels.
-    _engine_run_backward(
-        (scalar,),
-        (torch.ones_like(scalar),),
-        False,
-        False,
-        (),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
-
-
-def _wire(engine: Any) -> dict[str, int]:
-    """What parameters and gradients sent. Buffers that follow rank 0's are the model's own, and no
-    recipe makes them fewer.
-    """
-    return {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
-
-
-def _call(module: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
 
 
 def _events(engine: Any) -> tuple[Event, ...]:
-    rows = [
-        (at, Event(category, unit, nbytes)) for at, category, unit, nbytes in engine.memory.timeline
-    ]
-    rows += [
-        (e.launched, Event(e.move, e.unit, e.nbytes, moved=True)) for e in engine.traffic.events
-    ]
+    rows = [(at, Event(kind, unit, nbytes)) for at, kind, unit, nbytes in engine.memory.timeline]
+    rows += [(e.launched, Event(e.move, e.unit, e.nbytes, True)) for e in engine.traffic.events]
     return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
 
 
 def _summaries(engine: Any) -> dict[str, UnitSummary]:
-    moves: dict[str, Counter[str]] = {}
+    moves: dict[str, Counter[str]] = defaultdict(Counter)
     for event in engine.traffic.events:
-        moves.setdefault(event.unit, Counter())[event.move] += 1
+        moves[event.unit][event.move] += 1
     sent = engine.traffic.by_unit()
     return {
-        u.name: UnitSummary(
-            u.numel, dict(moves.get(u.name, {})), sum(sent.get(u.name, {}).values())
-        )
+        u.name: UnitSummary(u.numel, dict(moves[u.name]), sum(sent.get(u.name, {}).values()))
         for u in engine.units
     }

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.architectures import architecture, find
 from onefold.plan.from_module import _build, _class_for, model_shape
-from onefold.plan.shapes import ModelShape, Transformer, UnitShape
+from onefold.plan.shapes import ModelShape, Transformer, UnitShape, architecture, find
 
 
 class _Read(torch.autograd.Function):

@@ -54,11 +54,28 @@ traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
 |                                               |                                 | gradients are divided in the group                |
 | sums to the other groups (HSDP, MiCS)         | an interval                     | as the inter-group hop of the reduction           |
 | sums to all, inter-group, then intra-group    | an interval, then a shard       | as the reduction                                  |
+
+What the engine's own kernels read and write of memory in a step (encoding, adding up, copies and
+casts):
+
+    gathers      the own interval once after a step: read in the compute dtype, written encoded; the whole each time: read encoded, written
+    reductions   on each hop what goes to others: read, written encoded; what comes from them: read encoded, added to fp32 sums
+    feedback     what is sent once more, read and written in fp32
+    sums         on each hop, of the n elements that a rank sums: the parts of all N ranks read in the wire's dtype, the sum written;
+                 where NCCL adds (reduce="native") its sum is read and written once
+    gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
+    casts        of sums of an earlier hop, or of several micro-batches, to the dtype of the wire, and of the masters where that is another
+
+They run where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section 3.4,
+fuses encoding into the kernels of the moves). What share of a copy's speed encoding reaches stands
+in `onefold.plan.times`. Casts of masters for a gather run beside it, on the stream of the copies
+up. On a calibrated machine its reference steps have measured copies and casts
+(`Software.handed_s`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -66,9 +83,9 @@ from typing import Literal
 import torch
 
 from onefold.comm.topology import inner_of
-from onefold.layout import Dtypes, Level, ShardSpec, Tiers, Topology, grouped_as
+from onefold.layout import Dtypes, Hop, Level, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.schema import MOMENTS
+from onefold.plan.schema import MOMENTS, MOVES
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
@@ -143,15 +160,12 @@ def merged(legs: Iterable[Leg]) -> list[Leg]:
     return [leg for leg in found.values() if leg.nbytes]
 
 
-def by_level(legs: Iterable[Leg]) -> dict[Level, int]:
-    """Bytes by level."""
-    out: dict[Level, int] = {}
-    for leg in legs:
-        out[leg.level] = out.get(leg.level, 0) + leg.nbytes
-    return out
-
-
 # -- who stands where ----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=256)
+def _topology(group: int | str | None, ranks: int, per_node: int | None) -> Topology:
+    return Topology(ranks, inner_of(group, range(ranks), per_node))
 
 
 def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topology:
@@ -161,11 +175,6 @@ def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topo
         ValueError: the groups do not divide the ranks.
     """
     return _topology(recipe.group, ranks, per_node)
-
-
-@lru_cache(maxsize=256)
-def _topology(group: int | str | None, ranks: int, per_node: int | None) -> Topology:
-    return Topology(ranks, inner_of(group, range(ranks), per_node))
 
 
 @lru_cache(maxsize=4096)
@@ -179,19 +188,6 @@ def elsewhere(topology: Topology, per_node: int | None, rank: int, level: Level)
         numbers = range(rank % inner, topology.size, inner)
     far = sum(n // per_node != rank // per_node for n in numbers) if per_node else 0
     return len(numbers) - 1, far
-
-
-def by_link(
-    sent: Mapping[Level, int], topology: Topology, per_node: int | None, rank: int
-) -> dict[str, int]:
-    """What a rank sends on each level, by link: "inside" its node and "between" nodes; as
-    `TrafficLedger.by_link` counts it.
-    """
-    between = 0
-    for level, nbytes in sent.items():
-        peers, far = elsewhere(topology, per_node, rank, level)
-        between += nbytes * far // peers if peers else 0
-    return {"inside": sum(sent.values()) - between, "between": between}
 
 
 _LOW = ("float32", "bfloat16", "float16")
@@ -309,14 +305,14 @@ def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
 # -- at rest ---------------------------------------------------------------------------------------
 
 
-def at_rest(units: list[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
+def at_rest(units: Sequence[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
     """Bytes that a rank holds on its device between steps, gradients dropped, by category.
 
     Raises:
         ValueError: the optimizer is not in `MOMENTS_OF`.
     """
-    out = {PARAMETERS: 0, MASTERS: 0, RESIDUALS: 0, MOMENTS: 0}
-    for flat in _flats(units):
+    out = dict.fromkeys((PARAMETERS, MASTERS, RESIDUALS, MOMENTS), 0)
+    for flat in (f for u in units for f in u.flats):
         for category, nbytes in resting(flat).items():
             out[category] += nbytes
         out[MOMENTS] += moments(flat, optimizer) if flat.tiers is None else 0
@@ -352,19 +348,31 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
 # -- on the wire -----------------------------------------------------------------------------------
 
 
-def wire(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> dict[str, int]:
+def wire(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> dict[str, int]:
     """Payload bytes that a rank sends in one optimizer step with `micro_batches` forward and
     backward passes, by move.
 
     All but the last micro-batch run under `onefold.no_sync`. Every unit is used once in each pass.
     """
-    out = {"all-gather": 0, "reduce-scatter": 0, "all-reduce": 0}
+    out = dict.fromkeys(MOVES, 0)
     for leg in legs_of(units, recipe, micro_batches):
         out[leg.move] += leg.nbytes
     return {k: v for k, v in out.items() if v}
 
 
-def legs_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> list[Leg]:
+def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> dict[str, int]:
+    """Collectives of a step by move: one for each flat buffer that travels."""
+    out = dict.fromkeys(MOVES, 0)
+    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    for unit in units:
+        for flat in unit.flats:
+            out["all-gather"] += gathers_of(unit, flat, recipe, micro_batches)
+            if flat.trainable:
+                out["all-reduce" if flat.whole_master else "reduce-scatter"] += reductions
+    return out
+
+
+def legs_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> list[Leg]:
     """The same by level, kind of move and phase.
 
     Raises:
@@ -430,6 +438,98 @@ def puts_of(
     return launches_of(unit, flat, recipe, micro_batches, backward)
 
 
-def _flats(units: list[UnitPlan]) -> Iterator[ShardSpec]:
-    for unit in units:
-        yield from unit.flats
+_FP32 = 4
+
+
+def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Bytes of memory that encoding and decoding read and write in a step, by one rank."""
+    total = 0.0
+    for unit, flat in ((u, f) for u in units for f in u.flats):
+        if flat.gather_codec is not None:
+            part = flat.layout.shard_numel * flat.dtypes.compute.itemsize + flat.each
+            launches = launches_of(unit, flat, recipe, micro_batches)
+            total += launches * flat.ranks * part + puts_of(unit, flat, recipe, 1) * part
+        if flat.trainable and flat.reduce_codec is not None:
+            total += _reduced(flat, recipe, micro_batches)
+    return total
+
+
+def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Bytes of memory that adding up the parts of reductions reads and writes in a step, by one
+    rank: N parts in one pass (comm/sums.py). Of parts that come one by one (gloo) and of encoded
+    ones nothing: the first is in what moves were measured to take, the others are in `coded_bytes`.
+    """
+    total = 0.0
+    for flat in (f for u in units for f in u.flats if f.trainable and f.ranks > 1):
+        sent = flat.dtypes.wire.itemsize
+        for hop, times in _often(flat, recipe, micro_batches):
+            adds = flat.added_by(hop)
+            if adds == "backend" and flat.whole_master:  # a copy for it to add into
+                total += times * 2 * hop.span * sent
+            elif adds != "pairwise":
+                written = flat.landed if hop is flat.hops[-1] else flat.dtypes.sums
+                parts = hop.size if adds == "at once" else 1
+                total += times * added_bytes(hop.own, parts, sent, written.itemsize)
+    return total
+
+
+def added_bytes(numel: float, parts: int, wire: int, written: int) -> float:
+    """Read and written by one pass that adds `parts` parts of `numel` elements, `wire` and
+    `written` bytes an element: the least that any sum of them can move (Williams et al. 2009,
+    Roofline: an addition for each element read is bound by memory, on any GPU).
+    """
+    return numel * (parts * wire + written)
+
+
+def _often(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> Iterator[tuple[Hop, int]]:
+    """Each hop of a reduction, and how often a step takes it."""
+    return zip(flat.hops, times_by_hop(flat, recipe, micro_batches), strict=True)
+
+
+def _reduced(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    total = 0.0
+    for hop, times in _often(flat, recipe, micro_batches):
+        if flat.encodes(hop):
+            each = hop.own * flat.dtypes.wire.itemsize + 2 * flat.part_bytes(hop)
+            each += (6 if flat.error_feedback else 2) * _FP32 * hop.own
+            total += times * (hop.size - 1) * each
+    return total
+
+
+def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Bytes of memory that copies and casts read and write in a step, by one rank."""
+    return sum(
+        (
+            _stored(flat, recipe, micro_batches) + _passed_on(flat, recipe, micro_batches)
+            for u in units
+            for flat in u.flats
+            if flat.trainable and not flat.unsharded
+        ),
+        0.0,
+    )
+
+
+def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    """Gradients on their way into the buffer that is reduced."""
+    d = flat.dtypes
+    if recipe.reduce_at == "micro-batch" or micro_batches == 1:
+        return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
+    first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
+    return flat.numel * (first + (micro_batches - 1) * more)
+
+
+def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    """What is sent on, and sums on their way to where the optimizer finds them."""
+    d, total, times = flat.dtypes, 0.0, 1
+    late = recipe.reduce_at == "boundary" and micro_batches > 1
+    for at, (hop, times) in enumerate(_often(flat, recipe, micro_batches)):
+        # Parts for others are cast from the dtype of sums to that of the wire; the own one stays,
+        # and weighs more
+        if d.sums != d.wire and (at > 0 or late):
+            others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
+            total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
+    # Added to what earlier micro-batches left
+    total += (times - 1) * flat.own * 3 * d.master.itemsize
+    if flat.landed != d.master:
+        total += times * flat.own * (flat.landed.itemsize + d.master.itemsize)
+    return total

@@ -30,15 +30,14 @@ from onefold.plan.activity import (
     is_routed,
     stretched,
 )
-from onefold.plan.architectures import architecture, find, known
 from onefold.plan.choose import Activities
 from onefold.plan.formulas import CODES
 from onefold.plan.from_module import in_tiles, model_shape, module_of, shape_in_tiles
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
-from onefold.plan.recompute import repeated_blocks
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.trace import trace, trace_at
+from onefold.plan.repeat import repeated_blocks
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
+from onefold.plan.trace import trace_at
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers
 
@@ -89,20 +88,13 @@ def subject_of(
     """Read a model in any of this module's forms. Raises ValueError for what is none of them, or
     cannot be traced.
     """
-    if isinstance(model, bool) or (isinstance(model, (int, float)) and not 1 <= model < math.inf):
-        raise ValueError(
-            f"a model of {model!r} parameters: expected a positive number, such as 7.5e9."
-        )
-    if isinstance(model, (int, float)):
-        if model > MOST_PARAMETERS:
-            raise ValueError(
-                f"a model of {model:g} parameters: expected at most {MOST_PARAMETERS:g}."
-            )
-        model = ModelShape.of_size(int(model), f"{model:,.0f} parameters")
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     code = ""
-    if isinstance(model, (str, Path)) and known(str(model)):
-        notes, family = _positions(str(model), job.seq), find(str(model)).family
+    if isinstance(model, (bool, int, float)):
+        model = _of_size(model)
+    elif isinstance(model, (str, Path)) and known(str(model)):
+        notes += _positions(str(model), job.seq)
+        family = find(str(model)).family
         code = family if family in CODES else ""
         model = architecture(str(model))
     elif isinstance(model, (str, Path)):
@@ -123,41 +115,41 @@ def subject_of(
             f"units={list(job.units)!r} names modules, and {model.name} is planned from its"
             " dimensions: leave it out."
         )
-    shape = shape_in_tiles(
-        with_lora(model, job.lora_rank) if job.lora_rank else model, job.recipe(3)
-    )
-    notes = (*notes, _IDEAL if not code else _AS_CODE.format(code=code))
+    adapted = with_lora(model, job.lora_rank) if job.lora_rank else model
+    shape = shape_in_tiles(adapted, job.recipe(3))
+    notes.append(_AS_CODE.format(code=code) if code else _IDEAL)
     if not model.transformer:
-        notes = (
-            *notes,
-            "activations assume a decoder with heads of 128 and a vocabulary of 50,304",
-        )
+        notes.append("activations assume a decoder with heads of 128 and a vocabulary of 50,304")
     if job.precision is None:
-        taken = (
+        notes.append(
             f"precision=None computes as the model is, and {model.name} is known by its dimensions:"
             " its weights are taken as fp32"
         )
-        notes = (*notes, taken)
-    return Subject(
-        job,
-        shape,
-        _by_formula(shape, job, code),
-        lambda other: _by_formula(other, job, code),
-        "from dimensions",
-        notes,
-    )
+
+    def activities(shape: ModelShape) -> Activities:
+        return _by_formula(shape, job, code)
+
+    source = "from dimensions"
+    return Subject(job, shape, activities(shape), activities, source, tuple(notes))
 
 
-def _positions(name: str, seq: int) -> tuple[str, ...]:
+def _of_size(numel: float) -> ModelShape:
+    if isinstance(numel, bool) or not 1 <= numel < math.inf:
+        raise ValueError(
+            f"a model of {numel!r} parameters: expected a positive number, such as 7.5e9."
+        )
+    if numel > MOST_PARAMETERS:
+        raise ValueError(f"a model of {numel:g} parameters: expected at most {MOST_PARAMETERS:g}.")
+    return ModelShape.of_size(int(numel), f"{numel:,.0f} parameters")
+
+
+def _positions(name: str, seq: int) -> Iterator[str]:
     row = find(name)
-    if row.family not in _LEARNED_POSITIONS or seq <= row.dims.seq:
-        return ()
-    return (
-        (
+    if row.family in _LEARNED_POSITIONS and seq > row.dims.seq:
+        yield (
             f"{row.name} has {row.dims.seq:,} learned positions: a sample of {seq:,} tokens cannot"
             f" run as it is (--seq {row.dims.seq})"
-        ),
-    )
+        )
 
 
 def _module(source: str | Path, as_it_is: bool = False) -> nn.Module:
@@ -171,18 +163,15 @@ def _module(source: str | Path, as_it_is: bool = False) -> nn.Module:
         return module_of(source, as_it_is)
     except ValueError as error:
         # An organization's model
-        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None and not text.endswith(".json")
-        if (
-            Path(source).exists()
-            or not (hub or re.fullmatch(r"[^:/\\]+", text))
-            or text.endswith(".json")
-        ):
+        hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None
+        plain = hub or re.fullmatch(r"[^:/\\]+", text)
+        if Path(source).exists() or not plain or text.endswith(".json"):
             raise
-        only = (
-            f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
-            if hub
-            else ""
-        )
+        only = ""
+        if hub:
+            only = (
+                f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
+            )
         try:
             architecture(text)
         except ValueError as names:
@@ -227,14 +216,10 @@ def _traced(
         shape = replace(shape, units=model_shape(module, job.units).units)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
-    device = (
-        "cpu"
-        if machine.gpu.name == "here" and getattr(machine.measured, "device", "cpu") == "cpu"
-        else "cuda"
-    )
+    on_cpu = getattr(machine.measured, "device", "cpu") == "cpu" and machine.gpu.name == "here"
     options: dict[str, Any] = {
         "precision": job.precision,
-        "device": device,
+        "device": "cpu" if on_cpu else "cuda",
         "loss": loss,
         "units": job.units,
     }
@@ -243,19 +228,13 @@ def _traced(
 
     @lru_cache(maxsize=256)
     def activities(micro_batch: int, checkpointing: str) -> Activity:
-        how: Any = checkpointing
         log.addFilter(_silent)  # torch logs the traceback of what is raised below
         try:
             with in_tiles(module, recipe):
-                if micro_batch < 4:
-                    return Activity.from_trace(
-                        trace(module, make(micro_batch), checkpointing=how, **options)
-                    )
-                return Activity.from_trace(
-                    trace_at(module, make, [micro_batch], memo=memo, checkpointing=how, **options)[
-                        micro_batch
-                    ]
+                found = trace_at(
+                    module, make, [micro_batch], memo=memo, checkpointing=checkpointing, **options
                 )
+                return Activity.from_trace(found[micro_batch])
         except ValueError:
             raise
         except Exception as error:  # a model's own code may do anything
@@ -277,19 +256,15 @@ def _traced(
             found(micro_batch, checkpointing), blocks, names
         )
 
-    notes = (
-        *([_LORA] if job.lora_rank else []),
-        *left_whole,
-        *_of_buffers(module, recipe, machine),
-    )
+    notes = (*([_LORA] if job.lora_rank else []), *left_whole)
     return Subject(
         job,
         shape,
         found,
         another,
         "traced from the module",
-        notes,
-        bool(repeated_blocks(module)) or bool(job.lora_rank),
+        (*notes, *_of_buffers(module, recipe, machine)),
+        repeats=bool(repeated_blocks(module)) or bool(job.lora_rank),
     )
 
 
@@ -309,9 +284,9 @@ def _silent(record: logging.LogRecord) -> bool:
     return False
 
 
-def _short(error: Exception, most: int = 300) -> str:
+def _short(error: Exception) -> str:
     text = " ".join(str(error).split()).rstrip(".")
-    return text if len(text) <= most else text[:most] + " ..."
+    return text if len(text) <= 300 else text[:300] + " ..."
 
 
 def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:

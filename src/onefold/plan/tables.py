@@ -5,16 +5,16 @@ from __future__ import annotations
 import io
 import math
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from onefold.plan.communication import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
-from onefold.plan.job import WIRES
-from onefold.plan.schema import CATEGORIES, MOVED, TIER_SECONDS
-from onefold.plan.sums import Sums
+from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan
@@ -44,9 +44,6 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-_TIERS = {"device": "device", "host": "host", "nvme": "NVMe"}
-
-
 def show(plan: Plan, console: Console | None = None) -> None:
     """Print the plan: the question, the stages side by side, the recommendation and what the next
     steps would buy.
@@ -63,13 +60,13 @@ def show(plan: Plan, console: Console | None = None) -> None:
         f" {count(plan.model.trainable)} trained"
     )
     batch = f"global batch {job.global_batch}" if job.global_batch else "one micro-batch a rank"
-    wires = "".join(f", {name}={value!r}" for name, value in job.wires.items())
+    named = "".join(f", {name}={value!r}" for name, value in job.communication.items())
     device = (
         f"{machine.ranks} × {machine.gpu.title or machine.gpu.name} ({gib(machine.capacity)}),"
         f" {machine.local} a node"
     )
     out.print(
-        f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{wires};"
+        f"on {device}; {job.computes}, {job.seq} tokens a sample, {batch}, {job.optimizer}{named};"
         f" activations {plan.source}"
     )
     _print(out, _stages(plan))
@@ -79,9 +76,8 @@ def show(plan: Plan, console: Console | None = None) -> None:
         out.print(_recommendation(plan.recommended))
         if plan.next_steps:
             _print(out, _steps(plan, plan.recommended))
-    slow = slow_links_table(plan)
-    if slow is not None and plan.slow_links is not None:
-        _print(out, slow)
+    if plan.slow_links is not None:
+        _print(out, slow_links_table(plan.slow_links))
         for sentence in plan.slow_links.why:
             out.print(sentence)
     if plan.sums is not None:
@@ -112,69 +108,67 @@ def _stages(plan: Plan) -> Table:
         f"a rank holds, sends and takes, at micro-batch {like.micro_batch}, checkpointing"
         f" {like.checkpointing}"
     )
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
-    table.add_column("", no_wrap=True)
-    # One that offloads or has groups: a column of its own
+    table = _table(title)
+    # A recommendation that offloads or has groups: a column of its own
     apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
     columns = (*plan.stages, best) if best is not None and apart else plan.stages
-    for candidate in columns:
-        mark = " ◄" if best is not None and candidate.scheme == best.scheme else ""
-        off = ", offload" if candidate.scheme.offload != "none" else ""
-        wires = f", {candidate.scheme.wires}" if candidate.scheme.wires else ""
-        table.add_column(
-            f"stage {candidate.scheme.stage}{off}{wires}{mark}", justify="right", no_wrap=True
-        )
-    accounts = [c.account for c in columns]
+    for scheme in (c.scheme for c in columns):
+        mark = " ◄" if best is not None and scheme == best.scheme else ""
+        off = ", offload" if scheme.offload != "none" else ""
+        way = f", {scheme.communication}" if scheme.communication else ""
+        table.add_column(f"stage {scheme.stage}{off}{way}{mark}", justify="right", no_wrap=True)
+
+    def row(
+        name: str,
+        of: Callable[[Account], Any],
+        said: Callable[[Any], str] = gib,
+        always: bool = True,
+    ) -> None:
+        """A figure of each account; left out where none has it, unless `always`."""
+        values = [of(c.account) for c in columns]
+        if always or any(values):
+            table.add_row(name, *map(said, values))
+
+    def categories(kind: str) -> None:
+        for category in CATEGORIES:
+            row(f"  {category}", lambda a, c=category: getattr(a, kind).get(c, 0), always=False)  # type: ignore[misc]
+
+    row("[bold]at rest[/bold]", lambda a: a.rest_bytes)
+    categories("rest")
+    states = (f"[dim]{gib(c.states)}[/dim]" for c in columns)
+    table.add_row("[dim]all states, papers' way[/dim]", *states)
+    row("[bold]at peak[/bold]", lambda a: a.peak_bytes)
+    categories("peak")
+    row("  never above", lambda a: a.bound)
+    row("host", lambda a: a.host, always=False)
+    row("NVMe", lambda a: a.nvme, always=False)
+    table.add_row("fits", *(_fit(c, plan) for c in columns))
+    row("[bold]sent in a step[/bold]", lambda a: a.wire_bytes)
+    row("  inside a node", lambda a: a.links.get("inside", 0), always=False)
+    row("  between nodes", lambda a: a.links.get("between", 0), always=False)
+    row("  of a node, to others", lambda a: a.node_links.get("between", 0), always=False)
+    row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds)
+    for part in SECONDS[:-1]:
+        row(f"  {part}", lambda a, p=part: a.seconds.get(p, 0), in_seconds, always=False)  # type: ignore[misc]
+    row("tokens/s", lambda a: a.tokens_per_s, count)
+    if any(c.account.mfu is not None for c in columns):
+        row("MFU", lambda a: a.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
     # The largest are looked for as the stages are shown
     unasked = ["–"] * (len(columns) - len(plan.stages))
-    table.add_row("[bold]at rest[/bold]", *(gib(a.rest_bytes) for a in accounts))
-    for category in CATEGORIES:
-        if any(a.rest.get(category) for a in accounts):
-            table.add_row(f"  {category}", *(gib(a.rest.get(category, 0)) for a in accounts))
-    table.add_row(
-        "[dim]all states, papers' way[/dim]", *(f"[dim]{gib(c.states)}[/dim]" for c in columns)
-    )
-    table.add_row("[bold]at peak[/bold]", *(gib(a.peak_bytes) for a in accounts))
-    for category in CATEGORIES:
-        if any(a.peak.get(category) for a in accounts):
-            table.add_row(f"  {category}", *(gib(a.peak.get(category, 0)) for a in accounts))
-    table.add_row("  never above", *(gib(a.bound) for a in accounts))
-    for row, values in (("host", [a.host for a in accounts]), ("NVMe", [a.nvme for a in accounts])):
-        if any(values):
-            table.add_row(row, *(gib(v) for v in values))
-    table.add_row("fits", *(_fit(c, plan) for c in columns))
-    table.add_row("[bold]sent in a step[/bold]", *(gib(a.wire_bytes) for a in accounts))
-    for link in ("inside", "between"):
-        if any(a.links.get(link) for a in accounts):
-            table.add_row(
-                f"  {'inside a node' if link == 'inside' else 'between nodes'}",
-                *(gib(a.links.get(link, 0)) for a in accounts),
-            )
-    if any(a.node_links.get("between") for a in accounts):
-        table.add_row(
-            "  of a node, to others", *(gib(a.node_links.get("between", 0)) for a in accounts)
-        )
-    table.add_row(
-        "[bold]a step takes[/bold]", *(in_seconds(a.seconds.get("step", 0)) for a in accounts)
-    )
-    for part in ("compute", "exposed communication", "optimizer", "io"):
-        if any(a.seconds.get(part) for a in accounts):
-            table.add_row(f"  {part}", *(in_seconds(a.seconds[part]) for a in accounts))
-    table.add_row("tokens/s", *(count(a.tokens_per_s) for a in accounts))
-    if any(a.mfu is not None for a in accounts):
-        table.add_row("MFU", *(f"{a.mfu:.0%}" if a.mfu is not None else "–" for a in accounts))
+    largest = [plan.largest_micro_batch.get(c.scheme.stage) for c in plan.stages]
     if plan.largest_micro_batch:
-        table.add_row(
-            "largest micro-batch",
-            *(str(plan.largest_micro_batch[c.scheme.stage]) for c in plan.stages),
-            *unasked,
-        )
+        table.add_row("largest micro-batch", *map(str, largest), *unasked)
     if any(plan.largest_model.values()):
-        table.add_row(
-            "largest model of this width",
-            *(count(plan.largest_model[c.scheme.stage]) for c in plan.stages),
-            *unasked,
-        )
+        models = (count(plan.largest_model[c.scheme.stage]) for c in plan.stages)
+        table.add_row("largest model of this width", *models, *unasked)
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Without a frame; figures to the right."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    for name in columns or ("",):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
     return table
 
 
@@ -204,11 +198,7 @@ def _recommendation(best: Candidate) -> str:
 
 
 def _steps(plan: Plan, best: Candidate) -> Table:
-    table = Table(
-        title="what the next steps would buy", title_justify="left", box=None, padding=(0, 2)
-    )
-    for name in ("", "peak", "saves", "step", "slower by"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table = _table("what the next steps would buy", "", "peak", "saves", "step", "slower by")
     own = best.account.seconds.get("step", 0)
     for step in plan.next_steps:
         peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
@@ -223,22 +213,15 @@ def tiers_table(found: Candidate) -> Table | None:
     all of it is on the device.
     """
     account = found.account
-    if not account.beyond:
+    if not account.offloaded:
         return None
-    table = Table(
-        title=f"where it is at peak: {found.scheme}", title_justify="left", box=None, padding=(0, 2)
-    )
-    table.add_column("", no_wrap=True)
-    held = {"device": account.peak, **account.beyond}
-    for title in _TIERS.values():
-        table.add_column(title, justify="right", no_wrap=True)
-    others = sorted({c for by in held.values() for c in by} - set(CATEGORIES))
+    table = _table(f"where it is at peak: {found.scheme}", "", "device", "host", "NVMe")
+    held = [account.peak, *(account.offloaded.get(tier, {}) for tier in ("host", "nvme"))]
+    others = sorted({c for by in held for c in by} - set(CATEGORIES))
     for category in (*CATEGORIES, *others):
-        if any(by.get(category) for by in held.values()):
-            table.add_row(
-                f"  {category}", *(gib(held.get(tier, {}).get(category, 0)) for tier in _TIERS)
-            )
-    table.add_row("[bold]all[/bold]", *(gib(sum(held.get(tier, {}).values())) for tier in _TIERS))
+        if any(by.get(category) for by in held):
+            table.add_row(f"  {category}", *(gib(by.get(category, 0)) for by in held))
+    table.add_row("[bold]all[/bold]", *(gib(sum(by.values())) for by in held))
     return table
 
 
@@ -246,82 +229,65 @@ def moves_said(found: Candidate) -> str:
     """A sentence on what a step moves between tiers, how long that takes, and what hides how much
     of it; "" where nothing moves.
     """
-    account = found.account
-    if not account.moved:
+    moved, tiers = found.account.moved, found.account.tiers
+    if not moved:
         return ""
-    moved = ", ".join(
-        f"{gib(account.moved[move])} {move}" for move in MOVED if account.moved.get(move)
-    )
-    text = f"between tiers in a step: {moved}"
-    if account.tiers:
-        seconds = ", ".join(
-            f"{name} {in_seconds(account.tiers[name])}"
-            for name in TIER_SECONDS
-            if account.tiers.get(name)
-        )
-        text += f"; {seconds}; {in_seconds(account.seconds.get('io', 0))} exposed"
+    sizes = ", ".join(f"{gib(moved[move])} {move}" for move in MOVED if moved.get(move))
+    text = f"between tiers in a step: {sizes}"
+    if tiers:
+        seconds = ", ".join(f"{n} {in_seconds(tiers[n])}" for n in TIER_SECONDS if tiers.get(n))
+        text += f"; {seconds}; {in_seconds(found.account.seconds.get('io', 0))} exposed"
     return text
 
 
 def sums_said(sums: Sums) -> str:
     """Who adds gradients up, what the other would take, and which is faster when."""
-    ordered, native = (c.account for c in (sums.ordered, sums.native))
-    times = [in_seconds(a.seconds["step"]) for a in (ordered, native)]
-    peaks = [gib(a.peak_bytes) for a in (ordered, native)]
-    start = sums.faster_from
-    when = (
-        "at any size"
-        if start <= 0
-        else "at no size"
-        if start == math.inf
-        else f"from {gib(start)} of gradients in a unit on"
-    )
-    here = f" (the largest unit here has {gib(sums.largest)})" if 0 < start < math.inf else ""
-    mine, others = ("rank order", "NCCL") if sums.asked == "ordered" else ("NCCL", "rank order")
+    said = [
+        f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
+        f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
+    ]
+    accounts = [c.account for c in (sums.ordered, sums.native)]
     if sums.asked == "native":
-        times, peaks = times[::-1], peaks[::-1]
-    words = {
-        "rank order": f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
-        "NCCL": f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
-    }
+        said, accounts = said[::-1], accounts[::-1]
+    seconds = [in_seconds(a.seconds["step"]) for a in accounts]
+    peaks = [gib(a.peak_bytes) for a in accounts]
+    start, when = sums.faster_from, "at any size"
+    if start == math.inf:
+        when = "at no size"
+    elif start > 0:
+        when = f"from {gib(start)} of gradients in a unit on"
+        when += f" (the largest unit here has {gib(sums.largest)})"
     return (
-        f"gradients are {words[mine]}; {words[others]}, a step would take {times[1]} instead of"
-        f" {times[0]}, with {peaks[1]} instead of {peaks[0]} at peak. NCCL's sums are the faster"
-        f" {when}{here}"
+        f"gradients are {said[0]}; {said[1]}, a step would take {seconds[1]} instead of"
+        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak. NCCL's sums are the faster"
+        f" {when}"
     )
 
 
-def slow_links_table(plan: Plan) -> Table | None:
-    """Every way to send less between nodes; None where links are not slow."""
-    slow = plan.slow_links
-    if slow is None:
-        return None
+def slow_links_table(slow: SlowLinks) -> Table:
+    """Every way to send less between nodes."""
     title = "on slow links: what a rank holds, a node sends to others in a step, and a step takes"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2), pad_edge=False)
-    for name in ("", "", "at rest", "peak", "between nodes", "step", "waits", "fits", ""):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    names = ("at rest", "peak", "between nodes", "step", "waits", "fits")
+    table = _table(title, "", "", *names, "")
+    table.pad_edge = False
     stage = None
     for row in slow.rows:
-        wires, account, seconds = WIRES[row.scheme.wires], row.account, row.account.seconds
-        marks = [
-            word
-            for word, is_so in (
-                ("◄", row is slow.taken),
-                ("rounds", wires.lossy),
-                ("to ask for", row is slow.named),
-            )
-            if is_so
-        ]
+        scheme, account, seconds = row.scheme, row.account, row.account.seconds
+        marks = {
+            "◄": row is slow.taken,
+            "rounds": scheme.way.lossy,
+            "to ask for": row is slow.named,
+        }
         table.add_row(
-            f"stage {row.scheme.stage}" if row.scheme.stage != stage else "",
-            f"{row.scheme.wires}: {wires.words}" if row.scheme.wires else "plain",
+            f"stage {scheme.stage}" if scheme.stage != stage else "",
+            f"{scheme.communication}: {scheme.way.words}" if scheme.communication else "plain",
             gib(account.rest_bytes),
             gib(account.peak_bytes),
             gib(account.node_links.get("between", 0)),
             in_seconds(seconds["step"]),
             in_seconds(seconds["exposed communication"]),
             "yes" if row.fits else "no",
-            ", ".join(marks),
+            ", ".join(word for word, is_so in marks.items() if is_so),
         )
-        stage = row.scheme.stage
+        stage = scheme.stage
     return table

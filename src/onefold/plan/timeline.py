@@ -20,9 +20,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import onefold.runtime
-from onefold.plan.counting import flop_formulas, kernels_of
-from onefold.plan.fit import Kernels
+from onefold.memory import nbytes_of
+from onefold.plan.kernels import flop_formulas, kernels_of, name_of
 from onefold.plan.prices import Link, Prices
 
 #: What spans on the compute stream are, beside waits.
@@ -99,10 +99,8 @@ class Parts:
 
     def plus(self, other: Parts, times: int) -> Parts:
         """These, and `times` times those."""
-        exposed = {
-            k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0)
-            for k in {**self.exposed, **other.exposed}
-        }
+        names = {**self.exposed, **other.exposed}
+        exposed = {k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0) for k in names}
         model, engine, optimizer, host = (
             getattr(self, name) + times * getattr(other, name)
             for name in ("model", "engine", "optimizer", "host")
@@ -341,41 +339,24 @@ class Clock:
         self._launch()
         stream = self._communicator(tuple(ranks), communicator)
         price = self.prices.move(event.move, event.nbytes, ranks, self.rank, ring)
-        needs = {self._lines[link]: seconds for link, seconds in price.links.items() if seconds}
-        begin = max(self._current.free, stream.free, self.host)
-        while (
-            later := max(
-                (line.free(begin, seconds) for line, seconds in needs.items()), default=begin
-            )
-        ) > begin:
+        needs = [(self._lines[link], seconds) for link, seconds in price.links.items() if seconds]
+        begin, later = -1.0, max(self._current.free, stream.free, self.host)
+        while later > begin:
             begin = later
-        for line, seconds in needs.items():
+            later = max((line.free(begin, seconds) for line, seconds in needs), default=begin)
+        for line, seconds in needs:
             line.take(begin, seconds)
+        who = "collective", event.move, event.unit, event.phase
         after = self._current.last
-        self._add(
-            stream,
-            "collective",
-            event.move,
-            event.unit,
-            event.phase,
-            begin,
-            begin + price.seconds,
-            event.nbytes,
-            after,
-        )
+        self._add(stream, *who, begin, begin + price.seconds, event.nbytes, after)  # type: ignore[arg-type]
         return _Work(self, stream.free, stream.last)
 
     def _communicator(self, ranks: tuple[int, ...], name: str) -> Stream:
         if (ranks, name) not in self._communicators:
-            machine = self.prices.machine
-            nodes = {rank // machine.local for rank in ranks}
-            where = (
-                ""
-                if machine.nodes == 1 or len(ranks) == machine.ranks
-                else " in the node"
-                if len(nodes) == 1
-                else " between nodes"
-            )
+            machine, where = self.prices.machine, ""
+            if machine.nodes > 1 and len(ranks) < machine.ranks:
+                nodes = {rank // machine.local for rank in ranks}
+                where = " in the node" if len(nodes) == 1 else " between nodes"
             self._communicators[ranks, name] = self.new_stream(name + where)
         return self._communicators[ranks, name]
 
@@ -411,38 +392,26 @@ class Clock:
 
     @property
     def _phase(self) -> str:
-        return (
-            "optimizer"
-            if self.optimizing
-            else "forward"
-            if self.engine is None
-            else str(self.engine.phase)
-        )
+        if self.optimizing:
+            return "optimizer"
+        return "forward" if self.engine is None else str(self.engine.phase)
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """An operation has run on fake tensors."""
-        name = _name(func)
+        name = name_of(func)
         if name == "_local_scalar_dense":  # .item() and the like
             self._current.synchronize()
-            return
-        mine = not (self.optimizing or _of_engine())
-        kernels = kernels_of(func, args, kwargs, out, self._formulas) if mine else None
-        nbytes = 0 if mine else _moved(func, name, args, kwargs, out)
-        if kernels:
+        elif self.optimizing or _of_engine():
+            if nbytes := _moved(func, name, args, kwargs, out):
+                kind: Kind = "optimizer" if self.optimizing else "engine"
+                self._run(kind, name, self.prices.traffic(nbytes))
+        elif kernels := kernels_of(func, args, kwargs, out, self._formulas):
             self._run("model", name, self.prices.operation(kernels))
-        elif nbytes:
-            self._run(
-                "optimizer" if self.optimizing else "engine", name, self.prices.traffic(nbytes)
-            )
 
     def kernel(
         self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
     ) -> None:
-        self._run(
-            "engine",
-            name,
-            self.prices.adding_up(sum(t.numel() * t.element_size() for t in (*read, *written))),
-        )
+        self._run("engine", name, self.prices.adding_up(sum(map(nbytes_of, (*read, *written)))))
 
     def _run(self, kind: Kind, name: str, seconds: float) -> None:
         """A kernel on the current stream."""
@@ -505,9 +474,9 @@ class Clock:
         kept = self.spans[first:]
         own = [s for s in kept if s.stream == COMPUTE]
         exposed: dict[str, dict[str, float]] = {}
-        for span in own:
-            if span.kind == "wait":
-                _more(exposed.setdefault(span.unit, {}), span.name, span.seconds)
+        for span in (s for s in own if s.kind == "wait"):
+            waits = exposed.setdefault(span.unit, {})
+            waits[span.name] = waits.get(span.name, 0.0) + span.seconds
         busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
         busy |= {
             LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken
@@ -525,20 +494,16 @@ class Clock:
 
 def _parts(spans: list[Span], begin: float, end: float) -> Parts:
     """Of the compute stream's `spans`, those that end in (begin, end]."""
-    seconds = {"model": 0.0, "engine": 0.0, "optimizer": 0.0}
-    exposed: dict[str, float] = {}
+    seconds, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
     for span in spans:
         if begin < span.end <= end + 1e-12:
-            _more(
-                *((exposed, span.name) if span.kind == "wait" else (seconds, span.kind)),
-                span.seconds,
-            )
-    idle = end - begin - sum(seconds.values()) - sum(exposed.values())
-    return Parts(seconds["model"], seconds["engine"], seconds["optimizer"], exposed, max(idle, 0.0))
-
-
-def _more(of: dict[str, float], name: str, seconds: float) -> None:
-    of[name] = of.get(name, 0.0) + seconds
+            if span.kind == "wait":
+                exposed[span.name] += span.seconds
+            else:
+                seconds[span.kind] += span.seconds
+    model, engine, optimizer = (seconds[kind] for kind in ("model", "engine", "optimizer"))
+    idle = end - begin - (model + engine + optimizer) - sum(exposed.values())
+    return Parts(model, engine, optimizer, dict(exposed), max(idle, 0.0))
 
 
 class Recording(TorchDispatchMode):
@@ -586,34 +551,23 @@ _RUNTIME = str(Path(onefold.runtime.__file__).parent)
 _BETWEEN = ("parameter.py", "operators", "interval.py", "outside.py")
 
 
-@lru_cache(maxsize=4096)
-def _name(func: Any) -> str:
-    return str(func._schema.name).rpartition("::")[2]
-
-
 #: Operations that do not read what they write to.
 _OVERWRITING = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
 
 
 def _moved(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     """Bytes that an operation outside the model's passes reads and writes."""
-    if func._schema.is_mutable:
-        nbytes = 0
-        given = {
-            **{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)},
-            **kwargs,
-        }
-        for argument in func._schema.arguments:
-            tensors = [
-                t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)
-            ]
-            written = argument.alias_info is not None and argument.alias_info.is_write
-            # Unscaled in place where there is a scale, else read
-            written = written and not (argument.name == "grads" and "fused" in name)
-            overwritten = written and (name in _OVERWRITING or argument.name == "out")
-            nbytes += (1 + (written and not overwritten)) * sum(
-                t.numel() * t.element_size() for t in tensors
-            )
-        return nbytes
-    found: Kernels | None = kernels_of(func, args, kwargs, out, {})
-    return found.other_bytes if found is not None else 0
+    declared = func._schema.arguments
+    if not func._schema.is_mutable:
+        found = kernels_of(func, args, kwargs, out, {})
+        return found.other_bytes if found is not None else 0
+    given = {a.name: v for a, v in zip(declared, args, strict=False)} | kwargs
+    total = 0
+    for argument in declared:
+        tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        # Unscaled in place where there is a scale, else read
+        written = written and not (argument.name == "grads" and "fused" in name)
+        overwritten = written and (name in _OVERWRITING or argument.name == "out")
+        total += (1 + (written and not overwritten)) * sum(map(nbytes_of, tensors))
+    return total

@@ -3,8 +3,7 @@
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
                    (`onefold.plan.fit`) ÷ step_share; and what encoding, decoding and adding up
-                   (`onefold.plan.engine_kernels`) and the engine's own copies and casts
-                   (`onefold.plan.engine_kernels`) read and write
+                   and the engine's own copies and casts read and write (plan/states.py)
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
                    groups is two, each on its level. A ring takes N−1 hops, one after another;
                    messages to all at once (an all-to-all) take one
@@ -13,7 +12,7 @@
                    behind. Moves of several units are under way at once, so that those inside nodes
                    and those between them take as long as the slower of the two links
     optimizer      bytes that the update moves ÷ memory bandwidth
-    io             host link and NVMe, as far as compute leaves room to hide them (`onefold.plan.tier_times`)
+    io             host link and NVMe, as far as compute leaves room to hide them
 
         compute  │██ fwd ████████████│████████ bwd ████████████████████│
         moves    │▓▓▓ ▒▒▒ ▒▒▒ ▒▒▒    │ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒     ▓▓▓│     ▒ hidden   ▓ exposed: an end, or more than fits
@@ -21,32 +20,40 @@
 A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's
 bandwidth divides (`Traffic.ring`). Every constant is stated here (`Software`) or in
 `benchmarks.validation.systems`, which says on what it was fitted.
+
+Tiers (the host link, the disks, the update on the host):
+
+    forward     │██████████████│              parameters up, or read              hide behind the forward passes
+    backward    │████████████████████████│    the same again, gradients down       hide behind the backward passes
+    step                                 │▒▒▒ read ▒ update ▒ written ▒ up ▒│     the slower of update and moves; with
+                                                                                  step_in_backward behind the backward passes
+
+Link and disk work at the same time; what each of them carries in one phase it carries one after the
+other. Behind a phase hides as much as communication has left of it (`onefold.plan.times`). Where
+the device is a CPU a copy is made by who computes: it hides behind nothing, and gradients need
+none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from onefold.layout import Topology
 from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.offloaded import Carried
+from onefold.plan.schema import SECONDS
 from onefold.plan.states import Leg, Phase, elsewhere
-from onefold.plan.tier_times import tier_times
 
 #: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which
 #: has not been measured there; what the plain operations reach on a CPU (docs/decisions.md,
 #: Codecs). SUMMING_ON_A_GPU: the same of adding up, an assumption.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 SUMMING_ON_A_GPU = 0.8
-_DTYPES: Mapping[str, str] = {
-    "fp32": "float32",
-    "tf32": "float32",
-    "fp16": "float16",
-    "bf16": "bfloat16",
-}
+_DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -86,20 +93,19 @@ class Software:
     handed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("kernel_share", "link_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: expected a share above 0 and at most 1."
-                )
-        for name in ("step_share", "move_share"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a number above 0.")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap={self.overlap!r}: expected a share from 0 to 1.")
-        if min(self.hop_seconds, self.straggler, self.launch_seconds, self.handed_s) < 0:
-            named = ("hop_seconds", "straggler", "launch_seconds", "handed_s")
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in named)
-            raise ValueError(f"{given}: expected 0 or more.")
+        for names, possible, expected in (
+            (("kernel_share", "link_share"), lambda x: 0 < x <= 1, "a share above 0 and at most 1"),
+            (("step_share", "move_share"), lambda x: x > 0, "a number above 0"),
+            (("overlap",), lambda x: 0 <= x <= 1, "a share from 0 to 1"),
+            (
+                ("hop_seconds", "straggler", "launch_seconds", "handed_s"),
+                lambda x: x >= 0,
+                "0 or more",
+            ),
+        ):
+            for name in names:
+                if not possible(getattr(self, name)):
+                    raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}.")
 
 
 @dataclass(frozen=True)
@@ -149,20 +155,6 @@ class Traffic:
         between = nbytes * (machine.ranks - machine.local) / max(machine.ranks - 1, 1)
         return cls(move, nbytes - between, between, calls, 1, machine.ranks, phase)
 
-    @classmethod
-    def within_nodes(
-        cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
-    ) -> Traffic:
-        """In groups of one node's ranks."""
-        return cls(move, nbytes, 0.0, calls, machine.local - 1, machine.local, phase)
-
-    @classmethod
-    def across_nodes(
-        cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
-    ) -> Traffic:
-        """In groups of one rank of each node: every rank of a node sends between nodes."""
-        return cls(move, 0.0, nbytes, calls, machine.nodes - 1, machine.nodes, phase)
-
     def seconds(self, machine: Machine, software: Software) -> float:
         """Of all its calls, one after another."""
         inside, between, hops = self.parts(machine, software)
@@ -176,16 +168,13 @@ class Traffic:
             return 0.0, 0.0, 0.0
         if machine.measured is not None:
             # All ranks of the machine move at the same time, in however many groups.
-            once = machine.measured.seconds_for(
-                self.move, math.ceil(self.nbytes / self.calls), machine.ranks
-            )
+            nbytes = math.ceil(self.nbytes / self.calls)
+            once = machine.measured.seconds_for(self.move, nbytes, machine.ranks)
             return self.calls * once / software.move_share, 0.0, 0.0
-        inside = self.inside / (machine.gpu.link * software.link_share)
-        between = (
-            self.between * machine.local / (machine.between.bandwidth * software.link_share)
-            if machine.between
-            else 0.0
-        )
+        inside, between = self.inside / (machine.gpu.link * software.link_share), 0.0
+        if machine.between:
+            rate = machine.between.bandwidth * software.link_share
+            between = self.between * machine.local / rate
         return inside, between, self.calls * self.hops * software.hop_seconds
 
 
@@ -198,36 +187,28 @@ def traffic_of(
     at_boundary: bool = False,
     nccl: bool = True,
 ) -> list[Traffic]:
-    """What Onefold's moves are, from the bytes and calls that its ledger counts by move.
-
-    Gathers are rings on NCCL and pairwise on gloo; reductions are pairwise everywhere, since the
-    sum is local; an all-reduce is both.
+    """The moves of a step over all ranks, from the bytes and calls that its ledger counts by move.
 
     Args:
-        wire, calls: payload bytes a rank sends in a step, and collectives, by "all-gather",
-            "reduce-scatter", "all-reduce".
+        wire, calls: payload bytes a rank sends in a step, and collectives, by move.
         kept: whole parameters are kept (stages 0 to 2), so that gathers refresh them once, behind
             the first forward pass.
         at_boundary: gradients are reduced behind the last backward pass only.
     """
-    reduction: Phase = "last backward" if at_boundary else "backward"
-    gathered, summed, both = (
-        wire.get(move, 0) for move in ("all-gather", "reduce-scatter", "all-reduce")
+    gathers: Phase = "first forward" if kept else "both"
+    sums: Phase = "last backward" if at_boundary else "backward"
+    kinds: tuple[tuple[str, bool, float, Phase], ...] = (
+        ("all-gather", True, 1, gathers),
+        ("reduce-scatter", False, 1, sums),
+        ("all-reduce", False, 0.5, sums),
+        ("all-reduce", True, 0.5, sums),
     )
     legs = [
-        Leg(
-            "all-gather",
-            True,
-            "all",
-            gathered,  # type: ignore[arg-type]
-            calls.get("all-gather", 0),
-            "first forward" if kept else "both",
-        ),
-        Leg("reduce-scatter", False, "all", summed, calls.get("reduce-scatter", 0), reduction),  # type: ignore[arg-type]
-        Leg("all-reduce", False, "all", both / 2, calls.get("all-reduce", 0), reduction),  # type: ignore[arg-type]
-        Leg("all-reduce", True, "all", both / 2, calls.get("all-reduce", 0), reduction),  # type: ignore[arg-type]
+        Leg(move, gather, "all", share * wire[move], calls.get(move, 0), phase)  # type: ignore[arg-type]
+        for move, gather, share, phase in kinds
+        if wire.get(move)
     ]
-    return traffic_over([leg for leg in legs if leg.nbytes], machine, nccl=nccl)
+    return traffic_over(legs, machine, nccl=nccl)
 
 
 def traffic_over(
@@ -248,28 +229,18 @@ def traffic_over(
         topology: the groups; None where there are none.
     """
     moves = []
+    per_node = machine.local if machine.nodes > 1 else None
     for leg in legs:
         move = "all-gather" if leg.gathers else "reduce-scatter"
         ring = nccl and (leg.gathers or leg.by_backend)
         if topology is None or leg.level == "all":
             way = Traffic.ring if ring else Traffic.pairwise
             moves.append(way(move, leg.nbytes, leg.calls, machine, leg.phase))
-            continue
-        peers, far = elsewhere(
-            topology, machine.local if machine.nodes > 1 else None, rank, leg.level
-        )
-        between = leg.nbytes * far / peers
-        moves.append(
-            Traffic(
-                move,
-                leg.nbytes - between,
-                between,
-                leg.calls,
-                peers if ring else 1,
-                peers + 1,
-                leg.phase,
-            )
-        )
+        else:
+            peers, far = elsewhere(topology, per_node, rank, leg.level)
+            between, hops = leg.nbytes * far / peers, peers if ring else 1
+            inside = leg.nbytes - between
+            moves.append(Traffic(move, inside, between, leg.calls, hops, peers + 1, leg.phase))
     return moves
 
 
@@ -302,8 +273,6 @@ class Work:
         tokens: of all ranks together.
         micro_batches: of one rank.
         forward_share: of the compute, what is forward: 1/3, or 1/4 under full recompute.
-        memory_bytes: moved by everything that is no matrix product, if known; kernel_share is then
-            not applied.
         optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device,
             bytes it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
         host_optimizer_numel, host_optimizer_bytes: the same on the host.
@@ -328,7 +297,6 @@ class Work:
     tokens: float = 0.0
     micro_batches: int = 1
     forward_share: float = 1 / 3
-    memory_bytes: float | None = None
     optimizer_numel: float = 0.0
     optimizer_bytes: float = 0.0
     host_optimizer_numel: float = 0.0
@@ -374,17 +342,14 @@ def slowest_of(ranks: int, straggler: float) -> float:
 def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
     """Of forward, backward and recompute, all micro-batches."""
     measured, dtype = machine.measured, _DTYPES[work.precision]
+    handed = work.handed * software.handed_s
     if measured is not None and knows_passes(work, machine):
         passes = measured.pass_seconds(work.kernels, dtype, machine.ranks)  # type: ignore[attr-defined]
-        return float(passes) / software.step_share + work.handed * software.handed_s
+        return float(passes) / software.step_share + handed
     if measured is not None and work.hidden and work.micro_tokens:
         rate = measured.block_rate(work.hidden, work.micro_tokens, dtype, machine.ranks)
-        return work.flops / (rate * software.step_share) + work.handed * software.handed_s
-    rate = machine.matrix_rate(work.precision)
-    if work.memory_bytes is not None:
-        own = work.flops / rate + work.memory_bytes / machine.gpu.memory_bandwidth
-    else:
-        own = work.flops / (rate * software.kernel_share)
+        return work.flops / (rate * software.step_share) + handed
+    own = work.flops / (machine.matrix_rate(work.precision) * software.kernel_share)
     return own * slowest_of(machine.ranks, software.straggler)
 
 
@@ -446,31 +411,26 @@ def step_times(work: Work, machine: Machine, software: Software | None = None) -
     None takes the defaults; on a calibrated machine what its reference steps showed
     (`measured_software`).
     """
-    soft = software or measured_software(work, machine)
+    soft, memory = software or measured_software(work, machine), machine.gpu.memory_bandwidth
     compute = compute_seconds(work, machine, soft)
     if machine.measured is None:  # else its reference steps have them
-        compute += (
-            work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU
-        ) / machine.gpu.memory_bandwidth
+        compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / memory
     exposed, communication, left = exposed_seconds(work, compute, machine, soft)
     compute += work.coded_bytes / (
-        machine.gpu.memory_bandwidth * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU)
+        memory * (CODING_ON_A_CPU if machine.shared else CODING_ON_A_GPU)
     )
     tiers = tier_times(work, machine, left)
     optimizer = _device_update(work, machine) + tiers.update
     step = compute + exposed + optimizer + tiers.io
-    seconds = {
-        "compute": compute,
-        "exposed communication": exposed,
-        "optimizer": optimizer,
-        "io": tiers.io,
-        "step": step,
-    }
+    seconds = dict(zip(SECONDS, (compute, exposed, optimizer, tiers.io, step), strict=True))
     model = work.flops if work.model_flops is None else work.model_flops
-    notes = _notes(soft, machine, max((t.hops for t in work.traffic), default=0))
-    mfu = model / (step * machine.peak(work.precision)) if step else 0.0
     return Times(
-        seconds, mfu, work.tokens / step if step else 0.0, communication, tiers.parts, notes
+        seconds,
+        mfu=model / (step * machine.peak(work.precision)) if step else 0.0,
+        tokens_per_s=work.tokens / step if step else 0.0,
+        communication=communication,
+        tiers=tiers.parts,
+        notes=_notes(soft, machine, max((t.hops for t in work.traffic), default=0)),
     )
 
 
@@ -504,30 +464,26 @@ def _notes(software: Software, machine: Machine, hops: int) -> tuple[str, ...]:
     if machine.measured is None and machine.gpu.name == "here":
         return ()  # nobody knows its speeds
     if machine.measured is None:
-        alone = (
+        said = (
             f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
             " matrix products"
         )
-        if machine.ranks == 1:
-            return (alone,)
-        return (
-            (
-                f"{alone} and {software.link_share:.0%} of the links' nominal rates, hides moves"
-                f" behind {software.overlap:.0%} of the compute beside them, and loses with the"
-                f" number of ranks: {1e6 * software.hop_seconds:.0f} µs × up to {hops:,} hops a"
-                f" move, and {slowest_of(machine.ranks, software.straggler) - 1:.1%} waiting for"
-                f" the slowest of {machine.ranks:,}"
-            ),
-        )
+        if machine.ranks > 1:
+            slower = slowest_of(machine.ranks, software.straggler) - 1
+            said += (
+                f" and {software.link_share:.0%} of the links' nominal rates, hides moves behind"
+                f" {software.overlap:.0%} of the compute beside them, and loses with the number of"
+                f" ranks: {1e6 * software.hop_seconds:.0f} µs × up to {hops:,} hops a move, and"
+                f" {slower:.1%} waiting for the slowest of {machine.ranks:,}"
+            )
+        return (said,)
     if software.handed_s == 0:
         return ()
     moves = f" and {software.move_share:.0%} of that of moves" if machine.ranks > 1 else ""
     return (
-        (
-            f"training steps measured on this machine reach {software.step_share:.0%} of the speed"
-            f" of passes alone{moves}, and take {1e9 * software.handed_s:.1f} ns for each gradient"
-            " and micro-batch; seconds count that in"
-        ),
+        f"training steps measured on this machine reach {software.step_share:.0%} of the speed of"
+        f" passes alone{moves}, and take {1e9 * software.handed_s:.1f} ns for each gradient and"
+        " micro-batch; seconds count that in",
     )
 
 
@@ -535,3 +491,82 @@ def _device_update(work: Work, machine: Machine) -> float:
     if machine.measured is not None and work.optimizer_numel:
         return machine.measured.optimizer_seconds(round(work.optimizer_numel), machine.ranks)
     return work.optimizer_bytes / machine.gpu.memory_bandwidth
+
+
+# -- tiers -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TierTimes:
+    """Seconds of a step: `io` waits for link and disks, `update` is the host's that nothing hides;
+    `parts` by `schema.TIER_SECONDS`.
+    """
+
+    io: float
+    update: float
+    parts: Mapping[str, float]
+
+
+def tier_times(work: Work, machine: Machine, room: Mapping[str, float]) -> TierTimes:
+    """`room`: seconds of the "forward" and "backward" passes that communication leaves to hide
+    behind.
+    """
+    left, parts = dict(room), defaultdict[str, float](float)
+    io = 0.0
+    for phase in ("forward", "backward"):
+        beside, alone = _beside(work.carried, phase, machine, parts)
+        io += alone + _hide(beside, phase, left, parts)
+    link, disk = (
+        work.host_bytes / machine.host_link(),
+        work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local),
+    )
+    parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
+    anywhere = max(link, disk)
+    for phase in ("forward", "backward"):
+        anywhere = _hide(anywhere, phase, left, parts)
+    io += anywhere
+    update = update_seconds(work, machine)
+    beside, alone = _beside(work.carried, "step", machine, parts)
+    parts["host update"] = update
+    parts["hidden behind the update"] = min(beside, update)
+    waits = max(update, beside) + alone
+    if work.behind:
+        waits = _hide(waits, "backward", left, parts)
+    waiting = min(update, waits)
+    return TierTimes(io + waits - waiting, waiting, {k: v for k, v in parts.items() if v})
+
+
+def update_seconds(work: Work, machine: Machine) -> float:
+    """Of the update on the host; on a CPU as it was measured there."""
+    if machine.shared and machine.measured is not None and work.host_optimizer_numel:
+        return machine.measured.optimizer_seconds(round(work.host_optimizer_numel), machine.ranks)
+    return work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
+
+
+def _beside(
+    carried: Iterable[Carried], phase: str, machine: Machine, parts: dict[str, float]
+) -> tuple[float, float]:
+    """(seconds that something else can hide, seconds that nothing can) of what one phase
+    carries.
+    """
+    nbytes = defaultdict[str, float](float)
+    for c in carried:
+        nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
+    local, host = machine.local, machine.host
+    disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / (
+        (host.nvme_write or host.nvme_bandwidth) / local
+    )
+    read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
+    link = (nbytes["up"] + nbytes["down"] + read) / machine.host_link()
+    if machine.shared:
+        link = 2 * nbytes["up"] / machine.gpu.memory_bandwidth
+    parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
+    return (disk, link) if machine.shared else (max(link, disk), 0.0)
+
+
+def _hide(seconds: float, phase: str, left: dict[str, float], parts: dict[str, float]) -> float:
+    """What is left of `seconds` when a phase's room is used up."""
+    hidden = min(seconds, left[phase])
+    left[phase] -= hidden
+    parts[f"hidden behind {phase}"] += hidden
+    return seconds - hidden

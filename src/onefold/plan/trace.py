@@ -19,6 +19,7 @@ parameter's gradient: the logits, their upcast, log-probabilities, and the gradi
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -27,16 +28,21 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
-from onefold.plan.fake import Faked, Integers, fake_batch, faked, passing_as_real
+from onefold.plan.fake import Integers, fake_batch, faked, passing_as_real
 from onefold.plan.fit import Kernels
 from onefold.plan.kernels import CudaKernels
 from onefold.plan.lifetimes import Log, Read, Span, Watch, read
-from onefold.plan.recompute import Checkpointing, checkpointed
-from onefold.plan.repeat import Repetition, repetition_in, shortened, written_out
+from onefold.plan.repeat import (
+    Checkpointing,
+    Repetition,
+    checkpointed,
+    repetition_in,
+    shortened,
+    written_out,
+)
 from onefold.runtime.units import find_units
-
-__all__ = ["ActivationTrace", "Precision", "Span", "UnitTrace", "trace", "trace_at"]
 
 Precision = Literal["fp32", "bf16", "fp16", "autocast-bf16"] | None
 _DTYPES: Mapping[str | None, torch.dtype | None] = {
@@ -192,13 +198,9 @@ def trace_at(
     if any(b < 1 for b in wanted):
         raise ValueError(f"micro-batches {wanted}: expected samples, 1 or more.")
     settings = Settings(**options)
-    out = {b: trace(module, batch_of(b), **options) for b in wanted if b == 1}
-    larger = [b for b in wanted if b > 1]
-    if not larger:
-        return out
-    if max(larger) < 4:
-        return out | {b: trace(module, batch_of(b), **options) for b in larger}
-    for whole in (False, True):
+    larger = [b for b in wanted if b > 1] if max(wanted, default=0) >= 4 else []
+    out: dict[int, ActivationTrace] = {}
+    for whole in (False, True) if larger else ():
         if (settings, whole) not in memo:
             memo[settings, whole] = [_record(module, batch_of(b), settings, whole) for b in (2, 3)]
         low, high = memo[settings, whole]
@@ -209,16 +211,14 @@ def trace_at(
                 x.nbytes + (b - 2) * (y.nbytes - x.nbytes)
                 for x, y in zip(low.log.entries, high.log.entries, strict=True)
             ]
-            found = _trace_of(
-                replace(low, inputs=low.inputs + (b - 2) * (high.inputs - low.inputs)),
-                settings,
-                sizes,
-            )
+            inputs = low.inputs + (b - 2) * (high.inputs - low.inputs)
+            found = _trace_of(replace(low, inputs=inputs), settings, sizes)
             if found is not None:
                 out[b] = found
         if all(b in out for b in larger):
-            return out
-    return out | {b: trace(module, batch_of(b), **options) for b in larger if b not in out}
+            break
+    rest = {b: trace(module, batch_of(b), **options) for b in wanted if b not in out}
+    return dict(sorted((out | rest).items()))
 
 
 # -- recording -------------------------------------------------------------------------------------
@@ -291,17 +291,17 @@ def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = Fal
         given = fake_batch(batch, settings.casts, integers)
         watch = Watch(log, ours.storages, integers.call)
         present = dict(module.named_modules())
-        for name in names[1:]:
-            if name in present:
-                stack.callback(
-                    present[name]
-                    .register_forward_pre_hook(_entering(watch, name), prepend=True)
-                    .remove
-                )
-                stack.callback(
-                    present[name].register_forward_hook(_leaving(watch), always_call=True).remove
-                )
-        _listen(ours, watch)
+
+        def follow(name: str, inner: nn.Module) -> None:
+            enter = inner.register_forward_pre_hook(lambda *_: watch.enter(name), prepend=True)
+            leave = inner.register_forward_hook(lambda *_: watch.leave(), always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+
+        for name in (n for n in names[1:] if n in present):
+            follow(name, present[name])
+        for name, param in ours.parameters.items():
+            _take(watch, name, param)
         inputs = _step(module, given, watch, settings)
     notes = list(integers.notes)
     if any(isinstance(m, nn.RNNBase) for m in module.modules()):
@@ -311,56 +311,42 @@ def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = Fal
 
 def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> int:
     """Forward and backward under the watch; bytes of the batch."""
-    tensors = {watch.key(t): t.untyped_storage().nbytes() for t in _tensors_of(batch)}
-    inputs = sum(tensors.values())
-    del tensors
-    autocast = (
-        torch.autocast("cpu", dtype=torch.bfloat16)
-        if settings.precision == "autocast-bf16"
-        else nullcontext()
-    )
-    with (
-        torch.enable_grad(),
-        CudaKernels() if torch.device(settings.device).type == "cuda" else nullcontext(),
-        watch,
-    ):
+    leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
+    inputs = sum({watch.key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+    del leaves, tensors
+    autocast, kernels = nullcontext(), nullcontext()
+    if settings.precision == "autocast-bf16":
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)  # type: ignore[assignment]
+    if torch.device(settings.device).type == "cuda":
+        kernels = CudaKernels()  # type: ignore[assignment]
+    with torch.enable_grad(), kernels, watch:
         with saved_tensors_hooks(watch.pack, lambda t: t), autocast:
-            scalar = (settings.loss or loss_of)(_call(module, batch))
+            scalar = (settings.loss or loss_of)(call(module, batch))
         watch.mark("turn")
         if not scalar.requires_grad:
             raise ValueError(
                 "the loss depends on no trainable parameter, so there is no backward pass to trace:"
                 " unfreeze some parameters."
             )
-        # What scalar.backward() calls. That would leave CudaKernels for its duration, and a
-        # recomputation would run other kernels.
-        _engine_run_backward(
-            (scalar,),
-            (torch.ones_like(scalar),),
-            False,
-            False,
-            (),
-            allow_unreachable=True,
-            accumulate_grad=True,
-        )
+        backward(scalar)
         watch.mark("over")
     return inputs
 
 
-def _call(module: nn.Module, batch: Any) -> Any:
+def backward(scalar: torch.Tensor) -> None:
+    """What scalar.backward() calls. That would leave CudaKernels for its duration, and a
+    recomputation would run other kernels.
+    """
+    _engine_run_backward(
+        (scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )  # fmt: skip
+
+
+def call(module: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(*batch) if isinstance(batch, list | tuple) else module(batch)
-
-
-def _tensors_of(batch: Any) -> list[torch.Tensor]:
-    from torch.utils._pytree import tree_leaves
-
-    return [
-        t
-        for t in tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
-        if isinstance(t, torch.Tensor)
-    ]
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -401,43 +387,29 @@ def vocabulary_of(module: nn.Module) -> int:
     )
 
 
-class _training:
+@contextmanager
+def _training(module: nn.Module) -> Iterator[None]:
     """Inside, the module and all in it are in training mode; afterwards as they were."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.modes = [(m, m.training) for m in module.modules()]
-
-    def __enter__(self) -> None:
-        for module, _ in self.modes:
-            module.training = True
-
-    def __exit__(self, *_: Any) -> None:
-        for module, mode in self.modes:
-            module.training = mode
+    modes = [(m, m.training) for m in module.modules()]
+    for inner, _ in modes:
+        inner.training = True
+    try:
+        yield
+    finally:
+        for inner, mode in modes:
+            inner.training = mode
 
 
-def _entering(watch: Watch, name: str) -> Callable[..., None]:
-    return lambda *_: watch.enter(name)
+def _take(watch: Watch, name: str, param: nn.Parameter) -> None:
+    """Take its gradients as the engine takes them: when they are complete, at once."""
 
-
-def _leaving(watch: Watch) -> Callable[..., None]:
-    return lambda *_: watch.leave()
-
-
-def _listen(ours: Faked, watch: Watch) -> None:
-    """Take gradients as the engine takes them: when they are complete, at once."""
-    for name, param in ours.parameters.items():
-        if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_taking(watch, name))
-
-
-def _taking(watch: Watch, name: str) -> Callable[[torch.Tensor], None]:
     def take(param: torch.Tensor) -> None:
         if param.grad is not None:
             watch.arrived(name, param.grad)
             param.grad = None
 
-    return take
+    if param.requires_grad:
+        param.register_post_accumulate_grad_hook(take)
 
 
 @contextmanager
@@ -465,20 +437,21 @@ def _trace_of(
         found = written_out(found, recording.repetition)
     if found is None:
         return None
-    flops = {(name, phase): 0 for name in recording.names for phase in ("forward", "backward")}
+    flops = Counter[tuple[str, str]]()
     for span in found.spans:
         flops[span.unit, span.phase] += span.flops
+    units = (
+        UnitTrace(
+            name,
+            found.saved.get(name, 0),
+            flops[name, "forward"],
+            flops[name, "backward"],
+            found.movable.get(name, 0),
+        )
+        for name in recording.names
+    )
     return ActivationTrace(
-        units=tuple(
-            UnitTrace(
-                n,
-                found.saved.get(n, 0),
-                flops[n, "forward"],
-                flops[n, "backward"],
-                found.movable.get(n, 0),
-            )
-            for n in recording.names
-        ),
+        units=tuple(units),
         spans=found.spans,
         saved=sum(found.saved.values()),
         logits=found.saved_logits,

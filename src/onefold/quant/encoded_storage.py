@@ -9,6 +9,7 @@ import torch
 from onefold.comm.codec import Codec
 from onefold.memory import PARAMETERS, nbytes_of
 from onefold.recipe import Tier
+from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.storage import Storage, refuse_written
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ class EncodedStorage(Storage):
 
     def store(self, values: torch.Tensor) -> None:
         self.intervals.encode(values, self.payload)
+
+    def elements(
+        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
+    ) -> torch.Tensor | OnDisk:
+        """Masters as what they stand for, all decoded at a time."""
+        if key:
+            return super().elements(entry, key, value, x, y)
+        first = entry.slot.start - self.flat.owned[0]
+        return self.load()[first + x : first + y]
 
     def refuse_training(self, entry: Entry) -> None:
         raise ValueError(

@@ -418,9 +418,7 @@ def skipped(optimizer: Any) -> bool:
 
 def place(entry: Entry) -> int:
     """The index of the first element that is here in the whole parameter."""
-    return entry.part.first + (
-        0 if entry.flat.unsharded else entry.flat.local(entry)[0] - entry.slot.start
-    )
+    return entry.part.first + entry.held()[0]
 
 
 def adopted(

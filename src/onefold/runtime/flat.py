@@ -9,6 +9,13 @@ together:
     stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
+What the optimizers of several ranks step of it:
+
+    masters are                           `divided`   `shared`
+    whole on every rank (stage 0)                     on more than one rank
+    this rank's interval                  yes
+    an interval that other ranks have     yes         yes
+
 What differs between recipes is what a flat buffer is made of, chosen once in `shard()`: its `storage`
 (runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each hop
 of its gradient (runtime/reductions.py).
@@ -27,6 +34,7 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
+from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime import gradient_hooks
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
@@ -149,6 +157,31 @@ class Entry:
         self.number = 0  # among all entries of the engine
         self.last_write = 0  # the last write to its master, see runtime/write_counters.py
 
+    def accounted(self, position: int | None = None) -> tuple[int, int]:
+        """The elements, counted from the first, that this rank (or that at `position`) answers
+        for: each element of the model on exactly one rank.
+        """
+        flat = self.flat
+        a, b = flat.layout.local(self.slot, flat.rank if position is None else position)
+        return a - self.slot.start, b - self.slot.start
+
+    def held(self, position: int | None = None) -> tuple[int, int]:
+        """The elements, counted from the first, that the optimizer of this rank (or of that at
+        `position`) steps; also what other ranks' optimizers step as well.
+        """
+        flat = self.flat
+        owned = flat.owned if position is None else flat.owned_by(position)
+        a, b = overlap((self.slot.start, self.slot.end), owned)
+        return a - self.slot.start, b - self.slot.start
+
+    def outside(self, x: int, y: int, key: str = "") -> tuple[tuple[int, ...], int, int]:
+        """Elements [x, y) as the parameter is known outside, of which a tile is a part: the whole
+        shape of it (or of its state `key`), and the interval.
+        """
+        grain, part = grain_of(key), self.part
+        shape = part.shape if packed(key) is None else (-(-part.numel // grain),)
+        return shape, *items_of(part.first + x, part.first + y, grain)
+
 
 class Flat:
     """See the table of this module. `index` is unique in the engine (it goes into message tags)."""
@@ -227,6 +260,27 @@ class Flat:
         # Of a kept copy: what the masters' version counters said; masters were written to since
         self.versions, self.stale = 0, False
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
+
+    @property
+    def divided(self) -> bool:
+        """Optimizers of different ranks step different elements."""
+        return not self.whole_master
+
+    @property
+    def shared(self) -> bool:
+        """Optimizers of several ranks (`holders`) step the same elements, of which each rank
+        accounts for an interval.
+        """
+        return self.owned != self.interval
+
+    @property
+    def holders(self) -> Group:
+        return self.group if self.whole_master else self.group.inter_group
+
+    @property
+    def own_interval(self) -> slice:
+        """This rank's interval among the elements that it owns."""
+        return slice(self.interval[0] - self.owned[0], self.interval[1] - self.owned[0])
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -333,16 +387,6 @@ class Flat:
     def owned_by(self, position: int) -> tuple[int, int]:
         """The addresses that the optimizer of another rank owns."""
         return self.spec.owned_by(position)
-
-    def accounted(self, entry: Entry) -> tuple[int, int]:
-        """The addresses of `entry` that this rank answers for: each element of the model on exactly
-        one rank.
-        """
-        return (
-            self.local(entry)
-            if self.unsharded
-            else overlap((entry.slot.start, entry.slot.end), self.interval)
-        )
 
     def overwritten_since(self, write: int) -> bool:
         """Whether the values computed with before that write to the masters are gone (a copy has

@@ -61,7 +61,7 @@ __all__ = [
     "leaf_asked_by",
 ]
 
-#: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state.py): torch
+#: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state/following.py): torch
 #: asks there whether it is a leaf.
 leaf_asked_by: list[Callable[[Any], None] | None] = [None]
 

@@ -23,6 +23,8 @@ import torch
 
 from onefold.memory import MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
+from onefold.recipe.moments import grain_of, items_of, packed
+from onefold.runtime.on_disk import OnDisk
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
@@ -107,6 +109,40 @@ class Storage(ABC):
             RuntimeError: masters cannot follow, and `written` names who was written to.
         """
 
+    # -- elements of masters and states ------------------------------------------------------------
+
+    def elements(
+        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
+    ) -> torch.Tensor | OnDisk:
+        """Elements [x, y) of `entry`, counted from its first, or the items that stand for them;
+        this rank holds them.
+
+        Args:
+            key: of the optimizer's state; "" for the masters.
+            value: the optimizer's parameter, or its state. What is returned is a view of it where
+                it is in memory.
+        """
+        first, _ = entry.held()
+        return value.detach().reshape(-1)[slice(*items_of(x - first, y - first, grain_of(key)))]
+
+    def new_state(
+        self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
+    ) -> torch.Tensor:
+        """A state of zeros for the elements of `entry` that this rank holds. `in_memory`: also
+        where others rest on disk.
+        """
+        return torch.zeros(state_shape(entry, key), dtype=dtype, device=entry.param.device)
+
+    def beside_masters(self, name: str, dtype: torch.dtype) -> torch.Tensor | OnDisk:
+        """Room for a number called `name` for each element of this rank's interval, on the masters'
+        tier.
+        """
+        a, b = self.flat.interval
+        return torch.empty(b - a, dtype=dtype, device=self.flat.master.device)
+
+    def renew(self) -> None:
+        """Masters were written to by `elements`: bring what gathers read up to date."""
+
     # -- gathers -----------------------------------------------------------------------------------
 
     @property
@@ -155,9 +191,9 @@ class Storage(ABC):
         """
         raise AssertionError("gradients rest in memory")
 
-    def gradient_norm(self, entry: Entry, addresses: tuple[int, int], p: float) -> torch.Tensor:
-        """The p-norm of the gradient of `entry` over `addresses`, a 0-dim tensor, where gradients
-        lie on disk.
+    def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
+        """The p-norm of what this rank accounts for of the gradient of `entry`, a 0-dim tensor,
+        where gradients lie on disk.
         """
         raise AssertionError("gradients rest in memory")
 
@@ -250,6 +286,12 @@ class InPlaceStorage(DeviceStorage):
 
     def resting_bytes(self) -> dict[Tier, dict[str, int]]:
         return {Tier.DEVICE: {PARAMETERS: sum(nbytes_of(e.param) for e in self.flat.entries)}}
+
+
+def state_shape(entry: Entry, key: str) -> tuple[int, ...]:
+    """The shape of what this rank holds of the state `key`."""
+    shape: tuple[int, ...] = tuple(entry.param.shape)
+    return shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
 
 
 def refuse_written(written: list[Entry]) -> None:

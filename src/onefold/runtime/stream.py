@@ -77,23 +77,6 @@ def dist_rank(engine: Engine) -> int:
     return engine.group.ranks[engine.group.rank]
 
 
-def interval_of(entry: Entry, position: int | None = None) -> tuple[int, int]:
-    """The elements of `entry` that this rank (or that at `position`) accounts for, counted from its
-    first: each element on exactly one rank.
-    """
-    rank = entry.flat.rank if position is None else position
-    a, b = entry.flat.layout.local(entry.slot, rank)
-    return a - entry.slot.start, b - entry.slot.start
-
-
-def held_by(entry: Entry, position: int) -> tuple[int, int]:
-    """The elements of `entry` that the optimizer of a rank holds, counted from its first; also what
-    other ranks hold as well.
-    """
-    a, b = overlap((entry.slot.start, entry.slot.end), entry.flat.owned_by(position))
-    return a - entry.slot.start, b - entry.slot.start
-
-
 def to_first(
     engine: Engine,
     entry: Entry,
@@ -110,7 +93,7 @@ def to_first(
         alone: `read` gives nothing but this rank's interval, also where the optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    here = interval_of(entry, 0) if alone else held_by(entry, 0)
+    here = entry.accounted(0) if alone else entry.held(0)
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         mine = overlap(here, (x, y))
@@ -120,7 +103,7 @@ def to_first(
             continue
         sends, recvs, landing = [], [], []
         for peer in _owners(entry, x, y):
-            a, b = overlap(interval_of(entry, peer), (x, y))
+            a, b = overlap(entry.accounted(peer), (x, y))
             if a == b or peer == 0 or overlap((a, b), here) == (a, b):
                 continue
             if group.rank == 0:
@@ -151,10 +134,10 @@ def from_first(
         alone: each rank is given nothing but its interval, also where its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    held = interval_of if alone else held_by
+    held = entry.accounted if alone else entry.held
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
-        a, b = overlap(held(entry, group.rank), (x, y))
+        a, b = overlap(held(group.rank), (x, y))
         part = None
         sends, recvs = [], []
         if group.rank == 0:
@@ -162,7 +145,7 @@ def from_first(
             if group.size > 1 and not group.fake:
                 chunk = whole[x:y].to(engine.device, dtype)
                 for peer in range(1, group.size):
-                    i, j = overlap(held(entry, peer), (x, y))
+                    i, j = overlap(held(peer), (x, y))
                     if i < j:
                         sends.append((peer, chunk[i - x : j - x]))
             part = whole[a:b]

@@ -43,9 +43,7 @@ def rank(config: Path) -> int:
 
 
 def agent(arguments: list[str]) -> int:
-    """Start the ranks, start them again as often as may be, and wait for them. Returns the exit
-    status.
-    """
+    """Run torchrun's agent until its ranks have ended. Returns the exit status."""
     # A handler that does nothing rather than SIG_IGN, which the ranks would inherit
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)

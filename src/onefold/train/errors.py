@@ -24,11 +24,8 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 
 
 def seconds_of(text: str) -> float:
-    """The length in seconds.
-
-    Raises:
-        ValueError: it is not one; a number alone is refused, since Slurm means minutes by it and
-            others seconds.
+    """The length in seconds. Raises ValueError for what is none.
+    A number alone is refused: Slurm means minutes by it and others seconds.
     """
     squeezed = re.sub(r"\s+", "", text.lower())
     total = (

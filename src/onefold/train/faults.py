@@ -43,12 +43,14 @@ n of them.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -83,12 +85,8 @@ class Verdict(enum.Enum):
 
 @dataclass
 class NonFinite:
-    """Judges each step; all ranks come to the same verdict, since loss and norm are the same on
-    all.
-
-    Attributes:
-        total: steps that were not finite, earlier starts of the run counted in. in_a_row: since the
-            last good step behind the worst.
+    """Judges each step, alike on all ranks: loss and norm are the same on all.
+    `total` counts steps that were not finite, `in_a_row` those since the last good step.
     """
 
     run: Run
@@ -116,48 +114,41 @@ class NonFinite:
         Raises:
             TrainError: the run ends here.
         """
-        if math.isfinite(loss) and self.run.scaler is not None:
-            return self._of_scaler(step, norm, scale)
-        if math.isfinite(loss) and (math.isfinite(norm) or self.run.recipe.step_in_backward):
-            if step > self._worst:
+        run, config = self.run, self.run.config
+        fine = math.isfinite(norm) or run.recipe.step_in_backward
+        if math.isfinite(loss) and (fine or run.scaler is not None):
+            self._scaler_in_a_row = 0 if fine else self._scaler_in_a_row + 1
+            if self._scaler_in_a_row >= SCALER_LIMIT:
+                scale = run.scaler.get_scale() if scale is None else scale
+                raise TrainError(
+                    f"the gradients overflowed in fp16 for {SCALER_LIMIT} steps in a row, up to"
+                    f" step {step + 1}; the loss scale is {scale:g}. Use --precision bf16 or fp32,"
+                    " or a lower --lr."
+                )
+            if fine and step > self._worst:
                 self.in_a_row = 0
             return Verdict.APPLY
         self.total += 1
         self.in_a_row += 1
         self._worst = max(self._worst, step)
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
-        text = f"the {what} at step {step + 1} is {value}; {where()}"
-        config = self.run.config
-        how = config.on_nonfinite
-        if how == "stop":
-            hint = (
-                "Try a lower --lr, a longer --warmup, or --clip; --on-nonfinite skip or rollback"
-                " goes on without the step."
+        text = f"the {what} at step {step + 1} is {value}; {where()}."
+        if config.on_nonfinite == "stop":
+            raise TrainError(
+                f"{text} Try a lower --lr, a longer --warmup, or --clip; --on-nonfinite skip or"
+                " rollback goes on without the step."
             )
-            raise TrainError(f"{text}. {hint}")
         if self.in_a_row >= config.nonfinite_limit:
             raise TrainError(
-                f"{text}. That makes {self.in_a_row} such steps in a row (--nonfinite-limit) with"
-                f" --on-nonfinite {how}. Try a lower --lr, a longer --warmup, or --clip."
+                f"{text} That makes {self.in_a_row} such steps in a row (--nonfinite-limit) with"
+                f" --on-nonfinite {config.on_nonfinite}. Try a lower --lr, a longer --warmup, or"
+                " --clip."
             )
-        self.alert(
-            f"{text}. "
-            + ("The step is left out." if how == "skip" else "Going back to the last checkpoint.")
-        )
-        return Verdict.SKIP if how == "skip" else Verdict.ROLLBACK
-
-    def _of_scaler(self, step: int, norm: float, scale: float | None) -> Verdict:
-        self._scaler_in_a_row = 0 if math.isfinite(norm) else self._scaler_in_a_row + 1
-        if self._scaler_in_a_row >= SCALER_LIMIT:
-            raise TrainError(
-                f"the gradients overflowed in fp16 for {SCALER_LIMIT} steps in a row, up to step"
-                f" {step + 1}; the loss scale is"
-                f" {self.run.scaler.get_scale() if scale is None else scale:g}. Use --precision"
-                " bf16 or fp32, or a lower --lr."
-            )
-        if math.isfinite(norm) and step > self._worst:
-            self.in_a_row = 0
-        return Verdict.APPLY
+        if config.on_nonfinite == "skip":
+            self.alert(f"{text} The step is left out.")
+            return Verdict.SKIP
+        self.alert(f"{text} Going back to the last checkpoint.")
+        return Verdict.ROLLBACK
 
 
 @dataclass(frozen=True, order=True)
@@ -186,9 +177,7 @@ class Location:
 
 @dataclass
 class NonFiniteHooks:
-    """Hooks on the units' modules; a context manager. The first bad place of this rank is
-    `found`.
-    """
+    """Hooks on the units' modules; the first bad place of this rank is `found`."""
 
     engine: Engine
     rank: int
@@ -196,21 +185,22 @@ class NonFiniteHooks:
     micro_batch: int = 0
     turn: int = 0
     _received_bad: set[str] = field(default_factory=set)
-    _handles: list[Any] = field(default_factory=list)
+    _handles: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     def __enter__(self) -> NonFiniteHooks:
         for unit in self.engine.units:
             module = unit.module()
             if module is not None:
-                self._handles.append(
-                    module.register_forward_pre_hook(self._before(unit.name), with_kwargs=True)
-                )
-                self._handles.append(module.register_forward_hook(self._after(unit.name)))
+                before, after = partial(self._before, unit.name), partial(self._after, unit.name)
+                for handle in (
+                    module.register_forward_pre_hook(before, with_kwargs=True),
+                    module.register_forward_hook(after),
+                ):
+                    self._handles.callback(handle.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self._handles.close()
 
     def next_micro_batch(self) -> None:
         self.micro_batch += 1
@@ -220,32 +210,26 @@ class NonFiniteHooks:
         if self.found is None:
             self.found = Location(self.micro_batch, backward, self.turn, self.rank, unit, what)
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if in_autograd():
-                return  # a recomputation: it was looked at the first time
-            self.turn += 1
-            for t in _numbers((args, kwargs)):
-                if not t.requires_grad:
-                    continue  # a mask may hold infinities
-                if not _finite(t):
-                    self._bad("(root)", f"the code before {name!r},", backward=False)
-                t.register_hook(lambda g: self._passed_on(name, g))
+    def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if in_autograd():
+            return  # a recomputation: it was looked at the first time
+        self.turn += 1
+        for t in _numbers((args, kwargs)):
+            if not t.requires_grad:
+                continue  # a mask may hold infinities
+            if not _finite(t):
+                self._bad("(root)", f"the code before {name!r},", backward=False)
+            t.register_hook(partial(self._passed_on, name))
 
-        return hook
-
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if in_autograd():
-                return
-            self.turn += 1
-            for t in _numbers(output):
-                if not _finite(t):
-                    self._bad(name, "the output", backward=False)
-                if t.requires_grad:
-                    t.register_hook(lambda g: self._received(name, g))
-
-        return hook
+    def _after(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if in_autograd():
+            return
+        self.turn += 1
+        for t in _numbers(output):
+            if not _finite(t):
+                self._bad(name, "the output", backward=False)
+            if t.requires_grad:
+                t.register_hook(partial(self._received, name))
 
     def _received(self, name: str, gradient: torch.Tensor) -> None:
         if not _finite(gradient):
@@ -267,9 +251,7 @@ def _finite(t: torch.Tensor) -> bool:
 
 
 def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
-    """Units with a non-finite number in this rank's part of their weights (or of the weights'
-    gradients), in forward order.
-    """
+    """Units with a non-finite weight or gradient on this rank, in forward order."""
     out = []
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
@@ -324,12 +306,8 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
 
 @dataclass
 class Pace:
-    """Compares the ranks' own seconds over the last `WINDOW` steps. See [Note: an alert does not
-    flap].
-
-    Attributes:
-        factor: how many times the others' median makes a rank slow; 0 looks at nothing.
-        slow: the rank that is slow now, None if none is.
+    """Compares the ranks' own seconds. See [Note: an alert does not flap].
+    `factor`: times the others' median that make a rank slow, 0 for none. `slow`: the slow rank.
     """
 
     factor: float
@@ -342,46 +320,35 @@ class Pace:
     _due: int = 0
 
     def look(self, seconds: Sequence[float]) -> str | None:
-        """Take in one step: `seconds[r]` is what rank r computed. A sentence when a rank becomes
-        slow or is so no longer.
-        """
+        """Take in one step's seconds, by rank. A sentence when a rank gets slow or keeps up."""
         self._seen.append(tuple(seconds))
         if self.factor <= 0 or len(seconds) < 2 or len(self._seen) < WINDOW:
             return None
         own = [statistics.median(column) for column in zip(*self._seen, strict=True)]
-        return self._name(own) if self.slow is None else self._let_go(own, self.slow)
-
-    def _name(self, own: list[float]) -> str | None:
-        worst = max(range(len(own)), key=own.__getitem__)
-        others = _median_of_others(own, worst)
-        if own[worst] <= self.factor * others or own[worst] - others <= FLOOR:
-            self._due = 0
+        named = self.slow is not None
+        rank = self.slow if self.slow is not None else own.index(max(own))
+        others = statistics.median(own[:rank] + own[rank + 1 :])
+        lag = own[rank] - others
+        if named:  # well below the factor, for a while
+            limit = 1 + (self.factor - 1) / 2
+            due, needed = own[rank] <= limit * others or lag <= FLOOR / 2, WINDOW
+        else:
+            due = own[rank] > self.factor * others and lag > FLOOR
+            needed = WINDOW << (self._alerts - 1) if self._alerts else 1
+        self._due = (self._due if rank == self._next else 0) + 1 if due else 0
+        self._next = rank if due or named else self._next
+        if self._due < needed:
             return None
-        self._due = self._due + 1 if worst == self._next else 1
-        self._next = worst
-        if self._due < (WINDOW << (self._alerts - 1) if self._alerts else 1):
-            return None
-        self.slow, self._due, self._alerts = worst, 0, self._alerts + 1
+        self._due = 0
+        if named:
+            self.slow = self._next = None
+            return f"rank {rank} keeps up again"
+        self.slow, self._alerts = rank, self._alerts + 1
         return (
-            f"rank {worst} is slow: it computes {1000 * own[worst]:.0f} ms a step, the others"
+            f"rank {rank} is slow: it computes {1000 * own[rank]:.0f} ms a step, the others"
             f" {1000 * others:.0f} ms (medians of {WINDOW} steps),"
-            f" {own[worst] / max(others, 1e-9):.1f} times as long, and all wait for it"
+            f" {own[rank] / max(others, 1e-9):.1f} times as long, and all wait for it"
         )
-
-    def _let_go(self, own: list[float], named: int) -> str | None:
-        others = _median_of_others(own, named)
-        keeps_up = (
-            own[named] <= (1 + (self.factor - 1) / 2) * others or own[named] - others <= FLOOR / 2
-        )
-        self._due = self._due + 1 if keeps_up else 0
-        if self._due < WINDOW:
-            return None
-        self.slow, self._next, self._due = None, None, 0
-        return f"rank {named} keeps up again"
-
-
-def _median_of_others(own: list[float], rank: int) -> float:
-    return statistics.median(own[:rank] + own[rank + 1 :])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -399,60 +366,58 @@ def explain(run: Run, error: BaseException) -> TrainError:
     lines = [
         f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
         f" {engine.step + 1}): " + str(error).splitlines()[0][:160],
-        "the engine held "
-        + (", ".join(f"{k} {readable(v)}" for k, v in held.items()) or "nothing")
-        + f"; the process {readable(resident_memory()[0])}.",
+        f"the engine held {_told(held) or 'nothing'}; the process {readable(resident_memory()[0])}.",
     ]
-    predicted = run.choice.predicted
-    if predicted is not None:
-        lines.append(_wrong_line(predicted, held, run.choice.available))
+    if run.choice.predicted is not None:
+        lines.append(_wrong_line(run.choice.predicted, held, run.choice.available))
     lines.append(f"To change: {_advice(run)}.")
     return TrainError("\n".join(lines))
 
 
-def _wrong_line(predicted: Account, held: dict[str, int], available: int) -> str:
-    """The line of the plan that reality exceeded: one of the engine's, or what is not the
-    engine's.
-    """
-    worst = max(
-        ENGINE,
-        key=lambda c: held.get(c, 0) - max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)),
-    )
-    planned = max(predicted.peak.get(worst, 0), predicted.ledger.get(worst, 0))
-    if held.get(worst, 0) > planned:
-        return f"the plan was wrong about {worst}: it expected at most {readable(planned)}."
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
+
+
+def _wrong_line(predicted: Account, held: Mapping[str, int], available: int) -> str:
+    """The line of the plan that was exceeded: one of the engine's, or one of the others."""
+    planned = {c: max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)) for c in ENGINE}
+    worst = max(ENGINE, key=lambda category: held.get(category, 0) - planned[category])
+    if held.get(worst, 0) > planned[worst]:
+        return f"the plan was wrong about {worst}: it expected at most {readable(planned[worst])}."
     others = {k: v for k, v in predicted.peak.items() if k not in ENGINE}
-    told = ", ".join(f"{k} {readable(v)}" for k, v in others.items())
     return (
         f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)}"
-        f" free; the engine's lines hold, so it was wrong about the others ({told}), or about what"
-        " was free: other programs may have taken memory since."
+        f" free; the engine's lines hold, so it was wrong about the others ({_told(others)}), or"
+        " about what was free: other programs may have taken memory since."
     )
 
 
 def _advice(run: Run) -> str:
     """What would lower the peak, the cheapest first."""
-    out = []
-    if run.choice.micro_batch > 1:
-        half = max(1, run.choice.micro_batch // 2)
-        out.append(
-            f"--micro-batch {half} (with --global-batch {run.order.global_batch} the batch stays"
-            " the same)"
+    micro_batch, stage = run.choice.micro_batch, run.choice.stage
+    smaller = (
+        f"--micro-batch {micro_batch // 2} (with --global-batch {run.order.global_batch} the batch"
+        " stays the same)"
+    )
+    out = [
+        advice
+        for helps, advice in (
+            (micro_batch > 1, smaller),
+            (
+                run.config.activation_checkpointing == "none",
+                "--activation-checkpointing full",
+            ),
+            (stage < 3 and run.ranks.world_size > 1, f"--stage {stage + 1}"),
+            (run.config.precision == "fp32", "--precision bf16"),
         )
-    if run.config.activation_checkpointing == "none":
-        out.append("--activation-checkpointing full")
-    if run.choice.stage < 3 and run.ranks.world_size > 1:
-        out.append(f"--stage {run.choice.stage + 1}")
-    if run.config.precision == "fp32":
-        out.append("--precision bf16")
+        if helps
+    ]
     out += _colder(run)
     return ", ".join(out) or "fewer tokens (--seq), more ranks, or a smaller model"
 
 
 def _colder(run: Run) -> list[str]:
-    """What could leave the device that has not left it: to the host beside a GPU, whose memory is
-    another; else to a disk.
-    """
+    """What could still leave the device: to the host beside a GPU, else to a disk."""
     p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
     whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
     out = []

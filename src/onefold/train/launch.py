@@ -56,39 +56,31 @@ SPARE = 5.0
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads, from what `srun` sets; {} outside a step of several tasks, or
-    where RANK is set already.
-
-    Only a job step counts (SLURM_STEP_NUM_TASKS): in a batch script itself there is one process,
-    whatever was allocated.
+    """What torch.distributed reads, from what `srun` sets; {} where RANK is set or one task runs.
+    Only a job step counts: a batch script itself is one process, whatever was allocated.
     """
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
     hosts = environment.get("SLURM_STEP_NODELIST", "localhost")
     # "node7,node9" or "node[07-09,12]-ib": the first host of the list
     first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
-    assert first is not None
     local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    assert first is not None
+    # Every task must come to the same number without talking; two steps of one job differ.
+    step = int(environment["SLURM_JOB_ID"]) * 97 + int(environment["SLURM_STEP_ID"])
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": local.group() if local else "1",
         "MASTER_ADDR": "".join(part or "" for part in first.groups()),
-        # Every task must come to the same number without talking; two steps of one job differ.
-        "MASTER_PORT": str(
-            20000
-            + (int(environment["SLURM_JOB_ID"]) * 97 + int(environment["SLURM_STEP_ID"])) % 20000
-        ),
+        "MASTER_PORT": str(20000 + step % 20000),
     }
 
 
 def joins(environment: Mapping[str, str]) -> bool:
-    """True if a launcher (torchrun, Slurm, Kubernetes, ...) has set RANK: then this process is a
-    rank.
-
-    Raises:
-        TrainError: RANK is set but not what belongs to it.
+    """True if a launcher (torchrun, Slurm, ...) has set RANK: then this process is a rank.
+    Raises TrainError if what belongs to RANK is not set.
     """
     if "RANK" not in environment:
         return False
@@ -104,63 +96,42 @@ def joins(environment: Mapping[str, str]) -> bool:
 
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     """(how many, why): --nproc, else one a GPU, else one a physical core.
-
-    Raises:
-        TrainError: more ranks than GPUs.
+    Raises TrainError for more ranks than GPUs.
     """
     gpus = _gpus() if config.device != "cpu" else 0
     if config.device == "cuda" and not gpus:
         raise TrainError("--device cuda: torch finds no GPU here; use --device auto or cpu.")
+    if gpus and config.nproc is not None and config.nproc > gpus:
+        raise TrainError(
+            f"--nproc {config.nproc}: there are {gpus} GPUs; use at most {gpus}, or --device cpu."
+        )
+    if config.nproc:
+        return config.nproc, "as asked"
     if gpus:
-        if config.nproc is not None and config.nproc > gpus:
-            raise TrainError(
-                f"--nproc {config.nproc}: there are {gpus} GPUs; use at most {gpus}, or --device"
-                " cpu."
-            )
-        return (config.nproc, "as asked") if config.nproc else (gpus, f"one a GPU, {gpus} here")
+        return gpus, f"one a GPU, {gpus} here"
     cores = physical_cores()
-    return (
-        (config.nproc, "as asked")
-        if config.nproc
-        else (cores, f"one a physical core, {cores} here")
-    )
-
-
-def allowed_cpus() -> set[int]:
-    """CPU numbers this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return set(os.sched_getaffinity(0))
-    return set(range(os.cpu_count() or 1))
+    return cores, f"one a physical core, {cores} here"
 
 
 def physical_cores() -> int:
-    """Physical cores this process may use, at least 1: hyper-threads of one core count once, a
-    cgroup quota is a limit.
-    """
+    """Physical cores this process may use, at least 1, within the cgroup's quota."""
+    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     cores = set()
-    for cpu in allowed_cpus():
+    for cpu in allowed:
         siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
         try:
             cores.add(siblings.read_text().strip())
         except OSError:
             cores.add(str(cpu))
-    quota = _cpu_quota()
-    return max(1, len(cores) if math.isinf(quota) else min(len(cores), math.ceil(quota)))
-
-
-def _cpu_quota() -> float:
-    """CPUs that the cgroup allows, inf if it does not say."""
-    try:
+    count = len(cores)
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or a quota of "max"
         quota, period = (_CGROUP / "cpu.max").read_text().split()
-        return math.inf if quota == "max" else float(quota) / float(period)
-    except (OSError, ValueError):
-        return math.inf
+        count = min(count, math.ceil(float(quota) / float(period)))
+    return max(1, count)
 
 
 def _gpus() -> int:
-    """How many torch finds. Where no driver has made a device file there is none to find, and torch
-    need not be imported.
-    """
+    """How many torch finds. Without a driver's device file torch is not even imported."""
     if sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS):
         return 0
     from onefold.device import device_count
@@ -169,10 +140,8 @@ def _gpus() -> int:
 
 
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
-    """What torchrun is asked for: a rendezvous of its own on one machine, the user's on several.
-
-    Raises:
-        TrainError: something that several machines need is missing.
+    """A rendezvous of its own on one machine, the user's on several.
+    Raises TrainError if something that several machines need is missing.
     """
     arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={config.max_restarts}"]
     fewest, most = config.nodes
@@ -191,23 +160,16 @@ def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
             f"{several}: machines may come and go, and each time the run goes on from a checkpoint:"
             " add --resume auto."
         )
-    arguments += [
-        f"--nnodes={config.nnodes}",
-        f"--rdzv-backend={config.rdzv_backend}",
-        f"--rdzv-endpoint={config.rdzv_endpoint}",
-        f"--rdzv-id={config.rdzv_id}",
-    ]
-    arguments += [f"--rdzv-conf={config.rdzv_conf}"] if config.rdzv_conf else []
-    arguments += [f"--local-addr={config.local_addr}"] if config.local_addr else []
+    handed_on = ("nnodes", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr")
+    for name in handed_on:
+        if value := getattr(config, name):
+            arguments.append(f"--{name.replace('_', '-')}={value}")
     return arguments
 
 
 def launch(config: TrainConfig) -> int:
-    """Run `config` on ranks of this machine and return the exit status: 0, 1 for a failure, 130
-    after Ctrl-C. See `onefold.train.process`.
-
-    Raises:
-        TrainError: it cannot be; nothing was started then, and nothing is left.
+    """Run on ranks of this machine; the exit status: 0, 1 for a failure, 130 after Ctrl-C.
+    Raises TrainError if it cannot be; nothing was started then, and nothing is left.
     """
     fewest, most = config.nodes
     # It needs no GPUs counted, which takes an import of torch
@@ -240,7 +202,7 @@ def _claimed(config: TrainConfig, new: bool) -> Iterator[str]:
     assert config.output is not None
     run = run_of(config, os.environ)
     claim = Claim.take(Path(config.output), run, new=new)
-    put_in_order.append(claim.undo)
+    put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
         if not claim.known and not config.json_lines:
             _say(
@@ -290,12 +252,7 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
 def child_environment(
     environment: Mapping[str, str], nproc: int, control: Path, compiling: bool
 ) -> dict[str, str]:
-    """The ranks' environment: the cores divided among them, libraries quiet and offline unless the
-    user says otherwise.
-
-    torch makes a folder for compiled code even where nothing is compiled; then it goes with the
-    control folder.
-    """
+    """The ranks' environment: cores divided among them, libraries quiet and offline by default."""
     ours = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -303,7 +260,7 @@ def child_environment(
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
-    if not compiling:
+    if not compiling:  # torch makes this folder all the same; it goes with the control folder
         ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
     return {**ours, **environment, CONTROL: str(control)}
 
@@ -360,9 +317,7 @@ class _Waiting:
         return None
 
     def _passed_on(self, number: int) -> int | None:
-        """Ask the ranks for what the signal means; an exit status if there is nothing to wait
-        for.
-        """
+        """Ask the ranks to stop; an exit status if there is nothing to wait for."""
         if not (self.control / TRAINING).exists():
             return 128 + number
         if number not in PREEMPTION:
@@ -433,10 +388,8 @@ def noted_signals() -> Iterator[list[int]]:
     def note(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
 
-    before = {
-        number: signal.signal(number, note)
-        for number in (signal.SIGINT, signal.SIGHUP, *PREEMPTION)
-    }
+    numbers = (signal.SIGINT, signal.SIGHUP, *PREEMPTION)
+    before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield arrived
     finally:

@@ -35,6 +35,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,9 +99,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks told each other: the loss of a step, the seconds of each rank in it, and why
-    to stop.
-    """
+    """What the ranks told each other of a step."""
 
     loss: float
     stopping: Stop
@@ -122,9 +121,8 @@ class _Loop:
     def __post_init__(self) -> None:
         run = self.run
         self.engine = onefold.engine_of(run.model)
-        self.meter = Meter(
-            run.model, run.optimizer, run.choice.flops_per_token, run.choice.peak_flops
-        )
+        flops = run.choice.flops_per_token, run.choice.peak_flops
+        self.meter = Meter(run.model, run.optimizer, *flops)
         self.pace = Pace(run.config.slow_factor)
         self.nonfinite = NonFinite(run, self.alert)
         self.feed = Feed(run.data.train, run.ranks.device)
@@ -158,9 +156,7 @@ class _Loop:
         return max(0.0, time.perf_counter() - self._begun - waited + self._update_s)
 
     def _tell(self, loss: float, own: float, asking: bool = True) -> _Told:
-        """Collective. `asking`: whether ranks may say now that the run is to stop behind this
-        step.
-        """
+        """Collective. `asking`: whether ranks may ask now to stop behind this step."""
         ranks = self.run.ranks
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
         if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
@@ -172,9 +168,8 @@ class _Loop:
         return _Told(total, Stop(stopping), said[len(kinds) :])
 
     def _where(self, step: int, before: dict[str, Any]) -> str:
-        return locate(
-            self.run, lambda each: _forward_backward(self.run, self.feed, step, each), before
-        )
+        repeat = partial(_forward_backward, self.run, self.feed, step)
+        return locate(self.run, repeat, before)
 
     def _roll_back(self, step: int) -> int:
         self.run.optimizer.zero_grad()
@@ -194,9 +189,7 @@ class _Loop:
         return over or (step + 1) % every == 0
 
     def _figures(self, step: int, tokens: int) -> Row:
-        """The figures of a step as this run keeps them: `memory` of the process, `held` of the
-        engine by category. Nothing is read yet.
-        """
+        """Figures of a step: `memory` of the process, `held` of the engine. Nothing is read yet."""
         figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
@@ -208,9 +201,7 @@ class _Loop:
     def _complete(
         self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool
     ) -> None:
-        """Put into `row` what was read from the device and told by the ranks. `scale`: the loss
-        scale behind the step.
-        """
+        """Put into `row` what was read from the device and told by the ranks."""
         row["loss"] = told.loss if math.isfinite(told.loss) else None
         row["grad_norm"] = norm if math.isfinite(norm) else None
         if scale is not None:
@@ -229,9 +220,7 @@ class _Loop:
                 self.alert(said)
 
     def _end(self, step: int, stopping: Stop, row: Row | None) -> int:
-        """What comes behind a step. Returns the number of the next. `row`: complete; None where the
-        step is read in the next one.
-        """
+        """What follows a step; returns the next one. `row`: None for a step that is read later."""
         if row is not None:
             if self._evaluates(step, stopping):
                 sent = self.engine.traffic.total()
@@ -266,9 +255,8 @@ class _InTime(_Loop):
         self._update_s = time.perf_counter() - begun
 
         row = self._figures(step, tokens)
-        self._complete(
-            row, told, norm, None if run.scaler is None else run.scaler.get_scale(), applied
-        )
+        scale = None if run.scaler is None else run.scaler.get_scale()
+        self._complete(row, told, norm, scale, applied)
         self.window.end(step, over=bool(told.stopping), whole=applied)
         return self._end(step, told.stopping, row)
 
@@ -335,28 +323,22 @@ class _StepLate(_Loop):
             return self._end(step, told.stopping, None)
         read = self._read(launched)
         launched.row = self._figures(step, tokens)
-        verdict = self._judge(
-            launched, self._tell(read[0], own, asking=False), read, overtaken=False
-        )
+        told_now = self._tell(read[0], own, asking=False)
+        verdict = self._judge(launched, told_now, read, overtaken=False)
         if verdict is Verdict.ROLLBACK:
             return self._roll_back(step)
         self.window.end(step, over=bool(told.stopping), whole=verdict is Verdict.APPLY)
         return self._end(step, told.stopping, launched.row)
 
     def _is_needed(self, step: int, stopping: Stop) -> bool:
-        """Whether somebody needs to know of the step before the next one begins. The same on every
-        rank.
-        """
+        """Whether the step must be read before the next one begins. The same on every rank."""
         over = bool(stopping) or step + 1 == self.run.steps
-        saves = self.keeper is not None and self.keeper.saves(
-            step + 1, stopping, step + 1 == self.run.steps
-        )
+        last = step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, last)
         return over or saves or self._evaluates(step, stopping) or self.window.is_near(step)
 
     def _read(self, launched: _Launched) -> list[float]:
-        """Waits for that step, and for nothing that was launched behind it. A step's time is that
-        between its numbers and those before.
-        """
+        """Wait for that step's numbers, and for nothing behind them."""
         read = launched.reading.numbers()
         self._seconds = time.perf_counter() - max(launched.begun, self._arrived)
         self._arrived = time.perf_counter()
@@ -366,7 +348,6 @@ class _StepLate(_Loop):
         self, launched: _Launched, told: _Told, read: list[float], overtaken: bool
     ) -> Verdict:
         """Judge a step that was read, and complete its row. Collective where it was not finite.
-
         `overtaken`: forward and backward pass of the next step were launched.
         """
         residuals, (_, norm, *scale) = self.engine.residuals, read
@@ -383,24 +364,21 @@ class _StepLate(_Loop):
         if verdict is not Verdict.ROLLBACK:
             assert launched.row is not None
             launched.row |= self.meter.rates(self._seconds, launched.tokens)
-            self._complete(
-                launched.row, told, norm, scale[0] if scale else None, verdict is Verdict.APPLY
-            )
+            behind = scale[0] if scale else None
+            self._complete(launched.row, told, norm, behind, verdict is Verdict.APPLY)
         return verdict
 
 
 def _forward_backward(
     run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None
 ) -> tuple[torch.Tensor, int]:
-    """(this rank's part of the loss, in fp32 on the device, tokens of the whole global batch) of
-    one step; gradients are left in the model.
-
-    `each` is called after every micro-batch.
+    """One step's gradients, left in the model. Returns (this rank's part of the loss, in fp32 on
+    the device; tokens of the whole global batch). `each` is called after every micro-batch.
     """
     samples, ranks = run.data.train, run.ranks
-    mine = run.order.micro_batches(step, ranks.rank, ranks.world_size, run.choice.micro_batch)
-    indices = run.order.at(step)
-    counted = samples.counts(indices)
+    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
+    mine = run.order.micro_batches(step, *cut)
+    counted = samples.counts(run.order.at(step))
     tokens = 0
     loss_sum: torch.Tensor | None = None
     for number, chosen in enumerate(mine):
@@ -410,11 +388,7 @@ def _forward_backward(
         if not last:
             feed.send_ahead(mine[number + 1])
         elif feed.is_ahead and step + 1 < run.steps:
-            feed.send_ahead(
-                run.order.micro_batches(
-                    step + 1, ranks.rank, ranks.world_size, run.choice.micro_batch
-                )[0]
-            )
+            feed.send_ahead(run.order.micro_batches(step + 1, *cut)[0])
         with contextlib.nullcontext() if last else onefold.no_sync(run.model):
             loss = loss_of(run.model, batch, ranks.device)
             part = loss * (samples.counts(chosen) / counted)
@@ -427,9 +401,7 @@ def _forward_backward(
 
 
 def _measure_gradients(run: Run) -> torch.Tensor:
-    """Unscale and clip; the gradient norm before clipping, in fp32 on the device, the same on every
-    rank; not finite where fp16 overflowed.
-
+    """Unscale and clip; the norm before clipping, in fp32 on the device, alike on every rank.
     Collective. NaN where units were stepped behind the backward pass: it is never known.
     """
     if run.recipe.step_in_backward:
@@ -451,11 +423,8 @@ def _update(run: Run, apply: bool) -> None:
 
 
 def _update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Step, unless the device finds that the step is to be left out, and drop the gradients.
-    Collective; the host does not wait.
-
-    It is left out where a rank's `loss` is not finite, or else the gradients are not: by their
-    norm, or by what the loss scaler found.
+    """Step, unless `loss` or the gradients are not finite on some rank, and drop the gradients.
+    The device finds that out; the host does not wait. Collective.
     """
     bad = loss.isfinite().logical_not().to(torch.float32)
     onefold.engine_of(run.model).agree_on_overflow(bad)
@@ -468,11 +437,7 @@ def _update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None
 
 
 def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """The mean loss over the tokens of `batch` that count, in fp32, a scalar.
-
-    The model may return an object with `.loss`, a dict with "loss", a tuple that begins with it, or
-    the loss.
-    """
+    """The mean loss over the tokens of `batch` that count, in fp32, a scalar."""
     out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
     loss = getattr(out, "loss", None)
     if loss is None and isinstance(out, dict):
@@ -502,13 +467,11 @@ def held_out_loss(run: Run) -> float:
     """Mean loss over the tokens of the held-out samples. Collective; each rank reads its part."""
     total = counted = 0.0
     samples, ranks = run.data.held_out, run.ranks
+    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
     run.model.eval()
     try:
         with torch.no_grad():
-            micro = run.choice.micro_batch
-            for indices, real in eval_batches(
-                len(samples), run.config.eval_samples, ranks.rank, ranks.world_size, micro
-            ):
+            for indices, real in eval_batches(len(samples), run.config.eval_samples, *cut):
                 batch, count = held_out_batch(samples, indices, real)
                 loss = float(loss_of(run.model, batch, ranks.device))
                 total += loss * count if count else 0.0
@@ -522,7 +485,7 @@ def held_out_loss(run: Run) -> float:
 def memory(run: Run) -> Row:
     """Memory of this rank in bytes: of the process, or its GPU, now and at peak."""
     figures = memory_figures(run.ranks.device)
-    now, peak = (
-        (figures.allocated, figures.allocated_peak) if figures is not None else resident_memory()
-    )
+    now, peak = resident_memory()
+    if figures is not None:
+        now, peak = figures.allocated, figures.allocated_peak
     return {"memory": now, "memory_peak": peak}

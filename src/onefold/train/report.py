@@ -31,17 +31,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich import progress as rich
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Table
+from rich.table import Column, Table
 
 import onefold
 from onefold.observe.measure import measured, reconciled
@@ -83,14 +76,12 @@ class JsonReporter(Reporter):
 
 
 class ConsoleReporter(Reporter):
-    """For people: a table, then a bar (a terminal) or a line every `log_every` steps (a file or a
-    pipe).
-    """
+    """For people: a table, then a bar in a terminal, else a line every `log_every` steps."""
 
     def __init__(self, log_every: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
         self._log_every = log_every
-        self._bar: Progress | None = None
+        self._bar: rich.Progress | None = None
         self._steps = 0
         self._held_out: dict[str, Any] = {}
         self._borders = ""
@@ -112,9 +103,8 @@ class ConsoleReporter(Reporter):
     def _plan(self, plan: dict[str, Any]) -> None:
         self._steps, self._borders = plan["steps"], plan["borders"]
         facts = Table.grid(padding=(0, 2))
-        batch = (
-            f"{plan['micro_batch']} x {plan['ranks']} ranks x {plan['accumulation']} accumulated"
-        )
+        micro, ranks, times = plan["micro_batch"], plan["ranks"], plan["accumulation"]
+        batch = f"{micro} x {ranks} ranks x {times} accumulated"
         for label, value in (
             ("model", f"{plan['model']}, {plan['parameters']:,} parameters ({plan['trained']:,} trained)"),
             ("data", f"{plan['data']}: {plan['samples']:,} sequences of up to {plan['seq']} tokens, {plan['held_out']:,} held out"),
@@ -129,10 +119,9 @@ class ConsoleReporter(Reporter):
                 facts.add_row(f"[bold]{label}[/bold]", escape(str(value)))
         self.console.print(facts)
         stages = Table(
-            title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2)
-        )
-        for column in ("stage", "needed", "may use", ""):
-            stages.add_column(column, justify="left" if column == "" else "right")
+            *(Column(name, justify="right") for name in ("stage", "needed", "may use")), "",
+            title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2),
+        )  # fmt: skip
         for stage, needed in plan["needed"].items():
             mark = "" if needed <= plan["available"] else "does not fit"
             mark = "<- chosen" if int(stage) == plan["stage"] else mark
@@ -152,10 +141,13 @@ class ConsoleReporter(Reporter):
                 self.console.print(f"step {row['step']}/{self._steps}  {said}")
             return
         if self._bar is None:
-            self._bar = Progress(
-                SpinnerColumn(), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"),
-                console=self.console,
-            )  # fmt: skip
+            figures = rich.TextColumn("{task.fields[figures]}")
+            columns = (
+                rich.BarColumn(bar_width=20),
+                rich.MofNCompleteColumn(),
+                rich.TimeRemainingColumn(),
+            )
+            self._bar = rich.Progress(rich.SpinnerColumn(), *columns, figures, console=self.console)
             self._bar.add_task("train", total=self._steps, figures="")
             self._bar.start()
         if "eval_loss" in row:  # stays in sight until the next one
@@ -167,11 +159,8 @@ class ConsoleReporter(Reporter):
         )
 
     def _checkpoint(self, row: dict[str, Any]) -> None:
-        text = (
-            f"checkpoint {row['path']} in {row['seconds']:.1f} s, {row['stall_s']:.2f} s of them"
-            " waited for"
-        )
-        self._note({"text": text})
+        took = f"{row['seconds']:.1f} s, {row['stall_s']:.2f} s of them waited for"
+        self._note({"text": f"checkpoint {row['path']} in {took}"})
 
     def _done(self, row: dict[str, Any]) -> None:
         self.close()
@@ -222,9 +211,7 @@ class Window:
         self._whole = 0
 
     def is_near(self, step: int) -> bool:
-        """Whether `step` is recorded, or the next one is the first that will be: both are to begin
-        and end by themselves.
-        """
+        """Whether `step` is recorded or comes before the first one: it is then read by itself."""
         return self._recording is not None or step + 1 == self.first
 
     def begin(self, step: int) -> None:
@@ -237,9 +224,7 @@ class Window:
             self._recording = self._stack.enter_context(seen)
 
     def end(self, step: int, over: bool, whole: bool = True) -> None:
-        """A step has ended; `over`: it was the run's last. `whole`: its update was applied; a
-        window without such a step moves on.
-        """
+        """A step has ended. A window in which no update was applied (`whole`) moves on."""
         self._whole += whole and self._recording is not None
         if self._recording is not None and (step >= self.last or over):
             self._stack.close()
@@ -276,21 +261,14 @@ def totals(run: Run) -> dict[str, int]:
     sent = before + engine.traffic.total()
     between = int(earlier.get(across, 0)) + engine.traffic.by_link()["between"]
     plain = int(earlier.get(uncoded, before)) + engine.traffic.plain()
-    out = {all_of_them: sent}
-    if engine.group.borders or between:
-        out[across] = between
-    if plain != sent:
-        out[uncoded] = plain
-    return out
+    out = {all_of_them: sent, across: between, uncoded: plain}
+    shown = {across: engine.group.borders or between, uncoded: plain != sent}
+    return {name: nbytes for name, nbytes in out.items() if shown.get(name, True)}
 
 
 def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
-    """What belongs to the bytes sent, in brackets, for people; "" where there is one node and no
-    codec.
-
-    Args:
-        row: of a step, or with `ending` "_total" of the whole run.
-        borders: `Group.borders`.
+    """What belongs to the bytes sent, in brackets, for people; "" for one node and no codec.
+    `row`: of a step, or with `ending` "_total" of the run. `borders`: `Group.borders`.
     """
     said = []
     between, plain = row.get(f"wire_bytes_between{ending}"), row.get(f"wire_bytes_plain{ending}")
@@ -321,12 +299,9 @@ def in_a_sentence(recipe: Recipe) -> str:
         parts.append(f"of {recipe.offload_share:.0%} of the model")
     if recipe.moments is not None:
         parts.append(f"moments in {recipe.moments}")
-    if recipe.offload_activations is not None:
-        room = (
-            ""
-            if recipe.offload_activations >= UNLIMITED
-            else f" up to {readable(recipe.offload_activations)}"
-        )
+    most = recipe.offload_activations
+    if most is not None:
+        room = "" if most >= UNLIMITED else f" up to {readable(most)}"
         parts.append(f"activations on the host{room}")
     if recipe.tile is not None:
         parts.append(f"weights above {readable(recipe.tile)} in tiles")
@@ -372,9 +347,7 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Leave what the ledgers saw in the output folder, for `onefold report`. Each rank writes its
-    own file.
-    """
+    """Leave this rank's ledgers in the output folder, for `onefold report`."""
     if run.measured is None or not rows:
         return
     later = rows[1:] or rows
@@ -386,11 +359,9 @@ def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
         tokens_per_s=statistics.median(row["tokens_per_s"] for row in later),
         mfu=statistics.median(shares) if shares else None,
     )
-    facts = {
-        key: value
-        for key, value in describe(run).items()
-        if isinstance(value, str | int | float) and value != "" and key not in ("recipe", "borders")
-    }
+    facts = {k: v for k, v in describe(run).items() if isinstance(v, str | int | float) and v != ""}
+    for name in ("recipe", "borders"):
+        facts.pop(name, None)
     write_observed(
         folder,
         run.ranks.rank,

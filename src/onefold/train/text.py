@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from onefold.train.errors import TrainError
 
+#: ("text", [str, ...]) or ("messages", [[{"role": ..., "content": ...}, ...], ...]).
+Documents = tuple[str, list[Any]]
+Message = Mapping[str, str]
 #: What a folder is searched for.
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
 #: Bytes at a file's beginning by which text is told from what is none.
@@ -25,32 +28,21 @@ _LOOK = 1 << 16
 _NO_TEXT = 0.1
 
 
-def read_documents(name: str) -> tuple[str, list[Any]]:
-    """("text", [str, ...]) or ("messages", [[{"role", "content"}, ...], ...]) from a `--data`
-    value.
-
-    Raises:
-        TrainError: nothing is there, or something that cannot be read.
-    """
+def read_documents(name: str) -> Documents:
+    """What a `--data` value names. Raises TrainError if it is not there or cannot be read."""
     if name == "topics":
         from pydoc_data.topics import topics
 
         return "text", [topics[key] for key in sorted(topics)]
-    kind, found = "text", []
-    for row_kind, row in _rows(Path(name)):
-        kind = row_kind
-        found.append(row)
-    if not any(found):
+    rows = list(_rows(Path(name)))
+    if not any(row for _, row in rows):
         raise TrainError(f"--data {name}: there is nothing in it, expected text.")
-    return kind, found
+    return rows[0][0], [row for _, row in rows]
 
 
 def check_documents(name: str, seq: int, seconds: float = 1.0) -> None:
-    """Look at `--data` for at most so many seconds: is it there, can it be read, is it enough for a
-    sequence?
-
-    Raises:
-        TrainError: it is not.
+    """Raise TrainError if `--data` is not there, unreadable or too little for one sequence, as far
+    as so many seconds of reading tell.
     """
     if name == "topics":
         return
@@ -71,9 +63,7 @@ def check_documents(name: str, seq: int, seconds: float = 1.0) -> None:
 
 
 def _rows(path: Path, only_look: bool = False) -> Iterator[tuple[str, Any]]:
-    """(kind, document) of all there is; with `only_look` no more than the beginning of a text
-    file.
-    """
+    """(kind, document) of all there is; with `only_look` the beginning of a text file."""
     try:
         if path.is_dir():
             files = sorted(
@@ -131,61 +121,60 @@ def _refuse_what_is_no_text(path: Path, head: bytes) -> None:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    kinds: set[str] = set()
+    first = ""
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             if not raw.strip():
                 continue
-            row = _json(path, number, raw)
-            key = next(
-                (k for k in ("messages", "text") if isinstance(row, dict) and k in row), None
-            )
-            if key is None:
-                found = ", ".join(row) or "none" if isinstance(row, dict) else type(row).__name__
+            where = f"--data {path}, line {number}:"
+            row = _json(where, raw)
+            keys = list(row) if isinstance(row, dict) else []
+            key = next((k for k in ("messages", "text") if k in keys), "")
+            if not key:
+                found = ", ".join(keys) if isinstance(row, dict) else type(row).__name__
                 raise TrainError(
-                    f"--data {path}, line {number}: expected a key `text` or `messages`, found"
-                    f" {found}."
+                    f"{where} expected a key `text` or `messages`, found {found or 'none'}."
                 )
-            _check_row(path, number, key, row[key])
-            kinds.add(key)
-            if len(kinds) > 1:
+            if not (isinstance(row[key], str) if key == "text" else _are_messages(row[key])):
+                kind = "a string" if key == "text" else 'a list of {"role": ..., "content": ...}'
+                raise TrainError(f"{where} `{key}` must be {kind}.")
+            first = first or key
+            if key != first:
                 raise TrainError(
-                    f"--data {path}, line {number}: has `{key}`, the lines before the other; use"
-                    " one per file."
+                    f"{where} has `{key}`, the lines before the other; use one per file."
                 )
             yield key, row[key]
-    if not kinds:
+    if not first:
         raise TrainError(f"--data {path}: the file has no lines.")
 
 
-def _json(path: Path, number: int, raw: bytes) -> Any:
+def _json(where: str, raw: bytes) -> Any:
     try:
         return json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise TrainError(
-            f"--data {path}, line {number}: byte {error.start} is no UTF-8. Expected JSON in UTF-8,"
-            " a line each."
+            f"{where} byte {error.start} is no UTF-8. Expected JSON in UTF-8, a line each."
         ) from None
     except json.JSONDecodeError as error:
-        raise TrainError(f"--data {path}, line {number}: not JSON ({error.msg}).") from None
+        raise TrainError(f"{where} not JSON ({error.msg}).") from None
     except RecursionError:
-        raise TrainError(f"--data {path}, line {number}: nested too deeply.") from None
+        raise TrainError(f"{where} nested too deeply.") from None
 
 
-def _check_row(path: Path, number: int, key: str, value: Any) -> None:
-    if key == "text":
-        good = isinstance(value, str)
-    else:
-        good = isinstance(value, list) and bool(value)
-        good = good and all(
-            isinstance(m, dict)
-            and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str)
-            for m in value
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
         )
-    if not good:
-        expected = "a string" if key == "text" else 'a list of {"role": ..., "content": ...}'
-        raise TrainError(f"--data {path}, line {number}: `{key}` must be {expected}.")
+    )
+
+
+# -- tokens ----------------------------------------------------------------------------------------
 
 
 class Tokenizer(Protocol):
@@ -231,7 +220,11 @@ class ByteTokenizer:
         )
 
 
-Message = Mapping[str, str]
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[bool] | None]:
+    """(tokens, whether an assistant wrote each; None where that cannot be told)."""
+    text, spans = render_chat(tokenizer, messages)
+    encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
+    return encoded or (tokenizer.encode(text, add_special_tokens=False), None)
 
 
 def render_chat(
@@ -242,55 +235,39 @@ def render_chat(
     Spans are character positions [start, end): content and what ends the turn, not the header. None
     if the template rewrites earlier turns, so that no span can be told; then everything counts.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        return _render_plainly(messages)
-    full = tokenizer.apply_chat_template(messages, tokenize=False)
     spans = []
+    if not getattr(tokenizer, "chat_template", None):
+        text = ""
+        for message in messages:
+            start = len(text) + len(message["role"]) + 2
+            text += f"{message['role']}: {message['content']}\n"
+            if message["role"] == "assistant":
+                spans.append((start, len(text)))
+        return text, spans
+    render = tokenizer.apply_chat_template
+    full = render(messages, tokenize=False)
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = (
-            tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
-            if i
-            else ""
-        )
-        through = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+        before = render(messages[:i], tokenize=False, add_generation_prompt=True) if i else ""
+        through = render(messages[: i + 1], tokenize=False)
         if not (through.startswith(before) and full.startswith(through)):
             return full, None
         spans.append((len(before), len(through)))
     return full, spans
 
 
-def _render_plainly(messages: Iterable[Message]) -> tuple[str, list[tuple[int, int]]]:
-    text, spans = "", []
-    for message in messages:
-        text += f"{message['role']}: "
-        start = len(text)
-        text += message["content"] + "\n"
-        if message["role"] == "assistant":
-            spans.append((start, len(text)))
-    return text, spans
-
-
 def encode_with_spans(
     tokenizer: Any, text: str, spans: list[tuple[int, int]]
 ) -> tuple[list[int], list[bool]] | None:
-    """(tokens, whether each starts inside a span), or None if this tokenizer cannot say where its
-    tokens start.
-    """
+    """(tokens, whether each starts inside a span); None if this tokenizer cannot say."""
     if isinstance(tokenizer, ByteTokenizer):
-        tokens: list[int] = []
-        starts: list[int] = []
-        for position, character in enumerate(text):
-            raw = character.encode("utf-8")
-            tokens.extend(raw)
-            starts.extend([position] * len(raw))
+        tokens = tokenizer.encode(text)
+        starts = [at for at, character in enumerate(text) for _ in character.encode("utf-8")]
     elif getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens, starts = (
-            list(encoded["input_ids"]),
-            [start for start, _ in encoded["offset_mapping"]],
-        )
+        tokens = list(encoded["input_ids"])
+        starts = [start for start, _ in encoded["offset_mapping"]]
     else:
         return None
     return tokens, [any(a <= start < b for a, b in spans) for start in starts]

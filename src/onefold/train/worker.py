@@ -42,18 +42,15 @@ from onefold.train.process import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.train.ranks import Peer, PeerMonitor, Ranks, join, leave
 from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
 
-PROMPTS = {"topics": 'The "with" statement is used to'}
-OTHER_PROMPT = "The"
-
 
 def prompt_of(run: Run) -> str:
-    return run.config.prompt or PROMPTS.get(run.config.data, OTHER_PROMPT)
+    """What the sample continues."""
+    usual = 'The "with" statement is used to' if run.config.data == "topics" else "The"
+    return run.config.prompt or usual
 
 
 def sample(run: Run) -> str | None:
-    """What the model continues the prompt with, or None if it cannot generate or none is wanted.
-    Collective.
-    """
+    """What the model continues the prompt with; None if it cannot generate. Collective."""
     model: Any = run.model
     words, most = run.loaded.tokenizer, run.config.sample_tokens
     if not most or words is None or not callable(getattr(model, "generate", None)):
@@ -80,14 +77,9 @@ def sample(run: Run) -> str | None:
 
 def export(run: Run, folder: Path) -> str:
     """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
-
-    A transformers model is saved as one (`from_pretrained` opens it); of a model of peft the
-    adapters alone, which `PeftModel.from_pretrained` opens over its base; any other as safetensors
-    with the names of its state dict. The folder appears under its name only when it is whole; an
-    earlier one is replaced.
-
-    Raises:
-        CheckpointError: on every rank: it cannot be written.
+    A transformers model as one; of a model of peft the adapters alone; any other as safetensors
+    with the names of its state dict. Replaces an earlier folder once the new one is whole.
+    Raises CheckpointError on every rank if it cannot be written.
     """
     model: Any = run.loaded.module
     if getattr(model, "peft_config", None):
@@ -217,17 +209,14 @@ class Rank:
 
 
 def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
-    """Be one rank of `config` and return the exit status. What goes wrong is told once, by the
-    first rank it happens to.
-
-    Args:
-        claim: this process's hold on the output folder, where it has one already.
+    """Be one rank and return the exit status. The first rank that something goes wrong on tells.
+    `claim`: this process's hold on the output folder, where it has one already.
     """
     me = Rank(config)
     try:
         ranks = join(config.device, config.stall_timeout)
         me.watch(ranks)
-        (count,) = ranks.most(restarts())
+        count = ranks.most(restarts())
         restarted: bool = ranks.from_first(
             count > 0 or checkpoints.made_since(config, started_at())
         )
@@ -247,9 +236,7 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
 
 
 def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
-    """This rank's hold on the output folder: as long as it lives, nobody else begins there.
-    Collective.
-    """
+    """This rank's hold on the output folder, as long as it lives. Collective."""
     assert config.output is not None
     folder, run = Path(config.output), ranks.from_first(run_of(config, os.environ))
     if claim is not None and claim.folder == folder:
@@ -261,12 +248,9 @@ def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
 
 def unlike(given: TrainConfig, taken: TrainConfig) -> str:
     """Options of this machine that give way to those of the first rank's, "" if there are none."""
-    left_open = {*OF_A_MACHINE, *(["output"] if given.output is None else [])}
-    return changed(
-        (name, getattr(given, name), getattr(taken, name))
-        for name in TrainConfig.model_fields
-        if name not in left_open
-    )
+    left_open = {*OF_A_MACHINE, "" if given.output is not None else "output"}
+    names = [name for name in TrainConfig.model_fields if name not in left_open]
+    return changed((name, getattr(given, name), getattr(taken, name)) for name in names)
 
 
 def otherwise(said: list[str]) -> str:
@@ -301,7 +285,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         if point is None:
             _show_sample(run, say, "before")
         after = run.start if point is not None or restarted else None
-        log = stack.enter_context(Log(run, folder, say, after))
+        log = stack.enter_context(contextlib.closing(Log(run, folder, say, after)))
         me.stop.arm()
         me.doing = "training"
         done = _train(run, me, keeper, log, folder)
@@ -312,16 +296,15 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
 
 
 class Log:
-    """Where the rows of a run go: the metrics file, TensorBoard, the screen, and `rows` of this
-    start.
-    """
+    """Where rows go: the metrics file, TensorBoard, the screen, and `rows` of this start."""
 
     def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
         first = run.ranks.is_first
         self.say, self.rows = say, list[Row]()
         self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
-        wanted = run.config.tensorboard and first
-        self.board = TensorBoard(folder / "tensorboard", after=after) if wanted else None
+        self.files: list[Metrics | TensorBoard] = [self.metrics]
+        if run.config.tensorboard and first:
+            self.files.append(TensorBoard(folder / "tensorboard", after=after))
         if after is not None:
             facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage}
             row = {"resumed": True, "from_step": run.start, **facts, "restart": restarts()}
@@ -330,25 +313,19 @@ class Log:
     def row(self, row: Row) -> None:
         """One step's figures."""
         self.rows.append(row)
-        self.metrics.write(row)
-        if self.board is not None:
-            self.board.write(row)
+        for file in self.files:
+            file.write(row)
         self.say.say("step", **row)
 
     def forget(self, step: int) -> None:
         """The run has gone back to `step`."""
         self.rows[:] = [row for row in self.rows if row["step"] <= step]
-        self.metrics.cut(step)
-        if self.board is not None:
-            self.board.cut(step)
+        for file in self.files:
+            file.cut(step)
 
-    def __enter__(self) -> Log:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.metrics.close()
-        if self.board is not None:
-            self.board.close()
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
 
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
@@ -368,14 +345,12 @@ def _about_starting(run: Run, me: Rank) -> list[str]:
                 "--max-restarts without --save-every: a restart begins again at the first step"
             )
         return said
-    given = [
-        f"--{name.replace('_', '-')}"
-        for name in OF_A_LAUNCHER
-        if getattr(config, name) != TrainConfig.model_fields[name].default
-    ]
+    fields = TrainConfig.model_fields
+    given = [name for name in OF_A_LAUNCHER if getattr(config, name) != fields[name].default]
     if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         said.append(
-            f"{', '.join(given)}: the launcher that started this rank decides that, so it does"
+            f"{options}: the launcher that started this rank decides that, so it does"
             " nothing here; give it to the launcher"
         )
     return said
@@ -414,7 +389,7 @@ def _finish(
     if not hurried:
         me.leave()  # the first rank writes for long, and may finish even if another goes
         kind = export(run, model)
-    (peak,) = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
+    peak = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
     first = log.metrics.first
     sent = log.rows[-1] if log.rows else {TOTALS[0]: 0, **run.earlier}
@@ -440,9 +415,7 @@ def _finish(
 
 
 def _exit_code(run: Run, me: Rank) -> int:
-    """0, 130 after Ctrl-C; `AGAIN` on a machine that was not asked to end, where the run goes on
-    with those that remain.
-    """
+    """0; 130 after Ctrl-C; `AGAIN` on a machine that is to go on with those that remain."""
     several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     elastic = several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if Stop.PREEMPT in run.stopped and elastic:

@@ -1,4 +1,6 @@
-"""The check that communication hides behind computing, as far as this device lets one see it.
+"""Checks of how steps use the device: bytes at rest, no waiting, overlap.
+
+Communication hides behind computing as far as a device lets one see it:
 
 | where                   | what is measured                                                   | wrong if           |
 |-------------------------|--------------------------------------------------------------------|--------------------|
@@ -14,24 +16,158 @@ decide nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 import onefold
-from onefold.cli.doctor_check_steps import VOCABULARY, Small, adamw
+from onefold.cli.doctor_check_steps import (
+    CLIP,
+    PRECISIONS,
+    VOCABULARY,
+    Small,
+    accumulated,
+    adamw,
+    batches,
+    one_step,
+    small,
+)
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
-from onefold.device import has_streams, synchronize
+from onefold.device import has_streams, memory_figures, synchronize
 from onefold.observe import Recording, record
 from onefold.observe.trace import covered
 from onefold.recipe import Recipe
+from onefold.runtime.interval import disable_torch_function
 from onefold.shard import engine_of
+
+
+def memory_at_rest(here: Here, findings: Findings) -> str:
+    """Between steps: what tensors hold and what the ledger says, against the formula, within 1 MiB.
+
+        fp32    stage 0: P + 2P    stages 1, 2: P + 2P/N          stage 3: P/N + 2P/N
+        bf16    stage 0: P/2 + 3P  stages 1, 2: P/2 + (P + 2P)/N  stage 3: (P + 2P)/N
+
+    with P bytes of parameters in fp32, padding included, and two moments.
+    """
+    gc.collect()
+    # What is there by now is looked at no more: two looks a case would take longer than its steps
+    gc.freeze()
+    before = _held(here)
+    for precision in PRECISIONS:
+        for stage in range(4):
+            model = onefold.shard(
+                small(here, width=WIDE, hidden=2 * WIDE, blocks=DEEP),
+                Recipe.zero(stage, precision=precision),
+            )
+            optimizer = adamw(model)
+            for step in range(2):
+                one_step(here, model, optimizer, step)
+            engine = engine_of(model)
+            p = 4 * sum(unit.numel for unit in engine.units)
+            share = 1 if stage == 0 else 1 / here.world
+            parameters = (
+                (p * share if stage == 3 else p)
+                if precision == "fp32"
+                else (0 if stage == 3 else p / 2) + p * share
+            )
+            due = parameters + 2 * p * share
+            ledger = sum(engine.memory.now().values())
+            held = _held(here) - before
+            name = f"{precision}, stage {stage}"
+            findings.figures[name] = {"held": held, "ledger": ledger, "formula": round(due)}
+            findings.expect(
+                abs(held - due) < MIB,
+                f"{name}: {held:,} bytes are held, the formula says {due:,.0f}",
+            )
+            findings.expect(
+                abs(ledger - parameters) < MIB,
+                f"{name}: the ledger says {ledger:,} bytes without moments, the formula"
+                f" {parameters:,.0f}",
+            )
+            del model, optimizer, engine
+    gc.unfreeze()
+    off = max(abs(f["held"] - f["formula"]) for f in findings.figures.values())
+    return f"stages 0 to 3 in fp32 and bf16 hold what the formula says, within {off / MIB:.2f} MiB"
+
+
+def _held(here: Here) -> int:
+    """Bytes of the allocator, or on a CPU of every tensor that Python can reach."""
+    gc.collect()
+    figures = memory_figures(here.device)
+    if figures is not None:
+        synchronize(here.device)
+        return figures.allocated
+    storages: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass(), disable_torch_function():
+        for thing in gc.get_objects():
+            if issubclass(type(thing), torch.Tensor) and thing.device.type == "cpu":
+                with contextlib.suppress(Exception):  # a tensor without storage
+                    storage = thing.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def no_synchronization(here: Here, findings: Findings) -> str:
+    """Steps in which CUDA raises where the host would wait for the device."""
+    if not has_streams(here.device):
+        raise LeftOut(
+            "a CPU has no streams: nothing runs behind the host, and it has nothing to wait for"
+        )
+    if here.device.type != "cuda":
+        raise LeftOut(
+            f"torch tells of waits of the host on CUDA and ROCm only, not on {here.device.type}"
+        )
+    if here.backend == "gloo" and here.world > 1:
+        raise LeftOut(
+            "ranks that share a GPU move through gloo, which goes through the host's memory"
+        )
+    for stage in range(4):
+        for precision in PRECISIONS:
+            recipe = Recipe.zero(stage, precision=precision)
+            _step_without_waiting(here, findings, f"stage {stage}, {precision}", recipe)
+    return "steps at stages 0 to 3, clipping included, make the host wait for nothing"
+
+
+def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Recipe) -> None:
+    model = onefold.shard(small(here), recipe)
+    optimizer = adamw(model)
+    steps = [batches(here, step) for step in range(4)]
+    synchronize(here.device)
+    for number, taken in enumerate(steps):
+        with _refusing() if number == 3 else contextlib.nullcontext():
+            try:
+                accumulated(model, taken)
+                onefold.clip_grad_norm_(model, CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+            except RuntimeError as error:
+                if "synchroniz" not in str(error):
+                    raise
+                # The step is half done: no more can be asked of these ranks
+                raise RuntimeError(f"{name}: {error}") from error
+    findings.figures[name] = "no wait"
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Inside, CUDA raises where it would make the host wait."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
 
 #: Width, blocks, and token ids of a step: on an accelerator large enough for computing to take as
 #: long as moving.
 SIZES = {"cpu": (128, 6, (2, 16)), "cuda": (2048, 8, (8, 512))}
 STEPS = 3
+#: Of the model whose memory is looked at: weights of 6 MB, 1 MiB being what may differ.
+WIDE, DEEP = 256, 6
+MIB = 1 << 20
 #: The least share of communication that must be hidden on an accelerator to be called overlap.
 LEAST = 0.1
 #: Stretches of time: (start, end).
@@ -39,9 +175,7 @@ Spans = list[tuple[float, float]]
 
 
 def overlap(here: Here, findings: Findings) -> str:
-    """Stage 3 with overlap and without, or copies of parameters beside computing on a lone
-    accelerator.
-    """
+    """Stage 3 with overlap and without; on a lone accelerator copies beside computing."""
     if here.world > 1:
         return _between_ranks(here, findings)
     if not has_streams(here.device):
@@ -163,9 +297,7 @@ def judge(findings: Findings, hidden: float, what: str) -> None:
 
 
 def split(events: Sequence[Any]) -> tuple[Spans, Spans]:
-    """(copies and messages, other kernels) among a profiler's events on the device, in
-    microseconds.
-    """
+    """(copies and messages, other kernels) of a profiler's events, in microseconds."""
     moving: Spans = []
     computing: Spans = []
     for event in events:

@@ -1,12 +1,17 @@
-"""Checks of what moves between ranks: torch's collectives against arithmetic, Onefold's sums
-against sums in rank order.
+"""Checks of single operations: torch's collectives against arithmetic, Onefold's sums against sums
+in rank order, Triton's kernels against torch's operations.
 
 Every rank can make every other rank's numbers, so each computes on the host what must arrive.
+Kernels run on the device, or on a CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -15,6 +20,9 @@ from torch import nn
 
 import onefold
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
+from onefold.comm import sums
+from onefold.comm.launching import INTERPRETED, by_torch, usable
+from onefold.quant import Blockwise, Encoded, Stochastic, codec, kernels
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
@@ -29,9 +37,7 @@ PARAMETERS = (1, 63, 4097, 30011)
 def values(
     numel: int, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> torch.Tensor:
-    """What a rank contributes, on the host: [numel], of many magnitudes, so that the order of a sum
-    shows in its bits.
-    """
+    """What a rank contributes: [numel], of many magnitudes, so that a sum's order shows."""
     generator = torch.Generator().manual_seed(1 + 7919 * rank + 104729 * seed)
     found = torch.randn(numel, generator=generator) * torch.exp2(
         torch.randint(-8, 8, (numel,), generator=generator)
@@ -50,9 +56,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
-    """The sum in rank order in fp32; with groups of `inner` ranks, of each group first and then of
-    the groups.
-    """
+    """The sum in rank order in fp32; of groups of `inner` ranks first, if they are given."""
     inner = inner or len(parts)
     groups = [parts[i : i + inner] for i in range(0, len(parts), inner)]
     if len(groups) > 1:
@@ -64,28 +68,23 @@ def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
 
 
 def collectives(here: Here, findings: Findings) -> str:
-    """Each collective of torch.distributed that Onefold uses, on gloo and on the device's own
-    backend.
-    """
-    where = [("gloo", torch.device("cpu"))] + (
-        [(here.backend, here.device)] if here.device.type != "cpu" else []
-    )
-    count = 0
+    """Each collective that Onefold uses, on gloo and on the device's own backend."""
+    where = [("gloo", torch.device("cpu"))]
+    if here.device.type != "cpu":
+        where.append((here.backend, here.device))
+    count, backends = 0, [name for name, _ in where]
     for name, device in where:
-        numels = NUMELS["cpu" if name == "gloo" else "cuda"]
-        for numel in numels:
-            for dtype in DTYPES:
-                for move, right in _moves(here, name, device, numel, dtype):
-                    count += 1
-                    findings.expect(
-                        right,
-                        f"{move} of {numel:,} {str(dtype).removeprefix('torch.')} on {name} brings"
-                        " wrong numbers",
-                    )
-    findings.figures |= {"compared": count, "backends": [name for name, _ in where]}
-    return (
-        f"{count} results of {' and '.join(name for name, _ in where)} equal what arithmetic says"
-    )
+        for numel, dtype in product(NUMELS["cpu" if name == "gloo" else "cuda"], DTYPES):
+            for move, right in _moves(here, name, device, numel, dtype):
+                count += 1
+                what = f"{move} of {numel:,} {_name(dtype)} on {name}"
+                findings.expect(right, f"{what} brings wrong numbers")
+    findings.figures |= {"compared": count, "backends": backends}
+    return f"{count} results of {' and '.join(backends)} equal what arithmetic says"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _moves(
@@ -129,9 +128,7 @@ def _moves(
 
 
 def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> bool:
-    """Whether a sum of `parts`, times `scale`, is right within what any order of adding them up may
-    round.
-    """
+    """Whether a sum of `parts`, times `scale`, is right within rounding in any order."""
     wide = torch.stack([part.double() for part in parts])
     unit = torch.finfo(found.dtype).eps
     room = len(parts) * unit * wide.abs().sum(0) * scale
@@ -139,9 +136,7 @@ def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> 
 
 
 class Probe(nn.Module):
-    """Parameters whose gradient on each rank is known: the loss is Σ wᵢ·cᵢ with the rank's own c.
-    It notes what it computes with.
-    """
+    """The loss is Σ wᵢ·cᵢ with the rank's own c, so gradients are known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,9 +162,7 @@ class Part(nn.Module):
 
 
 def ordered_sums(here: Here, findings: Findings) -> str:
-    """Onefold's reduction at every stage, to the bit; and that the next gather brings what was
-    stepped.
-    """
+    """Reductions at every stage, to the bit, and that the next gather brings the step."""
     for stage in range(4):
         _reduced(here, findings, Recipe.zero(stage), is_ordered_mean)
     findings.figures |= {"stages": 4, "elements": sum(PARAMETERS)}
@@ -180,10 +173,8 @@ def ordered_sums(here: Here, findings: Findings) -> str:
 
 
 def native_sums(here: Here, findings: Findings) -> str:
-    """`reduce="native"` within rounding; torch's own reduce-scatter where this Onefold does not
-    know the option.
-    """
-    if "reduce" in Recipe.__dataclass_fields__ and here.backend != "gloo":
+    """`reduce="native"` within rounding; on gloo its own reduce-scatter."""
+    if here.backend != "gloo":
         for stage in range(1, 4):
             _reduced(
                 here,
@@ -216,9 +207,7 @@ def native_sums(here: Here, findings: Findings) -> str:
 
 
 def is_ordered_mean(found: torch.Tensor, parts: list[torch.Tensor], inner: int = 0) -> bool:
-    """Whether these are the bits of a mean in rank order, the factor 1/N having been put to the
-    parts or to their sum.
-    """
+    """The bits of a mean in rank order, 1/N times each part or times their sum."""
     factor = 1 / len(parts)
     return same_bits(found, ordered(parts, inner) * factor) or same_bits(
         found, ordered([part * factor for part in parts], inner)
@@ -231,9 +220,7 @@ def _reduced(
     recipe: Recipe,
     right: Callable[[torch.Tensor, list[torch.Tensor], int], bool],
 ) -> None:
-    """Two steps of SGD with a learning rate of 1 from zero: after the first, weights are the
-    negated mean gradients.
-    """
+    """Two steps of SGD from zero at rate 1: the weights are the negated mean gradients."""
     model: Any = onefold.shard(Probe().to(here.device), recipe)
     engine = engine_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -260,3 +247,136 @@ def _reduced(
             f"stage {recipe.stage}: the pass computed with other weights than the {numel:,} that"
             " were stepped",
         )
+
+
+BLOCK_SIZES = (64, 256)
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Parts of a sum.
+PARTS = (2, 5)
+#: Elements: whole blocks and a shorter last one; on an accelerator also many programs at once.
+KERNEL_NUMELS = {"cpu": (1000,), "cuda": (1000, 256 * 17 + 64, 1 << 20)}
+
+
+def kernels_run_here(device: torch.device) -> str:
+    """Why they cannot be compared on this device; "" if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return (
+            "Triton is not installed: torch's operations encode and add up, to the same bits but"
+            " slower"
+        )
+    if device.type == "cpu" and not INTERPRETED:
+        return "TRITON_INTERPRET is set to 0: on a CPU kernels run in Triton's interpreter only"
+    if not usable(device):
+        return (
+            "Triton runs no kernel on this device (it needs compute capability 8.0 and a C"
+            " compiler): torch's operations do it"
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def by_kernels(wanted: bool) -> Iterator[None]:
+    """Inside, whole blocks are done by the kernels, or by plain operations."""
+
+    def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
+        return wanted and codec.name in kernels.NAMES and floats.numel() >= codec.block
+
+    before, kernels.serve = kernels.serve, serve
+    try:
+        yield
+    finally:
+        kernels.serve = before
+
+
+def cases(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Intervals on the host with what rounds, overflows, underflows or is not a number."""
+    info, generator = torch.finfo(dtype), torch.Generator().manual_seed(7)
+    floats = torch.randn(numel, generator=generator, dtype=torch.float64)
+    floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator))
+    for at, factor in (
+        (0, 4 * info.smallest_normal),
+        (200, info.max / 2),
+        (500, 0.0),
+        (700, 2.0**-140),
+    ):
+        floats[at : at + 150] *= factor
+    finite = floats.clamp(info.min, info.max).to(dtype)
+    yield "numbers", finite
+    broken = finite.clone()
+    broken[30], broken[numel // 2], broken[-1] = torch.inf, torch.nan, info.max
+    yield "numbers with inf and nan", broken
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits; one NaN is as good as another."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
+    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
+
+
+def kernels_and_operations(here: Here, findings: Findings) -> str:
+    """Every codec that has kernels, and the sums of reductions, with both."""
+    reason = kernels_run_here(here.device)
+    if reason:
+        raise LeftOut(reason)
+    interpreted, compared = here.device.type == "cpu", 0
+    sizes = list(product(KERNEL_NUMELS["cpu" if interpreted else "cuda"], KERNEL_DTYPES))
+    for (numel, dtype), ranks in product(sizes, PARTS):
+        compared += 1
+        findings.expect(
+            _sums_agree(here.device, ranks, numel, dtype),
+            f"sums of {ranks} parts of {numel:,} {_name(dtype)} differ",
+        )
+    for name, block, (numel, dtype) in product(kernels.NAMES, BLOCK_SIZES, sizes):
+        by = codec(name, block=block)
+        assert isinstance(by, Blockwise)
+        for what, source in cases(numel, dtype):
+            for act, right in _acts(by, source.to(here.device)):
+                compared += 1
+                of = f"{name}, {block} a block, {numel:,} {_name(dtype)} {what}"
+                findings.expect(right, f"{of}: {act} differ")
+    findings.figures |= {
+        "compared": compared,
+        "codecs": list(kernels.NAMES),
+        "interpreted": interpreted,
+    }
+    how = ""
+    if interpreted:
+        how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)"
+    return (
+        f"{compared} sums and results of {', '.join(kernels.NAMES)} have the bits of torch's"
+        f" operations{how}"
+    )
+
+
+def _acts(by: Blockwise, source: torch.Tensor) -> Iterator[tuple[str, bool]]:
+    """(what was done, whether both did the same)"""
+
+    def both(act: Callable[[torch.Tensor], object], like: torch.Tensor) -> bool:
+        results = []
+        for wanted in (False, True):
+            results.append(like.clone())
+            with by_kernels(wanted):
+                act(results[-1])
+        return same(*results)
+
+    with by_kernels(False):
+        payload = Encoded.of(source, by).payload
+    yield "encoded", both(lambda into: by.encode(source, into), torch.empty_like(payload))
+    if by.stochastic:
+        encode = partial(by.encode, source, rounding=Stochastic(2, 3, 2**33 - 77))
+        yield "stochastically encoded", both(encode, torch.empty_like(payload))
+    for dtype in KERNEL_DTYPES:
+        decoded = both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype))
+        yield f"decoded into {dtype}", decoded
+    yield "decoded and added", both(lambda into: by.decode_add(payload, into), source.float())
+
+
+def _sums_agree(device: torch.device, ranks: int, numel: int, dtype: torch.dtype) -> bool:
+    """Whether the kernel that adds up parts gives torch's bits, in the parts' dtype."""
+    parts = torch.stack([values(numel, rank, dtype) for rank in range(ranks)]).to(device)
+    results = []
+    for alone in (contextlib.nullcontext, by_torch):
+        results.append(torch.empty(numel, dtype=dtype, device=device))
+        with alone():
+            sums.sum_parts(parts, results[-1], 1 / ranks)
+    return same(*results)
