@@ -69,7 +69,7 @@ _PARTS = {
     "Optimizers": ("optim", "quant"),
     "Offload": ("offload",),
     "Checkpoints": ("checkpoint",),
-    "DeepSpeed": ("integrations",),
+    "DeepSpeed": ("integrations", "deepspeed.py"),
     "The plan": ("plan",),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "cli"),

@@ -65,7 +65,7 @@ _FROM = {
 #: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
 #: Loaded when a folder is nobody else's.
 READERS = ("onefold.integrations.deepspeed.checkpoint_reader",)
-_ROOMS = ("checkpoint", "ema", "observe", "plan")
+_ROOMS = ("checkpoint", "deepspeed", "ema", "observe", "plan")
 
 __all__ = [
     "CheckpointError",
@@ -84,6 +84,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "dcp_state_dict",
+    "deepspeed",
     "ema",
     "engine_of",
     "export",

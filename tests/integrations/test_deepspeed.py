@@ -405,8 +405,6 @@ def test_one_process_needs_no_process_group(
 
 def test_wrong_calls_are_sentences() -> None:
     engine, *_ = onefold.initialize(model=build(), config=config(1))
-    with pytest.raises(NotImplementedError, match="leave it out"):
-        engine.save_checkpoint("somewhere", exclude_frozen_parameters=True)
     with pytest.raises(NotImplementedError, match="load by names"):
         engine.load_checkpoint("somewhere", custom_load_fn=print)
     with pytest.raises(ValueError, match="a name for one in it"):
@@ -475,7 +473,7 @@ def test_auto_that_something_else_decides_is_no_question() -> None:
         optimizer=optimizer,
         lr_scheduler=torch.optim.lr_scheduler.ConstantLR(optimizer),
     )
-    assert engine.train_micro_batch_size_per_gpu() == 4 and engine.config.precision == "bf16"
+    assert engine.train_micro_batch_size_per_gpu() == 4 and engine.settings.precision == "bf16"
     assert recipe_from(settled) == onefold.Recipe.zero(1, precision="bf16")
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from onefold.cli.checkpoint import app as checkpoint_app
+from onefold.cli.config import app as config_app
 from onefold.cli.doctor import doctor_command
 from onefold.cli.plan import plan_command
 from onefold.cli.report import report_command
@@ -25,6 +26,7 @@ app.command("plan")(plan_command)
 app.command("doctor")(doctor_command)
 app.command("report")(report_command)
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(config_app, name="config")
 
 
 def _print_version(wanted: bool) -> None:

@@ -29,7 +29,7 @@ import onefold
 from onefold.device import synchronize
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
-from onefold.integrations.deepspeed.saving import save_whole
+from onefold.integrations.deepspeed.saving import save_whole, whole_in
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
 from onefold.recipe import COMPUTE_DTYPES
 
@@ -42,6 +42,7 @@ class DeepSpeedEngine(nn.Module):
     Attributes:
         module: the sharded module itself (attributes that the engine does not have are looked up in
         it). optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
+        config: the configuration as it was given, one nested dict; settings: what was read in it.
         loss_scaler: of fp16; None in other precisions.
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
@@ -58,7 +59,7 @@ class DeepSpeedEngine(nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.config = config
+        self.settings, self.config = config, config.given
         self.optimizer, self.lr_scheduler, self.training_dataloader = (
             optimizer,
             lr_scheduler,
@@ -73,6 +74,9 @@ class DeepSpeedEngine(nn.Module):
         self._seconds: dict[str, float] = {}
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size = runtime.rank, runtime.world_size
+        if optimizer is not None:
+            # accelerate asks the optimizer whether its last step was skipped
+            optimizer.overflow = False
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
 
     # -- the three calls ---------------------------------------------------------------------------
@@ -83,14 +87,18 @@ class DeepSpeedEngine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(
-        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        create_graph: bool = False,
     ) -> Tensor:
         """Backward pass of a scalar loss, divided by the accumulation steps and multiplied by the
         loss scale.
 
         Args:
             loss: the mean over this rank's micro-batch; shape [].
-            retain_graph: as in `Tensor.backward`.
+            retain_graph, create_graph: as in `Tensor.backward`.
             scale_wrt_gas: False leaves out the division by the accumulation steps.
 
         Returns:
@@ -114,7 +122,7 @@ class DeepSpeedEngine(nn.Module):
         loss = loss / self._accumulation if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         with self._timed("backward"), self._micro_batch():
-            scaled.backward(retain_graph=retain_graph)
+            scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         return loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -141,7 +149,7 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
-        overflow = not self._clip()
+        overflow = self.optimizer.overflow = not self._clip()
         if not overflow:
             self.optimizer.step()
             self._step_applied = True
@@ -151,13 +159,13 @@ class DeepSpeedEngine(nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += self.config.batch.train or 0
+        self.global_samples += self.settings.batch.train or 0
 
     def _clip(self) -> bool:
         """Unscale and clip the gradients; False if they are not finite (alike on all ranks) and the
         step is to skip.
         """
-        config, limit = self.config, self.config.gradient_clipping or math.inf
+        config, limit = self.settings, self.settings.gradient_clipping or math.inf
         self._norm = None
         if not (config.gradient_clipping or config.compute_grad_norm or config.skip_nonfinite):
             return True
@@ -242,16 +250,38 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             RuntimeError: rank 0 could not write it (raised on every rank).
         """
-        dtype = COMPUTE_DTYPES[self.config.precision] if self.config.precision is not None else None
         save_whole(
             self.module,
             Path(save_dir) / save_filename,
-            dtype,
+            self.compute_dtype(),
             exclude_frozen_parameters,
             self.global_rank,
             self.world_size,
         )
         return True
+
+    def compute_dtype(self) -> torch.dtype | None:
+        """What the configuration enables; None where the model stays as it came."""
+        return (
+            COMPUTE_DTYPES[self.settings.precision] if self.settings.precision is not None else None
+        )
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a save of the model gathers it: always, unless the configuration says no."""
+        zero = self.config.get("zero_optimization") or {}
+        said = [
+            zero.get(f"stage3_gather_{dtype}_weights_on_model_save") for dtype in ("16bit", "fp16")
+        ]
+        return False not in said
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole model on rank 0's host, parameters in the compute dtype; None elsewhere. Every
+        rank must call it.
+        """
+        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
+        return whole if self.global_rank == 0 else None
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
@@ -275,19 +305,15 @@ class DeepSpeedEngine(nn.Module):
                 replaced when the new one is whole.
             client_state: values to come back from `load_checkpoint`; the first rank's count.
             save_latest: have `save_dir`/latest name this one.
+            exclude_frozen_parameters: accepted; frozen parameters are written too, so that the
+                checkpoint loads under `load_module_strict`.
 
         Returns:
             True, on every rank, when it is there.
 
         Raises:
             CheckpointError: it could not be written; raised on every rank.
-            NotImplementedError: `exclude_frozen_parameters`.
         """
-        if exclude_frozen_parameters:
-            raise NotImplementedError(
-                "exclude_frozen_parameters: a checkpoint holds the whole model here; leave it out."
-                " save_16bit_model can exclude them."
-            )
         checkpoints.save(self, save_dir, tag, client_state or {}, save_latest)
         return True
 
@@ -398,44 +424,64 @@ class DeepSpeedEngine(nn.Module):
         """Whether the latest `step()` changed the parameters."""
         return self._step_applied
 
+    def compile(self, backend: Any = None, compile_kwargs: Any = None, **others: Any) -> None:
+        """Compile the module's forward pass by `torch.compile`."""
+        options = dict(compile_kwargs or {}) | others
+        if backend is not None:
+            options["backend"] = backend
+        self.module.compile(**options)
+
+    def destroy(self) -> None:
+        """Let go of the optimizer, the schedule and the loader; the module stays usable."""
+        self.optimizer = self.lr_scheduler = self.training_dataloader = None
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
+        return self.settings.batch.train, self.settings.batch.micro, self._accumulation
+
+    def set_lr(self, lr: float) -> None:
+        """Give every parameter group this learning rate; a schedule sets its own again."""
+        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            group["lr"] = lr
+
     def train_batch_size(self) -> int | None:
-        return self.config.batch.train
+        return self.settings.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        return self.config.batch.micro
+        return self.settings.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
         return self._accumulation
 
     def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
+        return self.settings.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        return self.config.stage
+        return self.settings.stage
 
     def zero_optimization(self) -> bool:
-        return self.config.stage > 0
+        return self.settings.stage > 0
 
     def fp16_enabled(self) -> bool:
-        return self.config.precision == "fp16"
+        return self.settings.precision == "fp16"
 
     def bfloat16_enabled(self) -> bool:
-        return self.config.precision == "bf16"
+        return self.settings.precision == "bf16"
 
     def dynamic_loss_scale(self) -> bool:
         return self.loss_scaler is not None and self.loss_scaler.dynamic
 
     def steps_per_print(self) -> int | None:
-        return self.config.steps_per_print
+        return self.settings.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        return self.config.wall_clock_breakdown
+        return self.settings.wall_clock_breakdown
 
     # -- progress ----------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
-        if not self.config.wall_clock_breakdown:
+        if not self.settings.wall_clock_breakdown:
             yield
             return
         synchronize(self.device)
@@ -448,7 +494,7 @@ class DeepSpeedEngine(nn.Module):
         """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a
         step.
         """
-        every = self.config.steps_per_print or (1 if self.config.wall_clock_breakdown else 0)
+        every = self.settings.steps_per_print or (1 if self.settings.wall_clock_breakdown else 0)
         if not every or self.global_steps % every:
             return
         if self.global_rank == 0:

@@ -28,30 +28,11 @@ def save_whole(
         RuntimeError: writing failed on rank 0; raised on every rank, so that none waits for the
             others.
     """
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    whole = onefold.full_state_dict(module)
-    computed = {
-        name: e.flat.dtypes.compute
-        for e in onefold.engine_of(module).entries
-        for name in e.part.names
-    }
+    whole = whole_in(module, dtype, without_frozen)
     error: str | None = None
     if rank == 0:
-        if without_frozen:
-            whole = {
-                name: t
-                for name, t in whole.items()
-                if name not in parameters or parameters[name].requires_grad
-            }
         try:
-            floating = {n for n, t in whole.items() if n in parameters and t.is_floating_point()}
-            _write(
-                {
-                    n: t.to(dtype or computed.get(n, t.dtype)) if n in floating else t
-                    for n, t in whole.items()
-                },
-                path,
-            )
+            _write(whole, path)
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
     if world_size > 1:
@@ -60,6 +41,31 @@ def save_whole(
         error = message[0]
     if error is not None:
         raise RuntimeError(f"rank 0 could not write {path}: {error}.")
+
+
+def whole_in(
+    module: nn.Module, dtype: torch.dtype | None, without_frozen: bool
+) -> dict[str, Tensor]:
+    """The whole model on rank 0's host, floating-point parameters as `dtype` (None: as they
+    compute); empty on other ranks. Every rank must call it.
+    """
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    computed = {
+        name: e.flat.dtypes.compute
+        for e in onefold.engine_of(module).entries
+        for name in e.part.names
+    }
+    cast: dict[int, Tensor] = {}  # tied names stay one tensor
+    out: dict[str, Tensor] = {}
+    for name, whole in onefold.full_state_dict(module).items():
+        known = parameters.get(name)
+        if without_frozen and known is not None and not known.requires_grad:
+            continue
+        if known is not None and whole.is_floating_point():
+            wanted = dtype or computed.get(name, whole.dtype)
+            whole = cast.setdefault(id(whole), whole.to(wanted))
+        out[name] = whole
+    return out
 
 
 def _write(state: dict[str, Tensor], path: Path) -> None:

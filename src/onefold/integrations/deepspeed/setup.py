@@ -86,27 +86,62 @@ def initialize(
         raise NotImplementedError(
             "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
         )
-    _join(dist_init_required, distributed_port)
-    world_size = _world_size(group)
-    read = read_deepspeed(_chosen_config(args, config, config_params), world_size)
+    join(dist_init_required, distributed_port)
+    world_size = world_size_of(group)
+    read = read_deepspeed(chosen_config(args, config, config_params), world_size)
     refuse_auto(read.undecided(optimizer is not None, lr_scheduler is not None))
+    chosen = list(model_parameters) if model_parameters is not None else None
+    return assemble(
+        model,
+        read,
+        optimizer=optimizer,
+        model_parameters=chosen,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        group=group,
+        units=units,
+    )
+
+
+def assemble(
+    model: nn.Module,
+    read: DeepSpeedConfig,
+    *,
+    optimizer: OptimizerLike | None,
+    model_parameters: list[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    collate_fn: Callable[..., Any] | None,
+    group: Any = None,
+    units: Sequence[str | type] | None = None,
+    must_train: bool = True,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """The four-tuple of `initialize`, from a configuration that was read.
+
+    Args:
+        must_train: refuse a model in training mode that has no optimizer.
+    """
     if read.batch.train is None:
         raise ValueError(
             "the configuration has no batch size: set train_micro_batch_size_per_gpu, or"
             " train_batch_size."
         )
-
-    chosen = list(model_parameters) if model_parameters is not None else None
-    _check_parameters(model, optimizer, chosen)
-    _check_optimizer(model, read, optimizer, lr_scheduler)
+    _check_parameters(model, optimizer, model_parameters)
+    if must_train:
+        _check_optimizer(model, read, optimizer, lr_scheduler)
     onefold.shard(
         model, Recipe.zero(**read.recipe_arguments), group=group, units=units, device=_device()
     )
-    trained = chosen if chosen is not None else [p for p in model.parameters() if p.requires_grad]
+    trained = (
+        model_parameters
+        if model_parameters is not None
+        else [p for p in model.parameters() if p.requires_grad]
+    )
     torch_optimizer = _optimizer(read, optimizer, trained)
     schedule = _schedule(read, lr_scheduler, torch_optimizer)
     rank = onefold.engine_of(model).rank
-    loader = _loader(read, training_data, collate_fn, rank, world_size)
+    loader = _loader(read, training_data, collate_fn, rank, world_size_of(group))
     engine = DeepSpeedEngine(model, read, torch_optimizer, schedule, loader)
     if rank == 0 and read.notes:
         logger.warning(
@@ -135,7 +170,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
+def chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     given = {
         "config": config,
         "config_params": config_params,
@@ -154,7 +189,7 @@ def _chosen_config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(named.values()))
 
 
-def _join(required: bool | None, port: int) -> None:
+def join(required: bool | None, port: int) -> None:
     """Join the process group of the launcher's environment (torchrun, Slurm wrappers and others set
     these names).
     """
@@ -171,7 +206,7 @@ def _join(required: bool | None, port: int) -> None:
     dist.init_process_group(backend_name(default_device()))
 
 
-def _world_size(group: Any) -> int:
+def world_size_of(group: Any) -> int:
     if not (dist.is_available() and dist.is_initialized()):
         return 1
     return dist.get_world_size(group.get_group() if hasattr(group, "get_group") else group)

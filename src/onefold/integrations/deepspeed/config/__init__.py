@@ -3,6 +3,7 @@ is known.
 """
 
 from onefold.integrations.deepspeed.config.auto import OF_RECIPES, refuse_auto
+from onefold.integrations.deepspeed.config.explain import Explanation, KeyOutcome, explain
 from onefold.integrations.deepspeed.config.reader import (
     BatchSizes,
     DeepSpeedConfig,
@@ -16,9 +17,12 @@ __all__ = [
     "OF_RECIPES",
     "BatchSizes",
     "DeepSpeedConfig",
+    "Explanation",
+    "KeyOutcome",
     "LossScaling",
     "OptimizerSpec",
     "SchedulerSpec",
+    "explain",
     "read_deepspeed",
     "recipe_from",
     "refuse_auto",

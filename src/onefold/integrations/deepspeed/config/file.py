@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from onefold.integrations.deepspeed.config.values import is_unset
+
 
 def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
@@ -89,7 +91,7 @@ def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
                     )
                 place[part] = dict(inner)
                 place = place[part]
-            if last in place and place[last] != value:
+            if not is_unset(place.get(last)) and place[last] != value:
                 raise ValueError(
                     f"{name} is given twice, as {value!r} and as {place[last]!r}: keep one."
                 )

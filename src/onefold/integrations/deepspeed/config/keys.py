@@ -343,7 +343,7 @@ SECTIONS: Mapping[str, Section] = {
 _WARMUP: Section = {
     "warmup_min_lr": Key("numbers", low=0),
     "warmup_max_lr": Key("numbers", low=0),
-    "warmup_num_steps": Key("count", low=1),
+    "warmup_num_steps": Key("count", low=0),
     "warmup_type": Key("text", choices=("log", "linear")),
     "last_batch_iteration": Key("count", low=-1),
 }
@@ -355,7 +355,7 @@ SCHEDULES: Mapping[str, Section] = {
     "WarmupCosineLR": {
         "total_num_steps": Key("count", low=1, required=True),
         "warmup_min_ratio": Key("number", low=0),
-        "warmup_num_steps": Key("count", low=1),
+        "warmup_num_steps": Key("count", low=0),
         "cos_min_ratio": Key("number", low=0),
         "warmup_type": Key("text", choices=("log", "linear")),
         "last_batch_iteration": Key("count", low=-1),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from onefold.integrations.deepspeed.config.auto import BATCH, OF_RECIPES, refuse_auto, undecided
@@ -79,6 +79,7 @@ class DeepSpeedConfig:
         left_auto: paths whose value is "auto" although they have an effect; they count as not set.
             See `undecided`.
         remarks: other sentences for the start of the run.
+        given: the configuration itself, as one nested dict.
     """
 
     recipe_arguments: dict[str, Any]
@@ -96,6 +97,7 @@ class DeepSpeedConfig:
     unknown: tuple[str, ...]
     left_auto: tuple[str, ...]
     remarks: tuple[str, ...]
+    given: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def stage(self) -> int:
@@ -251,6 +253,7 @@ def read_deepspeed(
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),
         remarks=tuple(read.remarks),
+        given=tree,
     )
 
 

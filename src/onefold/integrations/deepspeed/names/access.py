@@ -1,0 +1,136 @@
+"""A parameter's whole gradient, master weights and optimizer states, read and written.
+
+The full ones are collective: every rank calls them. The local ones are this rank's elements,
+one-dimensional.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from onefold.optim.whole import optimizers_over
+from onefold.runtime.interval import disable_torch_function, spec_of
+from onefold.runtime.operators.local import slice_of
+from onefold.runtime.parameter import ShardedParameter
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole gradient in fp32, of the parameter's shape; None if no rank has one.
+
+    To be called between `backward` and `step`, which clears gradients.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    spec = spec_of(grad)
+    if spec is None:
+        return grad.detach().float()
+    with disable_torch_function():
+        local = grad.detach().as_subclass(Tensor)
+    return spec.gather(local, "safe_get_full_grad()").float()
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """The whole parameter from its master weights, in fp32."""
+    if isinstance(param, ShardedParameter):
+        whole: Tensor = param.onefold.gather()  # type: ignore[attr-defined]
+        return whole.float()
+    return param.detach().float()
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """The whole state of that name ("exp_avg", "exp_avg_sq"), in fp32; None before the first
+    step.
+    """
+    held, spec = _state_of(param, optim_state_key), spec_of(param)
+    if spec is None:
+        return None if held is None else held.detach().float()
+    with disable_torch_function():
+        # A rank that owns nothing of the parameter may have no state of it
+        known = spec.exchange(torch.tensor([float(held is not None)]), "optimizer states")
+        if not bool((known > 0).any()):
+            return None
+        local = torch.empty(0, device=param.device) if held is None else held.detach().float()
+    return spec.gather(local.reshape(-1), f"the state {optim_state_key!r}")
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's elements of the gradient, in fp32."""
+    grad = param.grad
+    if grad is None:
+        return None
+    with disable_torch_function():
+        return grad.detach().as_subclass(Tensor).reshape(-1).float()
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """This rank's elements of the master weights, in fp32."""
+    with disable_torch_function():
+        return param.detach().as_subclass(Tensor).reshape(-1).float()
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's elements of the state."""
+    held = _state_of(param, optim_state_key)
+    return None if held is None else held.detach().reshape(-1).float()
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Give the parameter a whole gradient; every rank the same."""
+    spec = spec_of(param)
+    with disable_torch_function():
+        held = param.dtype
+    _check("safe_set_full_grad", param, value)
+    param.grad = value.to(held) if spec is not None else value.to(param.dtype)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write the master weights from a whole tensor; every rank the same."""
+    with disable_torch_function():
+        held, device = param.dtype, param.device
+    _check("safe_set_full_fp32_param", param, value)
+    with torch.no_grad():
+        param.data = value.to(device, held)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Write a state from a whole tensor; every rank the same.
+
+    Raises:
+        ValueError: the optimizer has no such state yet, where this rank has elements of it.
+    """
+    _check("safe_set_full_optimizer_state", param, value)
+    held, spec = _state_of(param, optim_state_key), spec_of(param)
+    if spec is not None and spec.start == spec.stop:
+        return
+    if held is None:
+        raise ValueError(
+            f"safe_set_full_optimizer_state: there is no state {optim_state_key!r} of this"
+            " parameter; states come into being with the first step."
+        )
+    with torch.no_grad():
+        mine = value if spec is None else slice_of(value, spec)
+        held.copy_(mine.reshape(held.shape))
+
+
+def _check(call: str, param: nn.Parameter, value: Tensor) -> None:
+    if value.shape != param.shape:
+        raise ValueError(
+            f"{call} was given shape {tuple(value.shape)}, expected {tuple(param.shape)}, the"
+            " whole parameter's."
+        )
+
+
+def _state_of(param: nn.Parameter, key: str) -> Any:
+    """What the optimizer holds under that name; None if there is none."""
+    entry: Any = param.__dict__.get("_onefold_entry")
+    known = entry() if entry is not None else None
+    engine = known.engine() if known is not None else None
+    for optimizer in optimizers_over(engine) if engine is not None else ():
+        state = optimizer.state.get(param)
+        if state is not None and isinstance(state.get(key), Tensor):
+            return state[key]
+    return None

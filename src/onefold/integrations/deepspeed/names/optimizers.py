@@ -1,0 +1,148 @@
+"""The names of DeepSpeed's own optimizers: torch's, whose step on the host is as good.
+
+accelerate hands over the parameter groups of the optimizer that the user made, with all of its
+options. Those that the class here does not have are left out.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+def _groups(params: Iterable[Any], kind: type, defaults: dict[str, Any]) -> list[dict[str, Any]]:
+    """Parameter groups with the options that `kind` has."""
+    listed = list(params)
+    if listed and not isinstance(listed[0], dict):
+        listed = [{"params": listed}]
+    known = {"params", *inspect.signature(kind).parameters}
+    return [{name: v for name, v in group.items() if name in known} for group in listed]
+
+
+def _adam(
+    params: Iterable[Any],
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    amsgrad: bool,
+    decoupled: bool,
+) -> torch.optim.Optimizer:
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    options: dict[str, Any] = {
+        "lr": lr,
+        "betas": tuple(betas),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+    }
+    return kind(_groups(params, kind, options), **options)
+
+
+def DeepSpeedCPUAdam(
+    model_params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """`torch.optim.AdamW`, or `Adam` where `adamw_mode` is false.
+
+    Raises:
+        NotImplementedError: `bias_correction` is false.
+    """
+    _needs_correction(bias_correction)
+    return _adam(model_params, lr, betas, eps, weight_decay, amsgrad, adamw_mode)
+
+
+def FusedAdam(
+    params: Iterable[Any],
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Optimizer:
+    """`torch.optim.AdamW`, or `Adam` where `adam_w_mode` is false.
+
+    Raises:
+        NotImplementedError: `bias_correction` is false.
+    """
+    _needs_correction(bias_correction)
+    return _adam(params, lr, betas, eps, weight_decay, amsgrad, adam_w_mode)
+
+
+def _needs_correction(wanted: bool) -> None:
+    if not wanted:
+        raise NotImplementedError(
+            "bias_correction=False: torch's Adam always corrects; leave it out."
+        )
+
+
+def DeepSpeedCPUAdagrad(
+    model_params: Iterable[Any],
+    lr: float = 1e-2,
+    eps: float = 1e-10,
+    weight_decay: float = 0,
+    amsgrad: bool = False,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Optimizer:
+    """`torch.optim.Adagrad`."""
+    kind = torch.optim.Adagrad
+    options: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+    return kind(_groups(model_params, kind, options), **options)
+
+
+class DeepSpeedCPULion(torch.optim.Optimizer):
+    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): steps by the sign of an interpolated
+    momentum.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        options = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
+        listed = list(model_params)
+        if listed and not isinstance(listed[0], dict):
+            listed = [{"params": listed}]
+        known = {"params", *options}
+        super().__init__([{k: v for k, v in g.items() if k in known} for g in listed], options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            rate, (beta1, beta2) = group["lr"], group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if "exp_avg" not in state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                momentum = state["exp_avg"]
+                update = momentum.mul(beta1).add_(param.grad, alpha=1 - beta1).sign_()
+                param.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
+                momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
+        return loss
+
+
+class FusedLion(DeepSpeedCPULion):
+    """The same, under its other name."""

@@ -1,0 +1,153 @@
+"""`deepspeed.initialize`, as transformers, accelerate, TRL and Lightning call it.
+
+`onefold.initialize` refuses a configuration that leaves the training open. Here the callers fill it
+in, and some of it arrives late or in odd forms. So it is read more loosely:
+
+| they give                                            | here                                                  |
+|------------------------------------------------------|-------------------------------------------------------|
+| "zero_optimization.x": v at the top level            | counts where the section itself says nothing of x     |
+| a bucket size such as 3686.4                         | rounded down                                          |
+| "auto" for what does not decide the training         | counts as not set                                     |
+| a model in training mode and no optimizer            | an engine that only computes, as for reference models |
+| the very dict that they keep                         | is left as it was                                     |
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+import onefold
+from onefold.integrations.deepspeed.config import read_deepspeed, refuse_auto
+from onefold.integrations.deepspeed.config.auto import BATCH
+from onefold.integrations.deepspeed.config.file import loaded
+from onefold.integrations.deepspeed.config.keys import ZERO, ZERO_ALIASES
+from onefold.integrations.deepspeed.config.values import AUTO, is_unset
+from onefold.integrations.deepspeed.engine import DeepSpeedEngine
+from onefold.integrations.deepspeed.names.small import logger
+from onefold.integrations.deepspeed.names.table import VERSION
+from onefold.integrations.deepspeed.saving import whole_in
+from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
+
+_of_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _OfAnEngine(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return any(known is instance for known in _of_engines)
+
+
+class DeepSpeedOptimizer(metaclass=_OfAnEngine):
+    """What the optimizer of an engine is an instance of: it is torch's own, of any class."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """See `onefold.initialize`, and the table of this file.
+
+    Raises:
+        ValueError: the configuration or the arguments contradict themselves, or leave open what is
+            trained.
+        NotImplementedError: something that Onefold does not do is asked for.
+    """
+    if model is None:
+        raise ValueError("deepspeed.initialize was given no model: pass model=, an nn.Module.")
+    if mpu is not None or mesh_param is not None:
+        raise NotImplementedError(
+            "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
+        )
+    join(dist_init_required, distributed_port)
+    given = tidied(loaded(chosen_config(args, config, config_params)))
+    chosen = list(model_parameters) if model_parameters is not None else None
+    if optimizer is None and not chosen and _is_open(given.get("optimizer")):
+        # A model that is not trained, with the configuration of one that is
+        given = {k: v for k, v in given.items() if k not in ("optimizer", "scheduler")}
+    if optimizer is None and "optimizer" not in given:
+        given = {k: v for k, v in given.items() if not (k in BATCH and is_unset(v))}
+        if not any(key in given for key in BATCH[:2]):
+            given["train_micro_batch_size_per_gpu"] = 1
+    read = read_deepspeed(given, world_size_of(None))
+    refuse_auto(
+        [
+            path
+            for path in read.undecided(optimizer is not None, lr_scheduler is not None)
+            if path.startswith(("optimizer.", "scheduler.", "train_", "zero_optimization.stage"))
+        ]
+    )
+    logger.info("DeepSpeed info: version=%s, served by onefold", VERSION)
+    made = assemble(
+        model,
+        read,
+        optimizer=optimizer,
+        model_parameters=chosen or None,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler if optimizer is not None or read.optimizer is not None else None,
+        collate_fn=collate_fn,
+        must_train=False,
+    )
+    if made[0].zero_optimization_stage() < 3:
+        _give_whole_state_dicts(made[0])
+    if made[1] is not None:
+        _of_engines.add(made[1])
+    return made
+
+
+def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
+    """Below stage 3 callers take `module.state_dict()` for the whole model: it is, on rank 0, and
+    empty on the others. Every rank must call it.
+    """
+    ref, dtype = weakref.ref(engine.module), engine.compute_dtype()
+    plain = type(engine.module).state_dict
+
+    def state_dict(*args: Any, **kwargs: Any) -> Any:
+        module = ref()
+        assert module is not None
+        if args or kwargs or onefold.engine_of(module).whole_depth:
+            return plain(module, *args, **kwargs)
+        return whole_in(module, dtype, False)
+
+    engine.module.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, with the odd forms of the table of this file made regular."""
+    out: dict[str, Any] = copy.deepcopy(dict(config))
+    for name in [name for name in out if isinstance(name, str) and "." in name]:
+        *outer, last = name.split(".")
+        place: Any = out
+        for part in outer:
+            place = place.get(part) if isinstance(place, Mapping) else None
+        if isinstance(place, Mapping) and not is_unset(place.get(last)):
+            del out[name]
+    sections = [(out, "zero_optimization.")]
+    if isinstance(out.get("zero_optimization"), dict):
+        sections.append((out["zero_optimization"], ""))
+    for section, prefix in sections:
+        for name, value in section.items():
+            plain = name.removeprefix(prefix)
+            key = ZERO.get(ZERO_ALIASES.get(plain, plain)) if name.startswith(prefix) else None
+            if key is not None and key.kind == "count" and isinstance(value, float):
+                section[name] = int(value) if abs(value) != float("inf") else value
+    return out
+
+
+def _is_open(section: Any) -> bool:
+    params = section.get("params") if isinstance(section, Mapping) else None
+    return isinstance(params, Mapping) and AUTO in params.values()
