@@ -51,7 +51,7 @@ class Loaded:
             are as many ranks as then.
         missing, unexpected: with strict=False, names that the checkpoint has not, and that the
             model has not.
-    notes: a sentence for each thing that could not be resumed as it was.
+        notes: a sentence for each thing that could not be resumed as it was.
     """
 
     path: Path

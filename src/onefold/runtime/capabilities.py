@@ -1,5 +1,5 @@
-"""What an engine is given beyond the core: `shard()` knows which capability a recipe needs, and
-hands its maker over.
+"""What an engine is given that is not in the core: `shard()` knows which capability a recipe needs,
+and hands its maker over.
 
 | question                                              | answered by        | maker                      |
 |-------------------------------------------------------|--------------------|----------------------------|

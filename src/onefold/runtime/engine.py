@@ -564,9 +564,9 @@ class Engine:
         self.transfers.up.wait()  # copies up may still read masters on the host
 
     def before_write(self, flat: Flat, seen: bool = False) -> None:
-        """Code outside a step is going to write to masters of `flat`, or (`seen`) takes a view of
-        them that it may write to: what copies them has to be done. The host waits where masters
-            rest on it, and where a save is copying them.
+        """Wait for copies of the masters of `flat` that are under way: code outside a step is going
+        to write to them, or (`seen`) takes a view that it may write to. The host waits if they are
+        in its memory, or a save is copying them.
         """
         if self.closed:
             return

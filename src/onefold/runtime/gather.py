@@ -17,15 +17,15 @@ Unpacking it in backward gathers the unit if it is not here. So a unit is releas
 pass whatever the model's outputs look like, backward finds its parameters however it comes to them,
 and a unit whose backward reads no parameter (an embedding) is not gathered again.
 
-[Note: units at the turn] The unit that a forward pass uses last, and the units around it, are the
-first that the backward pass comes to. They stay gathered in between. Which they are is part of the
-agreed order (`at_the_turn` in runtime/unit.py), so the first step releases them too. A later pass
-over the whole model that records gradients keeps all of them on every rank, whatever a rank used.
-They are released all together where every rank passes: by the next forward pass, before an
-optimizer steps, at the end of any backward pass, when masters are written to. So no rank has to ask
-another whether a unit is here, and the order of gathers stays agreed. They are also released when
-nothing is left of what autograd recorded of the pass, since no backward pass can come then. A part
-of it will not do: ranks may drop different outputs.
+[Note: units at the turn] The backward pass begins with the unit that the forward pass used last and
+the units that enclose it, so these stay gathered in between. Which they are is known with the agreed
+order (`at_the_turn` in runtime/unit.py), after the first step, so that step releases them too. Every
+later pass over the whole model that records gradients keeps all of them, on every rank, whichever a
+rank used. They are released together, at points that every rank passes: at the next forward pass,
+before an optimizer steps, at the end of any backward pass, and when masters are written to. So no
+rank has to ask another whether it still holds a unit, and the order of gathers stays agreed. They
+are also released when the whole autograd graph of the pass is gone, since no backward pass can come
+then. A part of the graph does not count: ranks may drop different outputs.
 """
 
 from __future__ import annotations
@@ -266,8 +266,8 @@ class Gatherer:
     def foresee_backward(self) -> None:
         """Walk this backward pass along the agreed order."""
         # The order is that of passes over the whole model; after passes over a part of it units are
-        # gathered on demand. What all ranks kept nobody gathers. What they kept over the turn has
-        # its place in the order: passing over it is news.
+        # gathered on demand. Units that every rank still holds are left out, but for those held
+        # since the forward pass: skipping one of them must be noticed.
         order = [
             index for index in self.backward_order if self.units[index].away or index in self.turned
         ]
@@ -389,10 +389,10 @@ class Gatherer:
         self.unwanted = around
 
     def _sweep(self, using: Unit) -> None:
-        # What is recomputed is saved without handles, and what is frozen waits for no gradient:
-        # such units are done when the next recomputation starts. Between two of them the backward
-        # pass comes to the output of some unit; if it has not, this one and `using` are recomputed
-        # together.
+        # Nothing says when recomputed units (saved without handles) and frozen ones (no gradient
+        # comes) are finished. They are released when the next recomputation starts: between two of
+        # them the backward pass comes to the output of some unit. If it has not, this unit and
+        # `using` are recomputed together.
         for _, unit in sorted(self.here.items()):
             if unit is not using and unit.claimed and unit.replayed != self.reached:
                 unit.replayed = None
@@ -459,7 +459,7 @@ class Gatherer:
                 flat.point_at(flat.full)
 
     def _join(self, unit: Unit) -> None:
-        """What is computed from here on comes after the unit's copies up."""
+        """Work that this stream is given from here on waits for the unit's copies to the device."""
         for ticket in unit.arriving:
             self.transfers.up.order(ticket)
         unit.arriving.clear()
@@ -477,7 +477,7 @@ class Gatherer:
         self.turned.pop(unit.index, None)
         for flat in unit.flats:
             flat.storage.forget()
-            # On one rank what is frozen rests in the compute dtype, beside what is cast
+            # On one rank a unit may have frozen parameters, which stay, beside others that are cast
             if flat.resident:
                 continue
             full, flat.full = flat.full, None

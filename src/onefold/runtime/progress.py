@@ -59,8 +59,8 @@ class Progress:
 
     @property
     def holding(self) -> bool:
-        """Sums stay inside the groups in this backward pass: gradients are divided there, and the
-        boundary is not reached.
+        """Gradients are reduced inside each group only: the hop between groups waits for the last
+        micro-batch.
         """
         return self._holds and not self.sync
 

@@ -11,9 +11,8 @@ def is_checkpoint(pack: Any) -> bool:
     """Whether a hook on saved tensors is that of torch.utils.checkpoint: it keeps nothing of a
     tensor, and computes it again.
 
-    [Note: a checkpoint around a pass] What is computed again is counted, so such a hook has to see
-    gathered parameters in the forward
-    pass, as it sees them when it recomputes: then they are gathered for the backward pass, and no
-    hooks of ours are between.
+    [Note: a checkpoint around a pass] torch compares how many tensors a pass saved with how many its
+    recomputation saves. So its hook has to see gathered parameters in the forward pass as it does
+    in the recomputation, and hooks of ours must not stand between.
     """
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

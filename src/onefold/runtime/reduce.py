@@ -12,9 +12,8 @@ exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py
 
 [Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the
 reverse of registration, then the order seen in the first backward). A unit that is ready early
-waits for its turn. A unit that this rank did not use takes part with
-zeros: at its turn if it was not called, at the end of the backward pass if it was called and
-brought no gradient.
+waits for its turn. A unit that this rank did not use takes part with zeros: at its turn if it was
+not called, at the end of the backward pass if it was called and brought no gradient.
 
 [Note: unused parameters] Every backward ends with one small exchange in which ranks say which
 parameters got a gradient. What no rank used keeps `.grad is None`, as it would in one process; what
@@ -161,8 +160,8 @@ class Reducer:
             unit.late = True
 
     def collect(self) -> None:
-        """At the end of a backward pass: the gradients of units that some of theirs did not come
-        for.
+        """At the end of a backward pass: store the small gradients of units that did not get all of
+        theirs.
         """
         for unit in self.units:
             if unit.aside:

@@ -25,7 +25,7 @@ all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
 [Note: the mean over ranks] Gradients are divided by the number of ranks once. Where they travel in
 the accumulation dtype, each rank scales its own as it copies them into the buffer
 (`Flat.early_scale`), at no cost. Where 16 bits travel, whose range that would waste, the sums are
-scaled (`Reduce.late_scale`).
+scaled (`Reduce.late_scale`): on each hop by the number of ranks that it adds up.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ amount of host memory.
     region      Region: elements on disk, striped; the contract of alignment; what overlaps waits
     io          Transfer; the threads; short transfers, faults
     datafile    one file past the page cache
-    files       the folder: its lock, its end, and what the dead have left
+    files       the folder: its lock, its end, and stale folders of crashed runs
     buffer      memory that the disk works on directly
     preflight   what a disk gives, and whether a run will fit
 """
