@@ -110,14 +110,20 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout: float = TIMEOUT,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Return [function(*args, **kwargs) on rank 0, on rank 1, ...].
 
+    Args:
+        fresh: in processes that have imported nothing before, also nothing of what tests preload.
+
     Raises:
         RankFailure: A rank raised, died or took longer than `timeout` seconds.
     """
-    outcomes = outcomes_of(world_size, function, *args, timeout=timeout, grace=GRACE, **kwargs)
+    outcomes = outcomes_of(
+        world_size, function, *args, timeout=timeout, grace=GRACE, fresh=fresh, **kwargs
+    )
     failed = [o for o in outcomes if o.error]
     if failed:
         parts = [
@@ -137,12 +143,13 @@ def outcomes_of(
     timeout: float = TIMEOUT,
     grace: float | None = None,
     process_group: bool = True,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[Outcome]:
     """What became of each rank, failures included. With `grace`, ranks are killed that long after
     the first failure.
     """
-    context = _context()
+    context: Any = multiprocessing.get_context("spawn") if fresh else _context()
     with tempfile.TemporaryDirectory(prefix="onefold-ranks-") as folder:
         readers, processes = [], []
         for rank in range(world_size):
