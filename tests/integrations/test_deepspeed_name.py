@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from onefold.integrations.deepspeed.names.table import REFUSED, SERVED, is_served, modules, refusal
 
@@ -198,3 +199,19 @@ def test_the_page_names_what_is_served() -> None:
     assert {"initialize", "Init", "GatheredParameters", "register_external_parameter"} <= named
     words = {n for n in named & last if n[0].isupper() or "_" in n}
     assert len(words) >= 10, words
+
+
+def test_what_optimizers_and_readers_cannot_do_is_refused() -> None:
+    from onefold.integrations.deepspeed.names import optimizers, small
+
+    param = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(NotImplementedError, match="amsgrad=True: Adagrad has no such form"):
+        optimizers.DeepSpeedCPUAdagrad([param], amsgrad=True)
+    with pytest.raises(NotImplementedError, match="the whole model is read here"):
+        small.get_fp32_state_dict_from_zero_checkpoint("x", exclude_frozen_parameters=True)
+    group = {"params": [param], "lr": 0.5, "betas": (0.9, 0.99), "foreach": None}
+    lion = optimizers.DeepSpeedCPULion([group])
+    param.grad = torch.tensor([2.0, -1.0, 0.5])
+    lion.step()
+    assert torch.equal(param.detach(), torch.tensor([0.5, 1.5, 0.5]))
+    assert "foreach" not in lion.param_groups[0]

@@ -314,6 +314,10 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             CheckpointError: it could not be written; raised on every rank.
         """
+        if exclude_frozen_parameters and self.global_rank == 0:
+            logger.warning(
+                "save_checkpoint(exclude_frozen_parameters=True): frozen parameters are written too"
+            )
         checkpoints.save(self, save_dir, tag, client_state or {}, save_latest)
         return True
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 
-def _groups(params: Iterable[Any], kind: type, defaults: dict[str, Any]) -> list[dict[str, Any]]:
-    """Parameter groups with the options that `kind` has."""
+def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any]]:
+    """Parameter groups with those of their options that are in `options`."""
     listed = list(params)
     if listed and not isinstance(listed[0], dict):
         listed = [{"params": listed}]
-    known = {"params", *inspect.signature(kind).parameters}
+    known = {"params", *options}
     return [{name: v for name, v in group.items() if name in known} for group in listed]
 
 
@@ -39,7 +39,7 @@ def _adam(
         "weight_decay": weight_decay,
         "amsgrad": amsgrad,
     }
-    return kind(_groups(params, kind, options), **options)
+    return kind(_groups(params, inspect.signature(kind).parameters), **options)
 
 
 def DeepSpeedCPUAdam(
@@ -97,10 +97,16 @@ def DeepSpeedCPUAdagrad(
     amsgrad: bool = False,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """`torch.optim.Adagrad`."""
+    """`torch.optim.Adagrad`.
+
+    Raises:
+        NotImplementedError: `amsgrad` is true.
+    """
+    if amsgrad:
+        raise NotImplementedError("amsgrad=True: Adagrad has no such form; leave it out.")
     kind = torch.optim.Adagrad
     options: dict[str, Any] = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-    return kind(_groups(model_params, kind, options), **options)
+    return kind(_groups(model_params, inspect.signature(kind).parameters), **options)
 
 
 class DeepSpeedCPULion(torch.optim.Optimizer):
@@ -117,11 +123,7 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
         fp32_optimizer_states: bool = True,
     ) -> None:
         options = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        listed = list(model_params)
-        if listed and not isinstance(listed[0], dict):
-            listed = [{"params": listed}]
-        known = {"params", *options}
-        super().__init__([{k: v for k, v in g.items() if k in known} for g in listed], options)
+        super().__init__(_groups(model_params, options), options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

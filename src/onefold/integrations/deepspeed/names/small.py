@@ -245,11 +245,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The whole model in fp32 from a checkpoint folder, Onefold's or DeepSpeed's, without ranks.
 
     Args:
-        exclude_frozen_parameters, lazy_mode: accepted; everything is read.
+        lazy_mode: accepted; everything is read.
 
     Raises:
         CheckpointError: nothing there that can be read.
+        NotImplementedError: `exclude_frozen_parameters`.
     """
+    if exclude_frozen_parameters:
+        raise NotImplementedError(
+            "exclude_frozen_parameters: the whole model is read here; leave it out, and drop the"
+            " names that you do not want."
+        )
     source = source_of(Path(checkpoint_dir) / tag if tag is not None else Path(checkpoint_dir))
     try:
         out: dict[str, torch.Tensor] = {}

@@ -45,7 +45,6 @@ _LEAVES = {
         "set_z3_leaf_modules_by_suffix",
         "unset_z3_leaf_modules",
         "z3_leaf_module",
-        "z3_leaf_parameter",
     )
 }
 _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")

@@ -328,10 +328,6 @@ def z3_leaf_module(module: nn.Module) -> bool:
     return bool(getattr(module, "_z3_leaf", False))
 
 
-def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    return False
-
-
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
