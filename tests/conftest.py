@@ -151,6 +151,7 @@ SLOW_FILES = {
         "test_early.py",
         "test_examples.py",
         "test_folder.py",
+        "test_hub.py",
         "test_machines.py",
         "test_run.py",
         "test_starts.py",

