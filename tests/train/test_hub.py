@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hf_folders import JOB, saved
 from started_runs import environment, options, rows_of
-from test_folder import JOB, saved
 
 from onefold.train.early import kind_of
 from onefold.train.errors import TrainError

@@ -128,6 +128,18 @@ class TrainConfig(_RecipeOptions):
     overwrite: bool = False
     """Let the output folder hold an earlier run, which is then replaced."""
 
+    # adapters instead of the whole model
+    lora: Count | None = None
+    """Rank of LoRA adapters: they are trained and saved, the model is frozen (--frozen nf4: QLoRA).
+    Needs peft."""
+    lora_targets: str = "all-linear"
+    """Linear layers that get adapters, by the end of their names: q_proj,v_proj; all-linear is all
+    but the head."""
+    lora_alpha: Count | None = None
+    """What adapters are scaled by, times their rank (default: twice the rank)."""
+    merge: bool = False
+    """Also write the whole model with its adapters added to its weights, into OUTPUT/merged."""
+
     # how it is divided among the ranks; the recipe's options are fields as their table has them
     stage: Stage = "auto"
     """ZeRO stage; auto is the lowest that divides memory and fits."""
@@ -273,6 +285,17 @@ class TrainConfig(_RecipeOptions):
                 raise ValueError(
                     f"--step-in-backward steps units before all gradients are known, which {option}"
                     f" looks at: use {instead}."
+                )
+        if self.lora is None:
+            given = [
+                f"--{name.replace('_', '-')}"
+                for name in ("lora_targets", "lora_alpha")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if given:
+                raise ValueError(
+                    f"{given[0]} is about adapters, and there are none: add --lora 16, or leave it"
+                    " out."
                 )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(

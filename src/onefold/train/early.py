@@ -114,6 +114,7 @@ def check_early(config: TrainConfig) -> None:
     if kind_of(config.model) == "hub":
         check_hub(config.model)
     check_tokenizer(config.tokenizer)
+    check_lora(config)
     refuse_without_folder(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
@@ -130,6 +131,16 @@ def check_tokenizer(choice: str) -> None:
             f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"
             " none."
         )
+
+
+def check_lora(config: TrainConfig) -> None:
+    """Raise TrainError where adapters are asked for, or encoded frozen weights, and cannot be."""
+    if config.lora is not None and importlib.util.find_spec("peft") is None:
+        raise TrainError(f"--lora {config.lora} needs peft: pip install peft.")
+    if config.lora is None and kind_of(config.model) != "factory":
+        refuse_frozen(config, 0)
+        if config.merge:
+            raise TrainError("--merge is about adapters, and there are none: add --lora 16.")
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
@@ -176,6 +187,6 @@ def refuse_frozen(config: TrainConfig, frozen: int) -> None:
         raise TrainError(
             f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
             " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"
-            " travels), or give a model with frozen weights: --model module:factory, whose factory"
-            " freezes them, or returns a model of peft's."
+            " travels), or train adapters around it (--lora 16), or give a model with frozen"
+            " weights: --model module:factory, whose factory freezes them, or returns one of peft's."
         )

@@ -93,9 +93,9 @@ def hub_folder(name: str, ranks: Ranks, note: Callable[[str], None]) -> Path:
             fetch(name, note)
         except TrainError as failure:
             error = failure
-    for failure in ranks.gather(error):
-        if failure is not None:
-            raise failure
+    for said in ranks.gather(error):
+        if said is not None:
+            raise said
     folder = cached(name)
     if folder is None:
         raise TrainError(

@@ -17,6 +17,7 @@ from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
 from onefold.plan.schema import Account
+from onefold.train.adapters import with_adapters
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
 from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
@@ -181,6 +182,8 @@ def prepare(
         config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents
     )
     _check_vocabulary(loaded)
+    if config.lora is not None:
+        loaded.module = with_adapters(config, loaded)
     model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained

@@ -27,6 +27,7 @@ import onefold
 from onefold.checkpoint.adapters import save_adapters
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.export import export as export_model
+from onefold.checkpoint.merged import export_merged
 from onefold.comm import StallError
 from onefold.observe.meter import TensorBoard
 from onefold.offload.nvme import TierError
@@ -94,13 +95,18 @@ def _readable(run: Run) -> contextlib.AbstractContextManager[nn.Module]:
 
 def export(run: Run, folder: Path) -> str:
     """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
-    A transformers model as one; of a model of peft the adapters alone; any other as safetensors
-    with the names of its state dict. Replaces an earlier folder once the new one is whole.
+    A transformers model as one; of a model of peft the adapters alone (and beside them, with
+    --merge, the model that they make); any other as safetensors with the names of its state dict.
+    Replaces an earlier folder once the new one is whole.
     Raises CheckpointError on every rank if it cannot be written.
     """
     model: Any = run.loaded.module
     if getattr(model, "peft_config", None):
         save_adapters(run.model, folder, overwrite=True)
+        if run.config.merge:
+            model.config.use_cache = True
+            merged = folder.with_name("merged")
+            export_merged(run.model, folder, merged, tokenizer=run.loaded.tokenizer, overwrite=True)
         return "adapters"
     ours = not run.loaded.is_transformers
     if not ours:
