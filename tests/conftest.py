@@ -154,6 +154,7 @@ SLOW_FILES = {
         "test_hub.py",
         "test_lora.py",
         "test_machines.py",
+        "test_optimizers.py",
         "test_run.py",
         "test_starts.py",
         "test_survival.py",

@@ -29,6 +29,7 @@ from pydantic import (
 
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import Option, Precision
+from onefold.train import optimizers
 from onefold.train.errors import TrainError, did_you_mean, seconds_of
 from onefold.train.folders import precision_of
 
@@ -87,6 +88,7 @@ Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(_text_of_
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_micro_batch)]
 Duration = Annotated[str, AfterValidator(_duration)]
 Nodes = Annotated[str, BeforeValidator(_nodes)]
+OptimizerOptions = Annotated[dict[str, Any] | None, BeforeValidator(optimizers.read_options)]
 SlowFactor = Annotated[float, Field(ge=0), AfterValidator(_slow_factor)]
 
 
@@ -165,7 +167,12 @@ class TrainConfig(_RecipeOptions):
 
     # optimization
     lr: Above0 = 1e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: str = "adamw"
+    """adamw, adam, nadam, radam, adamax, sgd, rmsprop, adagrad, adadelta or lion (needs
+    lion-pytorch)."""
+    optimizer_options: OptimizerOptions = None
+    """What it takes besides, as name=value, such as "momentum=0.9 nesterov=true"."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Learning rate after warm-up; wsd holds it and falls in the last fifth."""
     warmup: From0 = 0.1
@@ -177,9 +184,9 @@ class TrainConfig(_RecipeOptions):
     weight_decay: From0 = 0.01
     """Decay of matrices; biases, norms, embeddings and everything 1-D get none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's first moment."""
+    """Adam's first moment, of adamw, adam, nadam, radam and adamax."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's second moment."""
+    """Their second moment."""
     seed: CountFrom0 = 0
     """Decides initial weights, data order, held-out data and dropout."""
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.folders import check_hub, is_hub_name
+from onefold.train.optimizers import check_optimizer
 from onefold.train.text import check_documents
 
 
@@ -114,6 +115,7 @@ def check_early(config: TrainConfig) -> None:
     if kind_of(config.model) == "hub":
         check_hub(config.model)
     check_tokenizer(config.tokenizer)
+    check_optimizer(config)
     check_lora(config)
     refuse_without_folder(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):

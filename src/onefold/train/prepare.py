@@ -17,6 +17,7 @@ from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
 from onefold.plan.schema import Account
+from onefold.train import optimizers
 from onefold.train.adapters import with_adapters
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
@@ -160,6 +161,8 @@ def prepare(
     `note` tells the user what is being done. The global batch of `point`, from which the run
     will go on (`checkpoints.load`), stays.
     """
+    if point is not None:
+        optimizers.refuse_another(config, point.extra, point.path)
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
     refuse_groups(config, ranks.world_size)
@@ -267,6 +270,7 @@ def _choice(
         "precision": config.precision,
         "checkpointing": config.activation_checkpointing,
         "offload": "none",
+        "optimizer": optimizers.planned_as(config),
     }
     asked = Asked(
         config.stage,
@@ -292,7 +296,8 @@ def _optimizer(
             f"--model {config.model} has no parameter that requires a gradient: there is nothing to"
             " train."
         )
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    made: torch.optim.Optimizer = optimizers.make(config, groups, ranks.device.type)
+    return made
 
 
 def _check_vocabulary(loaded: Loaded) -> None:
