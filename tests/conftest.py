@@ -152,6 +152,7 @@ SLOW_FILES = {
         "test_examples.py",
         "test_folder.py",
         "test_hub.py",
+        "test_large_data.py",
         "test_lora.py",
         "test_machines.py",
         "test_optimizers.py",

@@ -19,12 +19,24 @@ from memory_probe import (
     give_memory_back_at_once,
     peak_resident_bytes,
     reset_peak,
+    resident_bytes,
 )
 from tiny_transformers import TEXT, differences, files
 
 __all__ = [
-    "FOLDERS", "JOB", "LARGE", "MIB", "differences", "files", "give_memory_back_at_once", "job",
-    "peak_resident_bytes", "reset_peak", "saved",
+    "FOLDERS",
+    "JOB",
+    "LARGE",
+    "MIB",
+    "SMALL",
+    "differences",
+    "files",
+    "give_memory_back_at_once",
+    "job",
+    "peak_resident_bytes",
+    "reset_peak",
+    "resident_bytes",
+    "saved",
 ]  # fmt: skip
 
 

@@ -81,7 +81,7 @@ DATA = {
     "utf-16": (written("d.txt", "words".encode("utf-16")), "d.txt", "--data d.txt is text in UTF-16; expected UTF-8."),
     "empty": (written("d.txt", ""), "d.txt", "--data d.txt: there is nothing in it"),
     "too short": (written("d.txt", "words"), "d.txt", "less than one sequence of --seq 16"),
-    "absent": (lambda place: None, "d.txt", "--data d.txt: expected topics, a text file, a folder or a .jsonl file"),
+    "absent": (lambda place: None, "d.txt", "--data d.txt: expected topics, a text file, a folder, a .jsonl, .parquet or .arrow"),
     "no key": (written("d.jsonl", LINE + '{"txt": "a"}\n'), "d.jsonl", "line 2: expected a key `text` or `messages`, found txt"),
     "no JSON": (written("d.jsonl", LINE + "words\n"), "d.jsonl", "--data d.jsonl, line 2: not JSON"),
     "no text in JSON lines": (written("d.jsonl", b'{"text": "\xff"}\n'), "d.jsonl", "--data d.jsonl, line 1: byte 10 is no UTF-8"),

@@ -123,8 +123,15 @@ class TrainConfig(_RecipeOptions):
     tokenizer: str = "auto"
     """auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."""
     data: str = "topics"
-    """topics (Python's reference text), a text file, a folder of text files, or JSON lines with
-    `text` or `messages`."""
+    """topics (Python's reference text), a text file, a folder, JSON lines, Parquet or Arrow with
+    `text` or `messages`, org/name in the hub, or several with shares: a.jsonl:0.7,b.parquet:0.3."""
+    text_field: str | None = None
+    """The key or column that is read, text or messages (default: whichever of those is there)."""
+    data_cache: str | None = None
+    """Folder for the tokens of large data, to be used again (default: OUTPUT/tokens)."""
+    pack: Literal["rows", "documents"] = "rows"
+    """Text is cut into rows of --seq tokens: rows lets attention cross from one document to the
+    next, documents does not."""
     output: str | None = None
     """Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."""
     overwrite: bool = False

@@ -17,7 +17,7 @@ from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.folders import check_hub, is_hub_name
 from onefold.train.optimizers import check_optimizer
-from onefold.train.text import check_documents
+from onefold.train.sources import check_data
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
@@ -123,7 +123,7 @@ def check_early(config: TrainConfig) -> None:
             f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
             " such as OUTPUT/checkpoints/step-00000100."
         )
-    check_documents(config.data, config.seq)
+    check_data(config.data, config.seq, config.text_field)
 
 
 def check_tokenizer(choice: str) -> None:

@@ -42,6 +42,7 @@ from onefold.train.process import (
     Stop,
     put_in_order,
 )
+from onefold.train.sources import needs_hub
 
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -233,7 +234,7 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
         file = control / "config.json"
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         environment = {
-            **child_environment(os.environ, nproc, control, config.compile),
+            **child_environment(os.environ, nproc, control, config.compile, needs_hub(config.data)),
             GRACE: str(seconds_of(config.grace)),
             STARTED: str(time.time()),
             PARENT: str(os.getpid()),
@@ -254,9 +255,11 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
 
 
 def child_environment(
-    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool
+    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
 ) -> dict[str, str]:
-    """The ranks' environment: cores divided among them, libraries quiet and offline by default."""
+    """The ranks' environment: cores divided among them, libraries quiet and offline by default
+    (unless `online`: data of the hub is read as a stream).
+    """
     ours = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -264,6 +267,8 @@ def child_environment(
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if online:
+        del ours["HF_HUB_OFFLINE"]
     if not compiling:  # torch makes this folder all the same; it goes with the control folder
         ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
     return {**ours, **environment, CONTROL: str(control)}
