@@ -7,27 +7,14 @@ A batch is {"input_ids", "labels"}, both int64 of shape [b, s]; a label of -100 
 Models shift labels by one themselves, so a sample's tokens that count are the labels from position
 1 on.
 
-The order is a function of seed and step alone. At step s the global batch is positions s·B …
-s·B + B − 1 of an endless sequence of epochs, each a permutation of the samples drawn from (seed,
-epoch). Ranks and micro-batches only cut that list:
-
-    global batch of step s (B = 8)      | i0 i1 | i2 i3 | i4 i5 | i6 i7 |
-    2 ranks, micro-batch 2              |  r0   |  r1   |  r0   |  r1   |
-                                        └ micro-batch 0 ┴ micro-batch 1 ┘
-
-Where the parts of the data have weights, an epoch has as many samples as all parts together, and
-each part gives its share: over and over if it is small, some of it, drawn anew, if it is large.
-
-Small data is held in memory; larger data is mapped from the disk (token_cache.py), the same samples.
-
-Another number of ranks with the same B sees the same samples at every step. A checkpoint keeps the
-step, B, the seed, and how many global batches a rollback has skipped.
+Which samples a step reads is a matter of order.py. Small data is held in memory; larger data is
+mapped from the disk (token_cache.py), the same samples.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +24,7 @@ import torch
 
 from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
+from onefold.train.order import DataOrder, Share, shares
 from onefold.train.rows import IGNORE, Conversations, Indices, Joined
 from onefold.train.sources import Documents, parts_of, read_documents
 from onefold.train.text import Tokenizer, encode_chat
@@ -46,8 +34,6 @@ from onefold.train.token_cache import Tokens
 _SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
 Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
-#: What a checkpoint keeps of a `DataOrder`.
-_STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
 
 
 @dataclass
@@ -109,17 +95,6 @@ class Samples:
 
     def _rows(self, indices: Indices) -> Indices:
         return indices if self.chosen is None else self.chosen[indices]
-
-
-@dataclass(frozen=True)
-class Share:
-    """A part of the training samples, and what an epoch reads of it: `taken` of the `count` from
-    `first` on, or of them and their repetitions.
-    """
-
-    first: int
-    count: int
-    taken: int
 
 
 @dataclass
@@ -184,27 +159,6 @@ def load_data(
     chosen_held, chosen = (np.sort(part) for part in np.split(shuffled, [held]))
     mix = shares(chosen, counts, [part.weight for part in parts_of(name)])
     return Data(samples.pick(chosen), samples.pick(chosen_held), name, notes, mix)
-
-
-def shares(
-    chosen: Indices, counts: Sequence[int], weights: Sequence[float | None]
-) -> tuple[Share, ...]:
-    """What an epoch reads of each part.
-
-    Args:
-        chosen: the training samples, sorted, of all. counts: of each part, in their order.
-        weights: of each part; (None, ...) reads each sample once.
-    """
-    if len(weights) < 2 or None in weights:
-        return ()
-    edges = np.searchsorted(chosen, np.cumsum([0, *counts])).tolist()
-    given = np.array(weights, np.float64)
-    ends = np.rint(np.cumsum(given) / given.sum() * len(chosen)).astype(np.int64)
-    taken = np.diff(ends, prepend=0).tolist()
-    return tuple(
-        Share(first, last - first, number if last > first else 0)
-        for first, last, number in zip(edges, edges[1:], taken, strict=False)
-    )
 
 
 def _held(documents: list[str], tokenizer: Tokenizer, name: str) -> Tokens:
@@ -288,96 +242,6 @@ def mapped(
 
 #: Samples that a fingerprint reads.
 _PROBES = 64
-
-
-@dataclass
-class DataOrder:
-    """Which samples a step reads.
-
-    Attributes:
-        samples: how many there are.
-        global_batch: how many an optimizer step reads, B.
-        seed: with the step, all that decides.
-        fingerprint: of the samples; "" if nobody took it.
-        skipped: global batches that are left out: step s reads batch s + skipped.
-        mix: what an epoch reads of each part; () for each sample once.
-    """
-
-    samples: int
-    global_batch: int
-    seed: int
-    fingerprint: str = ""
-    skipped: int = 0
-    mix: tuple[Share, ...] = ()
-    _epoch: int = field(default=-1, repr=False)
-    _permutation: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise TrainError("there are no training samples: give more text or a shorter --seq.")
-        if self.global_batch < 1:
-            raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
-
-    def at(self, step: int) -> Indices:
-        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs."""
-        first = (step + self.skipped) * self.global_batch
-        positions = np.arange(first, first + self.global_batch, dtype=np.int64)
-        epochs, offsets = positions // self.samples, positions % self.samples
-        out = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = self._permuted(int(epoch))[offsets[here]]
-        return out
-
-    def micro_batches(
-        self, step: int, rank: int, world_size: int, micro_batch: int
-    ) -> list[Indices]:
-        """The micro-batches of `rank` at `step`, each of shape [micro_batch], in order."""
-        cut = self.at(step).reshape(-1, world_size, micro_batch)
-        return [cut[m, rank] for m in range(cut.shape[0])]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; with the step it is the position in the data."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that kept `state`. Raises TrainError if this order is another."""
-        mine = self.state_dict()
-        for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
-            if state[name] != mine[name]:
-                raise TrainError(
-                    f"the checkpoint was made with {option} {state[name]}, this run has {option}"
-                    f" {mine[name]}: it would not go on with the samples where the other stopped."
-                    f" Use {option} {state[name]}, or start another run from the exported model"
-                    " (--model)."
-                )
-        if (state["samples"], state["fingerprint"]) != (mine["samples"], mine["fingerprint"]):
-            raise TrainError(
-                f"the checkpoint was made on other data: {state['samples']} samples then,"
-                f" {mine['samples']} now, or others. Use the same --data, --seq, --tokenizer and"
-                " --eval-fraction, or start another run from the exported model (--model)."
-            )
-        self.skipped = int(state["skipped"])
-
-    def _permuted(self, epoch: int) -> Indices:
-        if epoch != self._epoch:
-            draw = np.random.default_rng([self.seed, epoch])
-            if self.mix:
-                parts = [_taken(share, draw) for share in self.mix]
-                self._permutation = draw.permutation(np.concatenate(parts))
-            else:
-                self._permutation = draw.permutation(self.samples).astype(np.int64)
-            self._epoch = epoch
-        return self._permutation
-
-
-def _taken(share: Share, draw: np.random.Generator) -> Indices:
-    """The samples that an epoch reads of a part: all of them as often as that goes, and some."""
-    if not share.taken:
-        return np.empty(0, np.int64)
-    whole, rest = divmod(share.taken, share.count)
-    some = draw.permutation(share.count)[:rest]
-    return share.first + np.concatenate([np.tile(np.arange(share.count), whole), some])
 
 
 def fingerprint_of(samples: Samples) -> str:

@@ -24,7 +24,7 @@ from onefold.train import optimizers
 from onefold.train.adapters import with_adapters
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
-from onefold.train.data import Data, DataOrder, load_data
+from onefold.train.data import Data, load_data
 from onefold.train.early import (
     accumulation_steps,
     micro_batch_that_divides,
@@ -33,6 +33,7 @@ from onefold.train.early import (
 )
 from onefold.train.errors import TrainError
 from onefold.train.models import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
+from onefold.train.order import DataOrder
 from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
 from onefold.train.sources import is_small, read_documents

@@ -14,8 +14,6 @@ Several are written a.jsonl:0.7,b.parquet:0.3: the numbers say which share of th
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import json
 import os
 import re
@@ -25,13 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from onefold.train.errors import TrainError, did_you_mean
-from onefold.train.folders import is_hub_name, is_offline
+from onefold.train.errors import TrainError
+from onefold.train.folders import is_hub_name
+from onefold.train.tables import (
+    Row,
+    check_hub_data,
+    column_of,
+    dataset_rows,
+    kind_of_value,
+    table_rows,
+)
 
 #: ("text", [str, ...]) or ("messages", [[{"role": ..., "content": ...}, ...], ...]).
 Documents = tuple[str, list[Any]]
-#: (kind, a document, whether it ends there): a large text comes in pieces.
-Row = tuple[str, Any, bool]
 #: What a folder is searched for.
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
@@ -43,8 +47,6 @@ PIECE = 1 << 20
 _LOOK = 1 << 16
 #: Share of characters there that are no UTF-8 from which on a file is none in UTF-8.
 _NO_TEXT = 0.1
-#: Rows of a table that are decoded at a time.
-_ROWS = 1024
 _WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
 
 
@@ -158,7 +160,7 @@ def rows_of(
             yield from _folder(path, field, only_look, piecewise)
         elif not path.is_file():
             if _of_hub(name):
-                yield from _dataset(name, field)
+                yield from dataset_rows(name, field)
                 return
             raise TrainError(
                 f"--data {path}: expected topics, a text file, a folder, a .jsonl, .parquet or .arrow"
@@ -238,7 +240,7 @@ def _file(path: Path, field: str | None, only_look: bool, piecewise: bool) -> It
         for kind, row in _json_lines(path, field):
             yield kind, row, True
     elif ending in TABLES:
-        yield from _table(path, field, only_look)
+        yield from table_rows(path, field, only_look)
     else:
         yield from _text(path, only_look, piecewise)
 
@@ -301,8 +303,8 @@ def _json_lines(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
                     f"{where} expected a key `{field or 'text'}`{'' if field else ' or `messages`'},"
                     f" found {type(row).__name__}."
                 )
-            key = _column(where, "key", list(row), field)
-            kind = _kind(where, key, row[key])
+            key = column_of(where, "key", list(row), field)
+            kind = kind_of_value(where, key, row[key])
             first = first or kind
             if kind != first:
                 raise TrainError(
@@ -324,140 +326,6 @@ def _json(where: str, raw: bytes) -> Any:
         raise TrainError(f"{where} not JSON ({error.msg}).") from None
     except RecursionError:
         raise TrainError(f"{where} nested too deeply.") from None
-
-
-def _are_messages(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(
-            isinstance(message, dict)
-            and isinstance(message.get("role"), str)
-            and isinstance(message.get("content"), str)
-            for message in value
-        )
-    )
-
-
-def _column(where: str, what: str, there: list[str], field: str | None) -> str:
-    """The key or column that is read. Raises TrainError if it is not there."""
-    if field is not None:
-        if field not in there:
-            raise TrainError(
-                f"{where} has no {what} {field!r}, which --text-field names."
-                f" {did_you_mean(field, there) if there else 'It has none.'}"
-            )
-        return field
-    found = next((name for name in ("messages", "text") if name in there), "")
-    if not found:
-        more = " Name one with --text-field." if there else ""
-        raise TrainError(
-            f"{where} expected a {what} `text` or `messages`, found {', '.join(there) or 'none'}.{more}"
-        )
-    return found
-
-
-def _kind(where: str, key: str, value: Any) -> str:
-    """ "text" or "messages". Raises TrainError for a value that is neither."""
-    if isinstance(value, str) and key != "messages":
-        return "text"
-    if key != "text" and _are_messages(value):
-        return "messages"
-    kinds = {"text": "a string", "messages": 'a list of {"role": ..., "content": ...}'}
-    raise TrainError(f"{where} `{key}` must be {kinds.get(key, ' or '.join(kinds.values()))}.")
-
-
-# -- tables, and what `datasets` opens -------------------------------------------------------------
-
-
-def _table(path: Path, field: str | None, only_look: bool) -> Iterator[Row]:
-    """The rows of a Parquet or Arrow file, some at a time."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise TrainError(f"--data {path} needs: pip install datasets (it brings pyarrow).")
-    pyarrow: Any = importlib.import_module("pyarrow")
-    where = f"--data {path}:"
-    try:
-        number = 0
-        for column, values in _batches(path, where, field):
-            for value in values:
-                if value is not None:
-                    yield _kind(f"{where} row {number}:", column, value), value, True
-                number += 1
-            if only_look and number:
-                return
-    except pyarrow.ArrowException as error:
-        raise TrainError(
-            f"{where} it cannot be read ({' '.join(str(error).split())[:200]})."
-        ) from None
-
-
-def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, list[Any]]]:
-    """(the column that is read, some of its values)."""
-    if path.suffix.lower() == ".parquet":
-        parquet: Any = importlib.import_module("pyarrow.parquet")
-        with parquet.ParquetFile(str(path), memory_map=True) as file:
-            column = _column(where, "column", file.schema_arrow.names, field)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                yield column, batch.column(0).to_pylist()
-        return
-    pyarrow: Any = importlib.import_module("pyarrow")
-    with pyarrow.memory_map(str(path)) as stream:
-        try:
-            reader = pyarrow.ipc.open_file(stream)
-            batches = (reader.get_batch(at) for at in range(reader.num_record_batches))
-        except pyarrow.ArrowInvalid:  # as `datasets` writes them
-            stream.seek(0)
-            batches = reader = pyarrow.ipc.open_stream(stream)
-        column = _column(where, "column", reader.schema.names, field)
-        for batch in batches:
-            whole = batch.column(reader.schema.names.index(column))
-            for start in range(0, len(whole), _ROWS):
-                yield column, whole.slice(start, _ROWS).to_pylist()
-
-
-def _dataset(name: str, field: str | None) -> Iterator[Row]:
-    """The rows of the split `train` of a dataset of the hub."""
-    if importlib.util.find_spec("datasets") is None:
-        raise TrainError(f"--data {name} needs: pip install datasets.")
-    datasets: Any = importlib.import_module("datasets")
-    where = f"--data {name}:"
-    try:
-        # Without a network from the cache; else as a stream, which leaves nothing on the disk
-        found = datasets.load_dataset(name, split="train", streaming=not is_offline())
-        column = _column(where, "column", list(found.column_names or next(iter(found))), field)
-        for number, row in enumerate(found):
-            if row[column] is not None:
-                yield _kind(f"{where} row {number}:", column, row[column]), row[column], True
-    except TrainError:
-        raise
-    except Exception as error:  # whatever the network, the hub or a loading script says
-        raise TrainError(
-            f"{where} no such file or folder, and `datasets` cannot open it"
-            f" ({' '.join(str(error).split())[:300]})."
-        ) from error
-
-
-def check_hub_data(name: str) -> None:
-    """Raise TrainError for a dataset that is not in a cache where nothing may be downloaded."""
-    if importlib.util.find_spec("datasets") is None:
-        raise TrainError(f"--data {name} needs: pip install datasets.")
-    if not is_offline():
-        return
-    from huggingface_hub import constants
-
-    home = Path(os.environ.get("HF_HOME", constants.HF_HOME))
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
-    places = (
-        prepared / name.replace("/", "___").lower(),
-        prepared / name.replace("/", "___"),
-        Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}",
-    )
-    if not any(place.is_dir() for place in places):
-        raise TrainError(
-            f"--data {name}: no such file or folder, and no such dataset in the cache of `datasets`"
-            f" ({prepared}); HF_HUB_OFFLINE is set, so it is not downloaded. Unset it, or name a"
-            " file."
-        )
 
 
 def _of_hub(name: str) -> bool:

@@ -26,7 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from onefold.train.errors import TrainError, readable
-from onefold.train.sources import Part, Row, key_of, parts_of, rows_of
+from onefold.train.sources import Part, key_of, parts_of, rows_of
+from onefold.train.tables import Row
 from onefold.train.text import ByteTokenizer, Tokenizer, encode_chat
 
 if TYPE_CHECKING:

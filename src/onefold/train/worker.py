@@ -78,6 +78,8 @@ def sample(run: Run) -> str | None:
     return words.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
 
 
+#: Where --merge writes.
+MERGED = "merged"
 #: Times the whole model in fp32 that each rank must have free, to hold it for a sample.
 SPARE_TO_HOLD = 4
 
@@ -105,7 +107,7 @@ def export(run: Run, folder: Path) -> str:
         save_adapters(run.model, folder, overwrite=True)
         if run.config.merge:
             model.config.use_cache = True
-            merged = folder.with_name("merged")
+            merged = folder.with_name(MERGED)
             export_merged(run.model, folder, merged, tokenizer=run.loaded.tokenizer, overwrite=True)
         return "adapters"
     ours = not run.loaded.is_transformers
@@ -413,6 +415,8 @@ def _finish(
     if not hurried:
         me.leave()  # the first rank writes for long, and may finish even if another goes
         kind = export(run, model)
+        if kind == "adapters" and run.config.merge:
+            log.say.note(f"the whole model with its adapters: {folder / MERGED}")
     peak = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
     first = log.metrics.first
