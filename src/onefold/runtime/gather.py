@@ -68,10 +68,14 @@ class Recorded:
 
 
 class Cursor:
-    """A walk along an agreed order of unit indices."""
+    """A walk along an agreed order of unit indices.
+
+    Units before `at` have been gathered, some of them ahead; those before `used` have had their
+    turn.
+    """
 
     def __init__(self, order: list[int]) -> None:
-        self.order, self.at = order, 0
+        self.order, self.at, self.used = order, 0, 0
 
     def reach(self, index: int) -> list[int]:
         """Walk to just behind the next `index`; the indices passed over. Stay if it does not
@@ -83,6 +87,16 @@ class Cursor:
             return []
         passed, self.at = self.order[self.at : there], there + 1
         return passed
+
+    def use(self, index: int) -> list[int]:
+        """The turn of `index`, which has been gathered; the indices that had theirs meanwhile and
+        did not take it. None if the order does not have it here.
+        """
+        if index not in self.order[self.used : self.at]:
+            return []
+        there = self.order.index(index, self.used)
+        skipped, self.used = self.order[self.used : there], there + 1
+        return skipped
 
     def next(self) -> int | None:
         return self.order[self.at] if self.at < len(self.order) else None
@@ -331,6 +345,8 @@ class Gatherer:
             if backward:
                 self.turned.pop(unit.index, None)
                 self._sweep(unit)
+            if cursor:
+                self._skip([self.units[i] for i in cursor.use(unit.index)], unit, backward)
             self._reap(unit if backward else None)
             if cursor and self.learned:
                 self._look_ahead(cursor)
@@ -364,6 +380,18 @@ class Gatherer:
             self.unwanted.append(unit)
         elif self.turned.pop(unit.index, None) is not None:  # a backward pass went past it
             self.unwanted.append(unit)
+
+    def _skip(self, units: list[Unit], using: Unit, backward: bool) -> None:
+        """Of `units`, which had their turn before `using`: what was gathered ahead and not used is
+        not waited for any longer.
+        """
+        joined = {u.index for u in self.unwanted}
+        ahead = [u for u in units if not (u.claimed or u.away or u.index in joined | self.staying)]
+        for unit in ahead:
+            self.turned.pop(unit.index, None)
+        self.unwanted += ahead
+        if backward and ahead:
+            self.passed_over([u for u in ahead if not u.encloses(using)])
 
     def pass_by(self, unit: Unit) -> None:
         """This rank does not use the unit in this backward pass and is about to wait for the ranks
