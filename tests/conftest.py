@@ -237,6 +237,7 @@ SAMPLED = {
     "runtime/test_wire_codecs.py": 6,
     "tiling/test_tiles.py": 8,
     "train/test_a_step_late.py": 3,
+    "train/test_folder.py": 4,
     "train/test_starts.py": 3,
 }
 

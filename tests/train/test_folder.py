@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from hf_folders import (
+    FOLDERS,
     LARGE,
     MIB,
+    SMALL,
     differences,
     files,
     give_memory_back_at_once,
@@ -115,6 +117,48 @@ def test_a_lone_rank_reads_a_folder_in_parts_too(tmp_path: Path) -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         found.append(trained(run))
     assert found[0] == found[1]
+
+
+_PLAIN = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+#: {class: arguments of its configuration}: positions, norms, experts and caches of other kinds.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma2": {**SMALL, "sliding_window": 16},
+    "Gemma3Text": {**SMALL, "sliding_window": 16},
+    "Qwen3": SMALL,
+    "Phi3": SMALL,
+    "Mistral": SMALL,
+    "GPTNeoX": _PLAIN,
+    "OPT": {"vocab_size": 257, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 16},
+    "Bloom": {"vocab_size": 257, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "Mamba": {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+    "Qwen3Moe": {**SMALL, "moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 1},
+    "GptOss": {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "DeepseekV3": {**_PLAIN, "num_key_value_heads": 2, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                   "num_experts_per_tok": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+                   "v_head_dim": 8, "first_k_dense_replace": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_architectures_come_out_as_transformers_opens_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    kind = f"{family.removesuffix('Text')}ForCausalLM"
+    row = (kind, f"{family}Config", OTHERS[family], torch.float32, "1GB")
+    monkeypatch.setitem(FOLDERS, family, row)
+    folder = saved(tmp_path, family)
+    expected: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    run = prepare(job(folder), alone(), lambda line: None)
+    assert run.loaded.weights is not None
+    model: Any = run.model
+    assert differences(expected.state_dict(), model.state_dict()) == []
+    assert differences(dict(expected.named_buffers()), dict(model.named_buffers())) == []
+    tokens = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        assert torch.equal(expected.eval()(tokens).logits, model.eval()(tokens).logits)
 
 
 def test_weights_in_pickles_are_read_whole_and_the_run_says_so(tmp_path: Path) -> None:
