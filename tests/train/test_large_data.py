@@ -174,6 +174,21 @@ def test_a_line_that_cannot_be_read_leaves_no_tokens(tmp_path: Path) -> None:
     assert list((tmp_path / "tokens").iterdir()) == []
 
 
+def test_what_a_killed_run_has_left_is_removed_once_nobody_writes_to_it(tmp_path: Path) -> None:
+    data = lines(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
+    cached(data, tmp_path)
+    (made,) = (tmp_path / "tokens").iterdir()
+    shutil.rmtree(made)
+    old, new = (made.with_name(f"{made.name}.{pid}.partial") for pid in (1, 2))
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(b"half")
+    for path in (old / "tokens.bin", old):
+        os.utime(path, (1e9, 1e9))
+    cached(data, tmp_path)
+    assert sorted((tmp_path / "tokens").iterdir()) == sorted([made, new])
+
+
 def test_a_large_text_in_pieces_loses_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -118,6 +118,7 @@ def check_early(config: TrainConfig) -> None:
     check_optimizer(config)
     check_lora(config)
     refuse_without_folder(config)
+    refuse_cache(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
             f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
@@ -168,6 +169,22 @@ def refuse_without_folder(config: TrainConfig) -> None:
                 f"--nvme {folder}: this user may not write there; choose another folder, or change"
                 " its rights."
             )
+
+
+def refuse_cache(config: TrainConfig) -> None:
+    """Raise TrainError for a --data-cache that cannot be written."""
+    if config.data_cache is None:
+        return
+    place = Path(config.data_cache)
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not os.path.isdir(place):
+        raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise TrainError(
+            f"--data-cache {config.data_cache}: this user may not write to {place}; choose another"
+            " folder, or change its rights."
+        )
 
 
 def refuse_groups(config: TrainConfig, ranks: int) -> None:

@@ -12,6 +12,7 @@ Documents are read, tokenized and written some at a time, so 10 GB of text take 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,6 +40,8 @@ VERSION = 1
 BATCH = 1 << 20
 #: Seconds that one rank tokenizes while the others wait for a word.
 TURN = 20.0
+#: Seconds after which half-made tokens that nobody writes to are removed.
+ABANDONED = 3600.0
 #: Seconds between two notes.
 NOTES = 30.0
 
@@ -156,6 +159,7 @@ class _Maker:
         end = tokenizer.eos_token_id
         self._end = np.array([] if end is None else [end], np.int32)
         self._aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
+        remove_abandoned(folder)
         shutil.rmtree(self._aside, ignore_errors=True)
         self._aside.mkdir(parents=True)
         self._files: dict[str, BinaryIO] = {}
@@ -228,6 +232,17 @@ class _Maker:
         (self._aside / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed while renaming
         self._aside.rename(self.folder)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what runs that were killed have left of the same tokens: nobody has written to it for
+    an hour. Another run may be making them beside this one.
+    """
+    for partial in folder.parent.glob(f"{folder.name}.*.partial"):
+        with contextlib.suppress(OSError):
+            last = max(path.stat().st_mtime for path in (partial, *partial.iterdir()))
+            if time.time() - last > ABANDONED:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def encoded(tokenizer: Any, texts: list[str]) -> Iterator[npt.NDArray[np.int32]]:
