@@ -19,7 +19,8 @@ def tokenizer() -> Any:
 
     made = Tokenizer(
         WordLevel(
-            {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}, unk_token="<unk>"
+            {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])},
+            unk_token="<unk>",
         )
     )
     made.pre_tokenizer = WhitespaceSplit()
@@ -43,7 +44,11 @@ def data(kind: str) -> Any:
     rows = {
         "sft": [{"text": sentence(i)} for i in range(32)],
         "dpo": [
-            {"prompt": sentence(i, 3), "chosen": " " + sentence(100 + i), "rejected": " " + sentence(200 + i)}
+            {
+                "prompt": sentence(i, 3),
+                "chosen": " " + sentence(100 + i),
+                "rejected": " " + sentence(200 + i),
+            }
             for i in range(32)
         ],
         "reward": [{"chosen": sentence(100 + i), "rejected": sentence(200 + i)} for i in range(32)],
