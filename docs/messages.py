@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "onefold"
 GAP = "…"
 #: Exceptions that are raised at a user, and functions that make them.
 KINDS = {
-    "CalibrationError", "CheckpointError", "DamagedCheckpoint", "FileNotFoundError", "HollowError",
+    "CalibrationError", "CheckpointError", "DamagedCheckpoint", "FileNotFoundError", "StoragelessError",
     "MemoryError", "ModuleNotFoundError", "NotImplementedError", "RunFileError", "RuntimeError",
     "ShardedParameterError", "StallError", "TierError", "TrainError", "UnsetError", "ValueError",
 }  # fmt: skip

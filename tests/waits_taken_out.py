@@ -38,7 +38,7 @@ TESTS = [
 WAITS = {
     ("*", "wait_stream"), ("*", "wait_event"), ("*", "synchronize"), ("up", "wait"), ("down", "wait"), ("up", "order"), ("side", "order"),
     ("self", "order"), ("_copies", "order"), ("pending", "wait"), ("gathering", "wait"), ("_moving", "wait"), ("first", "wait"),
-    ("second", "wait"), ("work", "wait"), ("self", "_join"), ("*", "record_stream"),
+    ("second", "wait"), ("work", "wait"), ("self", "_order_after_copies"), ("*", "record_stream"),
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}

@@ -103,7 +103,7 @@ def converted(folder: str) -> list[str]:
     anew. On one rank.
     """
     import onefold
-    from onefold.quant.moment_packing import Codec
+    from onefold.quant.moment_packing import MomentPacking
     from onefold.recipe import moments as formats
 
     def values(left: Left, name: str, key: str, kind: str | None) -> torch.Tensor:
@@ -112,7 +112,7 @@ def converted(folder: str) -> list[str]:
         if not f.packed:
             return parts[0].float()
         codes = parts[0].view(f.dtype)
-        return Codec(f, codes.device).decode(codes, parts[1], 70 * 300, formats.SIGNED[key])
+        return MomentPacking(f, codes.device).decode(codes, parts[1], 70 * 300, formats.SIGNED[key])
 
     wrong = []
     for source in (None, *FORMATS):
@@ -135,7 +135,7 @@ def converted(folder: str) -> list[str]:
                         torch.empty(-(-21000 // f.grain), dtype=f.dtype),
                         torch.empty(-(-21000 // f.block)),
                     )
-                    codec = Codec(f, codes.device)
+                    codec = MomentPacking(f, codes.device)
                     codec.encode(stood, formats.SIGNED[key], codes, scales)
                     stood = codec.decode(codes, scales, 21000, formats.SIGNED[key])
                 if not torch.equal(

@@ -35,12 +35,12 @@ def values(name: str, signed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_codes_are_those_of_torchaos_own_search(name: str, signed: bool) -> None:
     pytest.importorskip("torchao")
-    from onefold.quant.moment_packing import Codec, _library
+    from onefold.quant.moment_packing import MomentPacking, _library
     from onefold.recipe.moments import FORMATS
 
     steps, quantize = _library(name, signed)
     x = values(name, signed)
-    found = Codec(FORMATS[name], torch.device("cpu"))._nearest(x, signed)
+    found = MomentPacking(FORMATS[name], torch.device("cpu"))._nearest(x, signed)
     assert torch.equal(found, quantize(x, steps)), x[found != quantize(x, steps)][:5]
 
 
@@ -54,7 +54,7 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
     import torchao.optim.subclass_8bit as bit8
     import torchao.optim.subclass_fp8 as fp8
 
-    from onefold.quant.moment_packing import Codec
+    from onefold.quant.moment_packing import MomentPacking
     from onefold.recipe.moments import FORMATS
 
     f, x = FORMATS[name], torch.randn(1024, generator=torch.Generator().manual_seed(1)) * 1e-3
@@ -66,7 +66,7 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
     )
     theirs.copy_(x)
     codes, scales = torch.empty(1024 // f.grain, dtype=f.dtype), torch.empty(1024 // f.block)
-    codec = Codec(f, torch.device("cpu"))
+    codec = MomentPacking(f, torch.device("cpu"))
     codec.encode(x, True, codes, scales)
     assert torch.equal(codes.view(torch.uint8), theirs.codes.view(torch.uint8)) and torch.equal(
         scales, theirs.scale
@@ -77,12 +77,12 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
 @given(st.integers(1, 700))
 def test_a_shorter_last_block_is_packed_like_a_whole_one(numel: int) -> None:
     pytest.importorskip("torchao")
-    from onefold.quant.moment_packing import Codec
+    from onefold.quant.moment_packing import MomentPacking
     from onefold.recipe.moments import FORMATS
 
     x = torch.randn(1024, generator=torch.Generator().manual_seed(numel))
     for name in ("int8", "int4", "fp8"):
-        f, codec = FORMATS[name], Codec(FORMATS[name], torch.device("cpu"))
+        f, codec = FORMATS[name], MomentPacking(FORMATS[name], torch.device("cpu"))
         codes, scales = (
             torch.empty(-(-numel // f.grain), dtype=f.dtype),
             torch.empty(-(-numel // f.block)),

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from models import TinyGPT, features_of, tokens_of
 from onefold.memory import MASTERS, PARAMETERS
-from onefold.runtime.storageless import HollowError
+from onefold.runtime.storageless import StoragelessError
 from ranks import run_ranks
 
 
@@ -196,7 +196,7 @@ def handed_on(folder: str, formats: list[tuple[str, str]]) -> dict[tuple[str, st
         for n, p in model.named_parameters()
         if not p.requires_grad and p.numel() and "blocks" in n
     )
-    with pytest.raises(HollowError, match="encoded"):
+    with pytest.raises(StoragelessError, match="encoded"):
         weight.sum()
     return found
 

@@ -122,7 +122,7 @@ def most_at_once(traffic: int, in_flight: int, prefetch: int) -> tuple[int, int]
 
     def counted_send(r: Any) -> None:
         send(r)
-        flying.append(len(engine.reduce.flying))
+        flying.append(len(engine.reduce.under_way))
 
     def counted_launch(unit: Any) -> None:
         launch(unit)

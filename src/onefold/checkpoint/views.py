@@ -20,7 +20,7 @@ import torch
 
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.quant.moment_packing import Codec
+from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
 
@@ -37,7 +37,7 @@ class Recoded(View):
         self._items = dict(source.items())
         # Asked for: (the moment as if it were plain, its format there, elements)
         self._made: dict[Item, tuple[Item, Format, int]] = {}
-        self._codecs: dict[str, Codec] = {}
+        self._codecs: dict[str, MomentPacking] = {}
         shapes = {
             item.name: stored.shape
             for item, stored in self._items.items()
@@ -108,9 +108,9 @@ class Recoded(View):
         self._codec(format).encode(values, signed, codes, scales)
         return codes, scales
 
-    def _codec(self, format: Format) -> Codec:
+    def _codec(self, format: Format) -> MomentPacking:
         if format.name not in self._codecs:
-            self._codecs[format.name] = Codec(format, _CPU)
+            self._codecs[format.name] = MomentPacking(format, _CPU)
         return self._codecs[format.name]
 
 

@@ -31,7 +31,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.device import current_stream, use_stream
-from onefold.offload.step import HALF, let_go, step_flat
+from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameter import disable_torch_function
@@ -164,7 +164,7 @@ class InBackwardStepper:
                 }.values():
                     mine = [e for e in flat.entries if self._owner(e) is optimizer]
                     step_flat(optimizer, engine, flat, mine)
-                let_go(engine, flat, flat.entries)
+                drop_stepped_gradients(engine, flat, flat.entries)
         except Exception as error:
             engine.progress.failure = engine.progress.failure or error
             engine.transfers.broken = HALF

@@ -95,7 +95,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                 if flat.storage.offloaded and engine.recipe.step_in_backward:
                     # As it will be in the steps to come, and the moments just made need the room.
                     engine.write_counters.all_of(mine)
-                    let_go(engine, flat, mine)
+                    drop_stepped_gradients(engine, flat, mine)
         disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
         _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
@@ -156,7 +156,7 @@ def step_flat(
     flat.storage.follow()
 
 
-def let_go(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
+def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
     """Drop the gradients in memory of those `entries` of `flat` that have been stepped."""
     before = sum(unique_bytes(e.param.grad for e in flat.entries))
     for entry in entries:

@@ -312,8 +312,8 @@ class Replay(Holding):
     # -- backward ----------------------------------------------------------------------------------
 
     def _backward(self, k: int, deferring: bool) -> None:
-        self.flying: list[_Reduction] = []
-        self.crossing: list[_Reduction] = []  # on a further hop
+        self.under_way: list[_Reduction] = []
+        self.on_next_hop: list[_Reduction] = []  # on a further hop
         self.summed: list[int] = []
         self.copies: list[int] = []
         self.renewing = False
@@ -340,7 +340,7 @@ class Replay(Holding):
             self._store(unit, deferring)
         for unit in (*tail, *reversed(around)):
             self._complete(unit, k, deferring)
-        for under_way in (self.flying, self.crossing):
+        for under_way in (self.under_way, self.on_next_hop):
             while under_way:
                 self._land(under_way.pop(0))
         for nbytes in self.copies:  # sums that were sent on, in another dtype than the masters'
@@ -366,9 +366,9 @@ class Replay(Holding):
             for flat in flats:
                 self._reduce(unit, flat)
             while self._is_due():
-                self._land(self.flying.pop(0))
-            while len(self.crossing) > self.in_flight:
-                self._land(self.crossing.pop(0))
+                self._land(self.under_way.pop(0))
+            while len(self.on_next_hop) > self.in_flight:
+                self._land(self.on_next_hop.pop(0))
         if unit.gathered:
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
@@ -393,7 +393,7 @@ class Replay(Holding):
     def _reduce(self, unit: _Unit, flat: ShardSpec) -> None:
         r = _Reduction(unit.index, flat, self.grads.pop(id(flat)))
         self._send(r)
-        self.flying.append(r)
+        self.under_way.append(r)
 
     def _send(self, r: _Reduction) -> None:
         room = r.flat.exchange(r.at, r.buffer.dtype)
@@ -414,12 +414,14 @@ class Replay(Holding):
         """Whether to wait for the oldest: too many are under way, or it has a hop to go and another
         unit has been sent since.
         """
-        if len(self.flying) > self.in_flight:
-            return not self.in_flight or sum(r.buffer.nbytes for r in self.flying) > SMALL_TRAFFIC
+        if len(self.under_way) > self.in_flight:
+            return (
+                not self.in_flight or sum(r.buffer.nbytes for r in self.under_way) > SMALL_TRAFFIC
+            )
         return (
-            bool(self.flying)
-            and not self.flying[0].is_last
-            and self.flying[0].unit != self.flying[-1].unit
+            bool(self.under_way)
+            and not self.under_way[0].is_last
+            and self.under_way[0].unit != self.under_way[-1].unit
         )
 
     def _land(self, r: _Reduction) -> None:
@@ -448,7 +450,7 @@ class Replay(Holding):
         elif not self._wait_inside(flat, total):
             r = _Reduction(r.unit, flat, total, r.at + 1)
             self._send(r)
-            self.crossing.append(r)
+            self.on_next_hop.append(r)
 
     def _wait_inside(self, flat: ShardSpec, total: Buffer) -> bool:
         """Before the boundary the group's sums stay; see [Note: held sums] in

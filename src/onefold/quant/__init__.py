@@ -12,6 +12,22 @@ modules, groups or engine.
 A block's largest magnitude is kept in bf16, which changes steps by one part in 256 at most.
 `Codec.bound` and `reduction_bound` say how far a value and a sum may be off; what was decoded
 encodes to the same bytes again (scales.py).
+
+A new codec needs, in this order:
+
+| what                                                    | where                               |
+|---------------------------------------------------------|-------------------------------------|
+| a subclass of `Codec`, `Blockwise` if it has blocks     | a file here, like integers.py       |
+| its name                                                | `CODECS` in registry.py             |
+| a recipe's word for it (the wire, frozen weights, both) | `WireCodec`, `FrozenCodec` in       |
+|                                                         | recipe/options.py; `make options`   |
+| its bytes on wires and in memory                        | `encoded_bytes` says them: the plan |
+|                                                         | and the ledger ask nothing else     |
+| a kernel, where torch's products are too slow           | kernels.py, triton_kernels.py       |
+
+The tests of quant and recipe and `onefold doctor` go through these tables.
+Moments of optimizers are another thing: their `Format`s stand in recipe/moments.py, `MomentPacking`
+here packs them.
 """
 
 from onefold.comm.codec import Codec, Stochastic

@@ -30,7 +30,7 @@ def require_torchao(what: str) -> None:
         )
 
 
-class Codec:
+class MomentPacking:
     """Packs and unpacks moments of one format on one device. `format.packed` is true."""
 
     def __init__(self, format: Format, device: torch.device) -> None:

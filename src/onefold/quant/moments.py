@@ -30,7 +30,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.quant.bf16_rounding import key_of, to_bf16
-from onefold.quant.moment_packing import Codec
+from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
@@ -42,7 +42,7 @@ CHUNK = {"cpu": 1 << 18, "other": 1 << 22}
 _TORCHAO = {
     "Adam8bit": "int8", "AdamW8bit": "int8", "Adam4bit": "int4", "AdamW4bit": "int4", "AdamFp8": "fp8", "AdamWFp8": "fp8",
 }  # fmt: skip
-_codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], Codec]] = (
+_codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], MomentPacking]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -56,7 +56,7 @@ class MomentPolicy:
     format: Format
     seed: int | None
     update: Callable[[Optimizer], None]
-    codecs: dict[tuple[str, torch.device], Codec] = field(compare=False)
+    codecs: dict[tuple[str, torch.device], MomentPacking] = field(compare=False)
 
     def of(self, entry: Entry) -> Format:
         """The format of one parameter's moments."""
@@ -75,9 +75,9 @@ class MomentPolicy:
                 out[name] = part.dtype if part is not None else format.dtype
         return out
 
-    def codec(self, format: Format, device: torch.device) -> Codec:
+    def codec(self, format: Format, device: torch.device) -> MomentPacking:
         if (format.name, device) not in self.codecs:
-            self.codecs[format.name, device] = Codec(format, device)
+            self.codecs[format.name, device] = MomentPacking(format, device)
         return self.codecs[format.name, device]
 
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.recipe.moments import FORMATS
-from onefold.recipe.options import SECTOR, Codec, FrozenCodec, choices_of
+from onefold.recipe.options import SECTOR, FrozenCodec, WireCodec, choices_of
 from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement, Tier
 
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
 #: What a row may travel in, and what frozen weights may rest in.
-_WIRE_CODECS, _FROZEN_CODECS = choices_of(Codec), choices_of(FrozenCodec)
+_WIRE_CODECS, _FROZEN_CODECS = choices_of(WireCodec), choices_of(FrozenCodec)
 
 
 def check_dtype(name: str, dtype: Any, optional: bool = False) -> None:

@@ -27,7 +27,6 @@ from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.options import (
     OPTIONS,
     UNLIMITED,
-    Codec,
     Dtype,
     Folders,
     FrozenCodec,
@@ -40,6 +39,7 @@ from onefold.recipe.options import (
     ShardGroup,
     Stage,
     Sums,
+    WireCodec,
     refuse_unknown,
 )
 from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
@@ -222,8 +222,8 @@ class Recipe:
         shard_group: ShardGroup | None = None,
         optimizer_over: Literal["all"] | None = None,
         second_copy: bool = False,
-        gather_codec: Codec | None = None,
-        reduce_codec: Codec | None = None,
+        gather_codec: WireCodec | None = None,
+        reduce_codec: WireCodec | None = None,
         error_feedback: bool = False,
         wire_rounding: Rounding = "nearest",
         reduce: Sums = "ordered",

@@ -28,7 +28,7 @@ Stage = Literal[0, 1, 2, 3]
 Precision = Literal["fp32", "bf16", "fp16"]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 ReduceAt = Literal["micro-batch", "boundary"]
-Codec = Literal["int8", "fp8", "int4"]
+WireCodec = Literal["int8", "fp8", "int4"]
 FrozenCodec = Literal["int8", "nf4", "int4", "fp8"]
 Moments = Literal["fp32", "bf16", "int8", "fp8", "int4"]
 Rounding = Literal["nearest", "stochastic"]
@@ -418,9 +418,9 @@ OPTIONS: Mapping[str, Option] = {
          "With a shard group: divide optimizer states over all ranks all the same; stage 3.", _BOTH),
         ("second_copy", bool, False, _switch,
          "ZeRO++ hpZ: parameters inside each group too, to gather from there, renewed once a step; stage 3.", _BOTH),
-        ("gather_codec", Codec | None, None, _one_of(Codec | None),
+        ("gather_codec", WireCodec | None, None, _one_of(WireCodec | None),
          "ZeRO++ qwZ: what parameters are encoded in while they travel; stage 3.", _BOTH),
-        ("reduce_codec", Codec | None, None, _one_of(Codec | None),
+        ("reduce_codec", WireCodec | None, None, _one_of(WireCodec | None),
          "ZeRO++ qgZ: what gradients are encoded in while they travel; summed in fp32.", _BOTH),
         ("error_feedback", bool, False, _switch,
          "Add what encoding a gradient lost to the next one; with a reduce codec.", _BOTH),

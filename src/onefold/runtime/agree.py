@@ -120,7 +120,7 @@ def _learn(engine: Engine, gathered: set[int]) -> None:
         gather.learned = True
         if engine.recipe.reshard_after_forward:
             first = [gather.units[i] for i in gather.backward_log]
-            gather.turning = frozenset(
+            gather.kept_at_turn = frozenset(
                 u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first)
             )
     if reduce.log:

@@ -418,7 +418,7 @@ class Engine:
             self.current_pass.open, self.current_pass.of_root = True, self.is_root_pass
         recorded, self.recorded = self.recorded, None
         if recorded is not None:
-            self.gather.expect_backward_of(recorded)
+            self.gather.release_when_gone(recorded)
 
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See
@@ -536,7 +536,7 @@ class Engine:
         if self.progress.backward_open and in_autograd():
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
         if not self.progress.backward_open:
-            self.gather.let_go_turned()
+            self.gather.release_at_turn()
         self.about_to_write()
         self.transfers.check()
         if self.failure_agreed and self.on_disk and self.world_size > 1:

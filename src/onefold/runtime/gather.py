@@ -68,10 +68,14 @@ class Recorded:
 
 
 class Cursor:
-    """A walk along an agreed order of unit indices."""
+    """A walk along an agreed order of unit indices.
+
+    Units before `at` have been gathered, some of them ahead; those before `used` have had their
+    turn.
+    """
 
     def __init__(self, order: list[int]) -> None:
-        self.order, self.at = order, 0
+        self.order, self.at, self.used = order, 0, 0
 
     def reach(self, index: int) -> list[int]:
         """Walk to just behind the next `index`; the indices passed over. Stay if it does not
@@ -83,6 +87,16 @@ class Cursor:
             return []
         passed, self.at = self.order[self.at : there], there + 1
         return passed
+
+    def use(self, index: int) -> list[int]:
+        """The turn of `index`, which has been gathered; the indices that had theirs meanwhile and
+        did not take it. None if the order does not have it here.
+        """
+        if index not in self.order[self.used : self.at]:
+            return []
+        there = self.order.index(index, self.used)
+        skipped, self.used = self.order[self.used : there], there + 1
+        return skipped
 
     def next(self) -> int | None:
         return self.order[self.at] if self.at < len(self.order) else None
@@ -138,11 +152,11 @@ class Gatherer:
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
         self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
-        self.turning: frozenset[int] = frozenset()  # see [Note: units at the turn]
+        self.kept_at_turn: frozenset[int] = frozenset()  # see [Note: units at the turn]
         # Those of them that wait for their backward pass: index -> writes to their masters until
         # then
-        self.turned: dict[int, int] = {}
-        self.turned_for: weakref.ref[Recorded] | None = None  # the pass that left them
+        self.awaiting_backward: dict[int, int] = {}
+        self.awaited_pass: weakref.ref[Recorded] | None = None  # the pass that left them
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
@@ -151,7 +165,7 @@ class Gatherer:
         self.here: dict[int, Unit] = {}  # gathered, or on their way; by index
         # A unit of this pass was released although the recipe keeps them: a re-entrant checkpoint
         # gathers it again
-        self.let_go = False
+        self.released_early = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = self.group.topology
         self.ahead = self.recipe.units_ahead(1 not in (topology.inner, topology.outer))
@@ -172,8 +186,8 @@ class Gatherer:
     # -- passes ------------------------------------------------------------------------------------
 
     def begin_forward(self, is_root: bool) -> None:
-        self.let_go = False
-        self.let_go_turned()  # no backward pass came for them, or another forward pass comes first
+        self.released_early = False
+        self.release_at_turn()  # no backward pass came for them, or another forward pass comes first
         if self.kept_gathered:
             self.staying = frozenset() if torch.is_grad_enabled() else self.kept_gathered
             self.gather_kept() if self.staying else self.release_kept()
@@ -201,10 +215,10 @@ class Gatherer:
         keep = self._keeps and not aborted
         for unit in self.sharded:
             unit.sticky = False
-            if turns and unit.index in self.turning and not unit.away:
+            if turns and unit.index in self.kept_at_turn and not unit.away:
                 self.wait(unit)  # it may have been joined and not used
                 unit.claimed = False
-                self.turned[unit.index] = _writes(unit)
+                self.awaiting_backward[unit.index] = _writes(unit)
                 continue
             if unit.index in self.staying and self.group.broken is None:
                 unit.claimed = False
@@ -213,7 +227,7 @@ class Gatherer:
             # unit or none.
             if (
                 unit.state is not State.SHARDED
-                and not (keep and (unit.claimed or not self.let_go))
+                and not (keep and (unit.claimed or not self.released_early))
                 and not self.progress.backward_open
             ):
                 self.release(unit)
@@ -233,15 +247,15 @@ class Gatherer:
                 self.release(unit)
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
-    def let_go_turned(self) -> None:
+    def release_at_turn(self) -> None:
         """Release what waits for a backward pass. Called where all ranks pass."""
-        self.turned_for = None
-        if self.turned:
-            for index in sorted(self.turned):
+        self.awaited_pass = None
+        if self.awaiting_backward:
+            for index in sorted(self.awaiting_backward):
                 self.release(self.units[index])
             self.pool.drain()
 
-    def expect_backward_of(self, recorded: Recorded) -> None:
+    def release_when_gone(self, recorded: Recorded) -> None:
         """Let what waits for a backward pass go when no backward pass can come."""
         seen = weakref.ref(self)
 
@@ -249,14 +263,14 @@ class Gatherer:
             if (gather := seen()) is not None and not (
                 gather.progress.closed or gather.progress.backward_open
             ):
-                gather.let_go_turned()
+                gather.release_at_turn()
 
-        self.turned_for = weakref.ref(recorded, gone) if self.turned else None
+        self.awaited_pass = weakref.ref(recorded, gone) if self.awaiting_backward else None
 
     def begin_backward(self) -> None:
         self.backward_log = []
         self.backward_cursor = None
-        for index, writes in sorted(self.turned.items()):
+        for index, writes in sorted(self.awaiting_backward.items()):
             # This backward pass computes with the new values, as with those of other units
             if _writes(self.units[index]) != writes:
                 self.release(self.units[index])
@@ -269,7 +283,9 @@ class Gatherer:
         # gathered on demand. Units that every rank still holds are left out, but for those held
         # since the forward pass: skipping one of them must be noticed.
         order = [
-            index for index in self.backward_order if self.units[index].away or index in self.turned
+            index
+            for index in self.backward_order
+            if self.units[index].away or index in self.awaiting_backward
         ]
         self.backward_cursor = Cursor(order) if self.progress.root_graphs else None
 
@@ -316,7 +332,7 @@ class Gatherer:
             # Recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers
             # it when it comes to it
             cursor = None
-        if unit.away or (backward and unit.index in self.turned):
+        if unit.away or (backward and unit.index in self.awaiting_backward):
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
                 self.join(other)
@@ -329,8 +345,10 @@ class Gatherer:
             unit.claimed = True
             (self.backward_log if backward else self.forward_log).append(unit.index)
             if backward:
-                self.turned.pop(unit.index, None)
+                self.awaiting_backward.pop(unit.index, None)
                 self._sweep(unit)
+            if cursor:
+                self._skip([self.units[i] for i in cursor.use(unit.index)], unit, backward)
             self._reap(unit if backward else None)
             if cursor and self.learned:
                 self._look_ahead(cursor)
@@ -340,7 +358,7 @@ class Gatherer:
         ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
         while self.ahead and (index := cursor.next()) is not None:
             unit = self.units[index]
-            if index in self.turned:  # counted above: it waits to be used
+            if index in self.awaiting_backward:  # counted above: it waits to be used
                 cursor.at += 1
                 continue
             nbytes += unit.gathered_bytes
@@ -362,8 +380,22 @@ class Gatherer:
         if unit.away:
             self.launch(unit)
             self.unwanted.append(unit)
-        elif self.turned.pop(unit.index, None) is not None:  # a backward pass went past it
+        elif (
+            self.awaiting_backward.pop(unit.index, None) is not None
+        ):  # a backward pass went past it
             self.unwanted.append(unit)
+
+    def _skip(self, units: list[Unit], using: Unit, backward: bool) -> None:
+        """Of `units`, which had their turn before `using`: what was gathered ahead and not used is
+        not waited for any longer.
+        """
+        joined = {u.index for u in self.unwanted}
+        ahead = [u for u in units if not (u.claimed or u.away or u.index in joined | self.staying)]
+        for unit in ahead:
+            self.awaiting_backward.pop(unit.index, None)
+        self.unwanted += ahead
+        if backward and ahead:
+            self.passed_over([u for u in ahead if not u.encloses(using)])
 
     def pass_by(self, unit: Unit) -> None:
         """This rank does not use the unit in this backward pass and is about to wait for the ranks
@@ -381,7 +413,7 @@ class Gatherer:
         if inside is None and self._keeps:
             return
         if inside is None and self._turns:  # all ranks keep those
-            self.unwanted = [u for u in self.unwanted if u.index not in self.turning]
+            self.unwanted = [u for u in self.unwanted if u.index not in self.kept_at_turn]
         around = [u for u in self.unwanted if inside is not None and u.encloses(inside)]
         for unit in self.unwanted:
             if not unit.claimed and not unit.away and unit not in around:
@@ -452,13 +484,13 @@ class Gatherer:
         for pending in unit.pending:
             pending.wait()
         unit.pending.clear()
-        self._join(unit)
+        self._order_after_copies(unit)
         unit.move(State.GATHERED, self.progress.step)
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
 
-    def _join(self, unit: Unit) -> None:
+    def _order_after_copies(self, unit: Unit) -> None:
         """Work that this stream is given from here on waits for the unit's copies to the device."""
         for ticket in unit.arriving:
             self.transfers.up.order(ticket)
@@ -469,12 +501,12 @@ class Gatherer:
             self.wait(unit)
         elif unit.state is State.GATHERING:  # its bytes will never come
             unit.pending.clear()
-            self._join(unit)
+            self._order_after_copies(unit)
             unit.move(State.GATHERED, self.progress.step)
         unit.claimed, unit.replayed = False, None
         unit.move(State.SHARDED, self.progress.step)
         self.here.pop(unit.index, None)
-        self.turned.pop(unit.index, None)
+        self.awaiting_backward.pop(unit.index, None)
         for flat in unit.flats:
             flat.storage.forget()
             # On one rank a unit may have frozen parameters, which stay, beside others that are cast
@@ -496,12 +528,12 @@ class Gatherer:
             self.cursor.at += 1
             unit.claimed = False
             return
-        if unit.index in self.staying or (self._turns and unit.index in self.turning):
+        if unit.index in self.staying or (self._turns and unit.index in self.kept_at_turn):
             unit.claimed = False
             return
         if self._keeps:
             return
-        self.let_go = True
+        self.released_early = True
         if any(storage_of(t) in self.by_storage for t in tensors_in(output)):
             unit.sticky = True  # until the end of the pass
             return

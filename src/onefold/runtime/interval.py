@@ -210,7 +210,7 @@ class Interval(torch.Tensor):
         )
 
 
-class Lent:
+class GivenOut:
     """The tensors that were given out over a parameter's memory, as far as they live: `.data`,
     `detach()`, rows of them.
 
@@ -229,7 +229,7 @@ class Lent:
     def add(self, view: torch.Tensor) -> None:
         # A whole tensor leaves no trace: it may be pickled, and its own views are torch's
         if spec_of(view) is not None:
-            view.__dict__["_onefold_lent"] = self
+            view.__dict__["_onefold_given_out"] = self
         self._refs.append(weakref.ref(view))
         if len(self._refs) > self._room:
             self._refs = [ref for ref in self._refs if ref() is not None]
@@ -245,18 +245,18 @@ class Lent:
             return
         kept, storage = memory.detach().clone(), memory.untyped_storage().data_ptr()
         for view in views:
-            view.__dict__.pop("_onefold_lent", None)
+            view.__dict__.pop("_onefold_given_out", None)
             if view.untyped_storage().data_ptr() == storage:
                 view.data = kept.as_strided(
                     view.size(), view.stride(), view.storage_offset() - memory.storage_offset()
                 )
 
 
-def lend(view: torch.Tensor, source: torch.Tensor) -> None:
+def note_given_out(view: torch.Tensor, source: torch.Tensor) -> None:
     """`view` lies in the memory of `source`, an interval."""
-    lent = source.__dict__.get("_onefold_lent")
-    if lent is not None:
-        lent.add(view)
+    given_out = source.__dict__.get("_onefold_given_out")
+    if given_out is not None:
+        given_out.add(view)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,8 @@ from torch import nn
 
 from onefold.runtime import differentiate, gradient_hooks
 from onefold.runtime.interval import (
+    GivenOut,
     IntervalSpec,
-    Lent,
     ShardedParameterError,
     disable_torch_function,
     dispatched_by,
@@ -272,7 +272,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 )
             out = _seen(first) if name == "data" else func(first)
             out = out if (spec := spec_of(first)) is None else dress(out, spec)
-            first.__dict__.setdefault("_onefold_lent", Lent()).add(out)
+            first.__dict__.setdefault("_onefold_given_out", GivenOut()).add(out)
             return out
         if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
             _refuse_elsewhere(first, found)
@@ -423,21 +423,21 @@ def _give_data(param: Any, value: torch.Tensor) -> None:
         # Masters that are given back as the model shows them stay what they are
         if local.dtype != param.dtype:
             local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
-        lent = param.__dict__.get("_onefold_lent")
+        given_out = param.__dict__.get("_onefold_given_out")
         # A rank that has no element of it writes too: ranks must agree on what has been written.
         same = (
             local.data_ptr() == param.data_ptr()
             if local.numel()
-            else lent is not None and value.__dict__.get("_onefold_lent") is lent
+            else given_out is not None and value.__dict__.get("_onefold_given_out") is given_out
         )
         if not same:
-            if lent is not None:
+            if given_out is not None:
                 local = (
                     local.clone()
                     if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
                     else local
                 )
-                lent.move_away(param)
+                given_out.move_away(param)
             param.copy_(local)
 
 

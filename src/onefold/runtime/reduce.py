@@ -81,8 +81,8 @@ class Reducer:
         self.turn = 0
         self.log: list[int] = []
         self.learned = False
-        self.flying: list[Reduction] = []
-        self.crossing: list[Reduction] = []  # on a further hop
+        self.under_way: list[Reduction] = []
+        self.on_next_hop: list[Reduction] = []  # on a further hop
         # Entries with gradients among the sums that are held, on any rank
         self.held: set[int] = set()
         self.summed: list[Reduction] = []
@@ -334,22 +334,23 @@ class Reducer:
         same place on all ranks, which backends without tags need.
         """
         while self._is_due():
-            self._land(self.flying.pop(0))
-        while len(self.crossing) > self.in_flight:
-            self._land(self.crossing.pop(0))
+            self._land(self.under_way.pop(0))
+        while len(self.on_next_hop) > self.in_flight:
+            self._land(self.on_next_hop.pop(0))
 
     def _is_due(self) -> bool:
         """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go
         and another unit has been sent since.
         """
-        if len(self.flying) > self.in_flight:
+        if len(self.under_way) > self.in_flight:
             return (
-                not self.in_flight or sum(nbytes_of(r.buffer) for r in self.flying) > SMALL_TRAFFIC
+                not self.in_flight
+                or sum(nbytes_of(r.buffer) for r in self.under_way) > SMALL_TRAFFIC
             )
         return (
-            bool(self.flying)
-            and not self.flying[0].is_last
-            and self.flying[0].unit is not self.flying[-1].unit
+            bool(self.under_way)
+            and not self.under_way[0].is_last
+            and self.under_way[0].unit is not self.under_way[-1].unit
         )
 
     def _launch(self, unit: Unit) -> None:
@@ -378,7 +379,7 @@ class Reducer:
 
     def _send(self, r: Reduction) -> None:
         self._start(r)
-        self.flying.append(r)
+        self.under_way.append(r)
 
     def _start(self, r: Reduction) -> None:
         """The hop that `r` stands before."""
@@ -399,7 +400,7 @@ class Reducer:
                 return
             r.next_hop()
             self._start(r)
-            self.crossing.append(r)
+            self.on_next_hop.append(r)
             return
         if flat.broadcast_back is not None:
             if r.gathering is None:  # else the backend has done it
@@ -495,14 +496,14 @@ class Reducer:
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over what other ranks used."""
         self.write_counters.graded |= used_anywhere
-        while self.flying:
-            self._land(self.flying.pop(0))
+        while self.under_way:
+            self._land(self.under_way.pop(0))
         if self.progress.holding:
             self.held |= used_anywhere
             return
         used_anywhere, self.held = used_anywhere | self.held, set()
-        while self.crossing:
-            self._land(self.crossing.pop(0))
+        while self.on_next_hop:
+            self._land(self.on_next_hop.pop(0))
         while self.summed:  # each goes as soon as it is handed over
             r = self.summed.pop(0)
             if r.gathering is not None:
@@ -533,8 +534,8 @@ class Reducer:
         for unit in self.units:
             unit.ready = True
         self._advance_all()
-        while self.flying and not self.flying[0].is_last:
-            self._land(self.flying.pop(0))
+        while self.under_way and not self.under_way[0].is_last:
+            self._land(self.under_way.pop(0))
 
     def _advance_all(self) -> None:
         while self.turn < len(self.order):
@@ -558,15 +559,15 @@ class Reducer:
 
     def drop(self) -> None:
         """Forget everything that a failed backward pass left."""
-        for r in (*self.flying, *self.crossing):
+        for r in (*self.under_way, *self.on_next_hop):
             if r.sending is not None:
                 r.sending.drop(wait=self.group.broken is None)
         if self.group.broken is None:
             for r in self.summed:
                 if r.gathering is not None:
                     r.gathering.wait()
-        self.flying.clear()
-        self.crossing.clear()
+        self.under_way.clear()
+        self.on_next_hop.clear()
         self.summed.clear()
         self.held.clear()
         for unit in self.units:

@@ -15,7 +15,7 @@ from onefold.runtime.interval import IntervalSpec, spec_of
 from onefold.runtime.operators import META, name_of
 
 
-class HollowError(RuntimeError):
+class StoragelessError(RuntimeError):
     """Elements on NVMe, or encoded ones, were used as if they were in memory."""
 
 
@@ -42,9 +42,9 @@ def is_storageless(t: torch.Tensor) -> bool:
     return t.numel() > 0 and t.device.type != "meta" and t.untyped_storage().nbytes() == 0
 
 
-def explain(func: Any, what: str) -> HollowError:
+def explain(func: Any, what: str) -> StoragelessError:
     """What to say to code that wants to compute with something storageless."""
-    return HollowError(
+    return StoragelessError(
         f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or"
         " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
         " `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop"
@@ -79,7 +79,7 @@ class Storageless(torch.Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Hollow({self.what}, on NVMe or encoded)"
+        return f"Storageless({self.what}, on NVMe or encoded)"
 
 
 def _tensors(value: Any) -> list[Any]:
@@ -125,8 +125,8 @@ class StatePlace(torch.Tensor):
         raise _elsewhere()
 
 
-def _elsewhere() -> HollowError:
-    return HollowError(
+def _elsewhere() -> StoragelessError:
+    return StoragelessError(
         "a state of the optimizer was to be copied or pickled, and it rests on NVMe:"
         " local_state_dict() holds a place for it only. optimizer.state_dict() brings the whole to"
         " rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."

@@ -32,13 +32,13 @@ from onefold.runtime.tile import TiledModule, WeightTile
 class Found:
     """A parameter with every place that refers to it.
 
-    `places` are (module, attribute), `homes` the dotted name of each place, `names` every name in
+    `places` are (module, attribute), `place_names` the dotted name of each place, `names` every name in
     `state_dict()` (a module that stands in two lists has one place and two names).
     """
 
     param: nn.Parameter
     names: list[str] = field(default_factory=list)
-    homes: list[str] = field(default_factory=list)
+    place_names: list[str] = field(default_factory=list)
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
@@ -81,7 +81,7 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
     order = [name for name in modules if name in set(names) and name]
     specs = {"": UnitSpec("", root)} | {name: UnitSpec(name, modules[name]) for name in order}
     for found in parameters_of(root):
-        specs[_owner(found.homes, specs)].found.append(found)
+        specs[_owner(found.place_names, specs)].found.append(found)
     return [spec for spec in specs.values() if spec.found or spec.name == ""]
 
 
@@ -98,7 +98,7 @@ def parameters_of(root: nn.Module) -> Iterable[Found]:
             found = by_id.setdefault(id(param), Found(param))
             found.names.append(f"{prefix}.{attribute}" if prefix else attribute)
             if id(module) not in seen:
-                found.homes.append(found.names[-1])
+                found.place_names.append(found.names[-1])
                 found.places.append((module, attribute))
         seen.add(id(module))
     return by_id.values()

@@ -90,7 +90,7 @@ class Cut:
             what = type(odd).__name__ if odd is not None else type(weight).__name__
             self._whole.setdefault(what, []).append(name)
             return
-        for (module, _), home in zip(found.places, found.homes, strict=True):
+        for (module, _), home in zip(found.places, found.place_names, strict=True):
             _refuse_odd_embedding(module, home.rpartition(".")[0])
         row = weight.shape[1] * dtype.itemsize
         whole = (

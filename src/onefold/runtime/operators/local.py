@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, dress, lend, spec_of
+from onefold.runtime.interval import IntervalSpec, dress, note_given_out, spec_of
 from onefold.runtime.operators.names import OF_ANOTHERS_KIND, WRITTEN
 from onefold.runtime.operators.refusals import mismatch, tensors_among
 from onefold.runtime.operators.whole import read_whole, whole_of
@@ -84,7 +84,7 @@ def like_another(like: torch.Tensor, args: Any, kwargs: Any) -> Any:
 
 
 def lent_view(view: Any, source: torch.Tensor) -> Any:
-    lend(view, source)
+    note_given_out(view, source)
     return view
 
 

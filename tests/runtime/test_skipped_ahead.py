@@ -1,0 +1,88 @@
+"""A unit that was gathered ahead and that this rank then does not use (LayerDrop, an early exit):
+it is dropped, and gathering ahead goes on behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.runtime import gather
+from ranks import run_ranks
+
+LAYERS, SKIPPED = 8, 3
+
+
+class Dropping(nn.Module):
+    """Layers that a call may leave out, and what is here whenever one of them computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(LAYERS))
+        self.held: list[set[str]] = []
+
+    def forward(self, x: Tensor, without: int | None, watch: bool) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != without:
+                x = layer(x).tanh()
+                if watch:
+                    here = onefold.engine_of(self).gather.here
+                    self.held.append({unit.name for unit in here.values()})
+        return x
+
+
+def skips_a_layer(differ: bool) -> tuple[list[set[str]], list[set[str]], list[float]]:
+    """What was here at each layer of a forward pass that leaves one out, and of its backward pass;
+    the losses.
+    """
+    import torch.distributed as dist
+
+    gather.SMALL_TRAFFIC = 0  # each unit is a large one
+    torch.manual_seed(0)
+    model = onefold.shard(Dropping(), onefold.Recipe.zero(3, prefetch=1), units=(nn.Linear,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = onefold.engine_of(model)
+    behind: list[set[str]] = []
+    wait = engine.gather.wait
+
+    def waited(unit: gather.Unit) -> None:
+        wait(unit)
+        if engine.progress.backward_open and watch:
+            behind.append({u.name for u in engine.gather.here.values()} - {unit.name})
+
+    engine.gather.wait = waited  # type: ignore[method-assign]
+    losses = []
+    for step in range(4):
+        watch = step == 3
+        skips = watch and (dist.get_rank() == 0 or not differ)
+        loss = model(torch.ones(3, 24), SKIPPED if skips else None, watch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    held: list[set[str]] = model.held  # type: ignore[assignment]
+    return held, behind, losses
+
+
+def test_what_was_gathered_ahead_and_skipped_is_dropped_and_the_next_is_gathered_ahead() -> None:
+    for differ in (True, False):
+        found = run_ranks(2, skips_a_layer, differ)
+        for rank, (held, behind, losses) in enumerate(found):
+            assert all(loss > 0 for loss in losses)
+            if differ and rank:
+                continue
+            used = [number for number in range(LAYERS) if number != SKIPPED]
+            for number, here in zip(used, held, strict=True):
+                if number > SKIPPED:  # until then it was to come
+                    assert f"layers.{SKIPPED}" not in here, (number, here)
+                if number + 1 < LAYERS:
+                    assert f"layers.{number + 1}" in here, (number, here)
+            # Backwards too: the skipped one goes when the layer below it is used, whose next is
+            # then on its way
+            last = max(i for i, here in enumerate(behind) if f"layers.{SKIPPED}" in here)
+            for below in range(SKIPPED - 1):
+                assert any(f"layers.{below}" in here for here in behind[last + 1 :]), behind
+            assert all(
+                f"layers.{below}" not in here for below in range(2) for here in behind[:last]
+            )
