@@ -7,7 +7,7 @@ class Tuner(onefold.hf.TrainerMixin, trl.SFTTrainer): ...
 """
 
 try:
-    from onefold.integrations.hf import Trainer, TrainerMixin, TrainingArguments
+    from onefold.integrations.hf import Trainer, TrainerMixin, TrainingArguments, from_pretrained
 except ModuleNotFoundError as error:
     if error.name not in ("transformers", "accelerate"):
         raise
@@ -17,4 +17,4 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
-__all__ = ["Trainer", "TrainerMixin", "TrainingArguments"]
+__all__ = ["Trainer", "TrainerMixin", "TrainingArguments", "from_pretrained"]

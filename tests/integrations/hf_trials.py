@@ -58,12 +58,18 @@ def arguments(folder: str, name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def built(folder: str, lora: bool = False, dtype: Any = None) -> Any:
-    """The model of `folder`/model, with adapters if asked."""
+def built(folder: str, lora: bool = False, meta: bool = False) -> Any:
+    """The model of `folder`/model, with adapters if asked; or without memory, to be read later."""
     import torch
     from transformers import LlamaForCausalLM
 
-    model = LlamaForCausalLM.from_pretrained(Path(folder) / "model", dtype=dtype or torch.float32)
+    import onefold.hf
+
+    if meta:
+        model = onefold.hf.from_pretrained(f"{folder}/model", dtype=torch.float32)
+        assert all(p.is_meta for p in model.parameters())
+    else:
+        model = LlamaForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -92,7 +98,7 @@ def run(folder: str, case: dict[str, Any]) -> Any:
     args = transformers.TrainingArguments(
         **arguments(folder, case["name"], **case.get("arguments", {}))
     )
-    model = built(folder, case.get("lora", False))
+    model = built(folder, case.get("lora", False), case.get("meta", False))
     given = {"train_dataset": Data(), "eval_dataset": Data(), **case.get("more", {})}
     if case.get("recipe") is None:
         trainer = transformers.Trainer(model, args, **given)
@@ -135,6 +141,9 @@ def continued(folder: str) -> dict[str, Any]:
         {"name": "first", "recipe": 3, "arguments": saves},
         {"name": "resumed", "recipe": 1, "resume": at("first")},
         {"name": "whole", "recipe": 3, "arguments": {**saves, "save_total_limit": 1}},
+        {"name": "read later", "recipe": 3, "meta": True},
+        {"name": "read later again", "recipe": 2, "meta": True, "resume": at("first")},
+        {"name": "lora read later", "recipe": 3, "lora": True, "meta": True, "save": "adapters"},
         {"name": "lora", "recipe": 1, "lora": True, "arguments": saves},
         {"name": "lora resumed", "recipe": 3, "lora": True, "resume": at("lora")},
     ]

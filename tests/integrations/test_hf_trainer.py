@@ -70,7 +70,14 @@ def test_losses_are_those_of_ddp_at_every_stage(tmp_path: Path) -> None:
 def test_runs_go_on_from_checkpoints(tmp_path: Path) -> None:
     """At another stage, from another engine, with adapters, and from the best weights."""
     seen = run_ranks(2, continued, str(tmp_path), fresh=True)[0]
-    for first, second in [("whole", "resumed"), ("ddp", "from ddp"), ("lora", "lora resumed")]:
+    pairs = [
+        ("whole", "resumed"),
+        ("ddp", "from ddp"),
+        ("ddp", "read later"),
+        ("whole", "read later again"),
+        ("lora", "lora resumed"),
+    ]
+    for first, second in pairs:
         assert len(seen[first]["loss"]) == 4
         assert seen[second]["loss"] == seen[first]["loss"], second
         assert seen[second]["learning_rate"] == seen[first]["learning_rate"], second
@@ -89,6 +96,12 @@ def test_runs_go_on_from_checkpoints(tmp_path: Path) -> None:
         (tmp_path / "lora" / "checkpoint-2" / "onefold" / "manifest.json").read_text()
     )
     assert "lora_A" in json.dumps(manifest) and "mlp" not in json.dumps(manifest)
+    # Drawn anew as the model was sharded, so not those of `lora`
+    assert len(set(seen["lora read later"]["loss"])) == 4
+    assert (
+        load_file(tmp_path / "adapters" / "adapter_model.safetensors").keys()
+        == load_file(tmp_path / "lora" / "checkpoint-2" / "adapter_model.safetensors").keys()
+    )
     best = seen["best"]
     assert best["best"].endswith("checkpoint-2") and best["losses"][1] > best["losses"][0]
     assert best["after"] == pytest.approx(best["losses"][0], rel=1e-6)

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 import onefold
+from onefold.integrations.hf import loading
 from onefold.integrations.hf.arguments import divides_parameters
 from onefold.recipe import Recipe
 from onefold.runtime.registry import is_sharded
@@ -68,4 +69,4 @@ def shard_frozen(model: nn.Module, recipe: Recipe, device: Any) -> None:
     Collective.
     """
     model.requires_grad_(False)
-    onefold.shard(model.eval(), recipe.replace(frozen=None), device=device)
+    loading.shard(model.eval(), recipe.replace(frozen=None), device)

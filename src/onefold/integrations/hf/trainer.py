@@ -24,7 +24,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import onefold
 from onefold.checkpoint.together import Together
-from onefold.integrations.hf import saving
+from onefold.integrations.hf import loading, saving
 from onefold.integrations.hf.accelerator import adopt
 from onefold.integrations.hf.arguments import divides_parameters, in_precision, recipe_of
 from onefold.integrations.hf.compiling import compile_blocks
@@ -109,7 +109,7 @@ class TrainerMixin(_Host):
             refuse_model(model)
             if self.args.torch_compile:
                 compile_blocks(model, self.args)
-            onefold.shard(model, self.recipe, device=self.args.device)
+            loading.shard(model, self.recipe, self.args.device)
         self.model_wrapped = self.accelerator.prepare_model(model)
 
     def _inner_training_loop(
