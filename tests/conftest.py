@@ -80,6 +80,9 @@ SLOW_FILES = {
         "test_deepspeed_trainer.py",
         "test_deepspeed.py",
         "test_from_deepspeed.py",
+        "test_hf.py",
+        "test_hf_trainer.py",
+        "test_hf_trl.py",
     ],
     "invariants": [
         "test_bytes_at_rest.py",
