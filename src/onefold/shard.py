@@ -111,6 +111,14 @@ def shard(
                 f"module {name!r} inside this model belongs to another sharded model already: shard"
                 " the whole model once, alone."
             )
+    if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ValueError(
+            f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
+            f"{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
+            " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
+            " attribute if they are to be as the others, or hold what each rank keeps for itself"
+            " outside the module."
+        )
     held = held_elsewhere(module)  # by an optimizer, perhaps
     mend(module)
     where, init_given = _device(module, device), init

@@ -400,3 +400,24 @@ def assigned_and_read(stage: int) -> list[float]:
 def test_every_rank_notices_assigned_data_also_where_it_owns_nothing_of_it(stage: int) -> None:
     for sums in run_ranks(2, assigned_and_read, stage):
         assert sums == pytest.approx([0.0] * len(sums), abs=1e-5)
+
+
+def copied_by_new_tensor(stage: int) -> list[bool]:
+    import onefold
+
+    torch.manual_seed(0)
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(stage, stall_timeout=20))
+    good = []
+    for p in model.parameters():
+        whole = p.onefold.gather()  # type: ignore[attr-defined]
+        for made in (p.new_tensor(p.data), p.new_tensor(p), p.new_tensor([1.0, 2.0])):
+            expected = whole if made.dim() != 1 or made.tolist() != [1.0, 2.0] else made
+            good.append(type(made) is torch.Tensor and torch.equal(made, expected))
+    return good
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_new_tensor_of_a_part_is_a_copy_of_the_whole(stage: int) -> None:
+    for good in run_ranks(2, copied_by_new_tensor, stage):
+        assert all(good) and len(good) >= 6

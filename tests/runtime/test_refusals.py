@@ -464,3 +464,14 @@ def test_what_is_no_module_is_told_by_its_type() -> None:
 
     with pytest.raises(TypeError, match="a str was given where the model is expected"):
         onefold.engine_of("runs/one")  # type: ignore[arg-type]
+
+
+def test_a_list_of_what_ddp_is_to_leave_out_is_refused_by_name() -> None:
+    import onefold
+
+    model = torch.nn.Linear(2, 2)
+    torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+        model, ["bias"]
+    )
+    with pytest.raises(ValueError, match=r"leave out 'bias'.*_ddp_params_and_buffers_to_ignore"):
+        onefold.shard(model, onefold.Recipe.zero(1))

@@ -36,7 +36,7 @@ from onefold.runtime.operators.names import (
 from onefold.runtime.operators.reductions import reduce_to_number
 from onefold.runtime.operators.refusals import refusal, subject_of, tensors_among
 from onefold.runtime.operators.views import expanded, get_item, set_item, view_of
-from onefold.runtime.operators.whole import as_number, only_reads, read_whole, write_whole
+from onefold.runtime.operators.whole import as_number, only_reads, read_whole, whole_of, write_whole
 
 _names: dict[Any, str] = {}
 
@@ -137,6 +137,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name in DRAWN_LIKE:
             return draw_like(func, args, kwargs)
         if name in FRESH:
+            if any(map(spec_of, tensors_among((args[1:], kwargs)))):  # new_tensor(p): a copy of it
+                return func(args[0], *whole_of(args[1:], name), **whole_of(kwargs, name))
             return func(*args, **kwargs)
         if name == "init" or (
             name in DRAWN and spec_of(args[0]) and not any(map(spec_of, tensors[1:]))
