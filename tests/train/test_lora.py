@@ -22,6 +22,7 @@ from hf_folders import (
 )
 from started_runs import alone, this_rank
 
+from onefold.checkpoint.manifest import FolderSource
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
@@ -79,6 +80,25 @@ def merged_by_hand(run: Run) -> dict[str, torch.Tensor]:
     return out
 
 
+def _refused(config: Any, ranks: Ranks, root: Path) -> None:
+    """What cannot go on from a checkpoint of adapters alone. Collective."""
+    other = root / "elsewhere" / "files"
+    if ranks.is_first:
+        saved(root / "elsewhere", "files")
+        weights = files(other)
+        first = sorted(other.glob("*.safetensors"))[0]
+        first.write_bytes(first.read_bytes()[:-2] + b"\0\1")
+        assert weights.keys() == files(other).keys()
+    ranks.from_first(None)
+    for changed, said in (
+        ({"model": str(other)}, "around other weights than those of --model"),
+        ({"lora": 8}, "shapes differ"),
+        ({"lora_targets": "q_proj"}, "is of other parameters"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            start(config.model_copy(update=changed), ranks)
+
+
 def runs(root: Path) -> dict[str, Any]:
     """On one of two ranks: losses of runs with adapters, whole and interrupted."""
     ranks, found = this_rank(), {}
@@ -101,6 +121,9 @@ def runs(root: Path) -> dict[str, Any]:
             halted = config.model_copy(update={"output": str(root / "again" / name)})
             first = losses_of(*start(halted, ranks), most=4)
             assert first + losses_of(*start(halted, ranks)) == whole, name
+            (newest, *_) = checkpoints.newest_first(Path(halted.output) / checkpoints.CHECKPOINTS)
+            found["checkpoint"] = newest
+            _refused(halted, ranks, root)
     return found
 
 
@@ -112,6 +135,10 @@ def test_adapters_are_trained_alone_saved_as_pefts_and_merged(tmp_path: Path) ->
         saved(tmp_path, name)
     first, second = run_ranks(2, runs, tmp_path, timeout=200)
     assert first == second
+    names = {
+        item.name for item in FolderSource(first["checkpoint"]).items() if item.kind == "parameter"
+    }
+    assert names and all("lora_" in name for name in names)  # the frozen model is in its folder
     tokens = torch.arange(14).reshape(2, 7)
     for name in ("llama", "gpt2", "files"):
         losses = first[name]["losses"]

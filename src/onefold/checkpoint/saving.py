@@ -107,6 +107,7 @@ def save_async(
     step: int | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
+    frozen: bool = True,
 ) -> Background:
     """As `save`, but behind the training: the call returns at once, the state is copied to host
     memory, then written.
@@ -124,7 +125,7 @@ def save_async(
     """
     begun = time.perf_counter()
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-    work = _begin("save_async", path, model, optimizer, things, step, tokenizer, overwrite)
+    work = _begin("save_async", path, model, optimizer, things, step, tokenizer, overwrite, frozen)
     engine = engine_of(model)
     if engine.on_disk:
         work()

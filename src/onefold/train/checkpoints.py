@@ -37,6 +37,7 @@ from onefold.recipe.options import NODES
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, seconds_of, worded
+from onefold.train.folders import weights_digest
 from onefold.train.optimizers import KINDS
 from onefold.train.process import STARTED, Stop
 from onefold.train.report import totals
@@ -174,12 +175,22 @@ def read_point(path: Path) -> Point:
     return Point(path, manifest.step, data["all"], extra, dict(manifest.saved_by))
 
 
+def base_of(run: Run) -> str | None:
+    """Where a frozen model stays out of checkpoints, since its folder has it: which weights those
+    are. None where checkpoints hold it too.
+    """
+    if run.config.lora is None or run.loaded.weights is None:
+        return None
+    return weights_digest(run.loaded.weights)
+
+
 def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
     """What a checkpoint keeps beside its states: totals, and options that decide its numbers."""
     return {
         **sent,
         "skipped": skipped,
         "steps": run.steps,
+        "base": base_of(run),
         "optimizer": run.config.optimizer,
         "options": {name: getattr(run.config, name) for name in FREE},
     }
@@ -194,7 +205,14 @@ def take_over(run: Run, point: Point) -> list[str]:
     names = {"weight_decay", *KINDS[run.config.optimizer].options}
     given = [{name: group[name] for name in names & group.keys()} for group in groups]
     states = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
-    loaded = load_checkpoint(point.path, **states, data=run.order, rng=True)
+    base = point.extra.get("base")
+    if base is not None and base != run.ranks.on_first(lambda: base_of(run)):
+        raise TrainError(
+            f"{point.path} holds adapters alone, around other weights than those of --model"
+            f" {run.config.model} with --lora. Name the model that the run began with."
+        )
+    # What is trained must be there all the same: the optimizer's groups name it
+    loaded = load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         # What the command line says holds; the learning rate is set at each step anyway
         group.update(options)
@@ -354,6 +372,7 @@ class Keeper:
             data=run.order,
             extra=kept_beside(run, totals(run), skipped),
             tokenizer=run.loaded.tokenizer,
+            frozen=base_of(run) is None,
         )
         assert path is not None  # a save waits for the one before
         self.saved = step
