@@ -150,6 +150,7 @@ SLOW_FILES = {
         "test_claim.py",
         "test_early.py",
         "test_examples.py",
+        "test_folder.py",
         "test_machines.py",
         "test_run.py",
         "test_starts.py",

@@ -65,7 +65,8 @@ _FROM = {
 #: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
 #: Loaded when a folder is nobody else's.
 READERS = ("onefold.integrations.deepspeed.checkpoint_reader",)
-_ROOMS = ("checkpoint", "deepspeed", "ema", "observe", "plan")
+# `hf` is not in __all__: it needs transformers, and `from onefold import *` must not
+_ROOMS = ("checkpoint", "deepspeed", "ema", "hf", "observe", "plan")
 
 __all__ = [
     "CheckpointError",

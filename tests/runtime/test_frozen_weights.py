@@ -339,3 +339,44 @@ def test_recomputed_frozen_blocks_stay_gathered_until_their_backward_pass_is_ove
     for (whole, _), (divided, held) in run_ranks(2, recomputed, reentrant, span):
         assert divided == whole
         assert held == []  # and no longer than this backward pass
+
+
+def looked_at(stage: int, span: int, look: bool) -> list[float]:
+    """Losses of steps that make a pass with the adapters off, between forward and backward."""
+    torch.manual_seed(0)
+    model = onefold.shard(Recomputed(False, span, inside=span == 0), onefold.Recipe.zero(stage))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.1)
+    losses = []
+    for step in range(3):
+        x = features_of(10 * step + torch.distributed.get_rank(), 4, 8)
+        loss = model(x).square().mean()
+        if look:
+            for p in trained:
+                p.requires_grad_(False)
+            with torch.no_grad():
+                model(x)
+            for p in trained:
+                p.requires_grad_(True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def looked_at_everywhere() -> dict[str, list[float]]:
+    return {
+        f"stage {stage}, span {span}, look {look}": looked_at(stage, span, look)
+        for stage in (1, 3)
+        for span in (0, 1)
+        for look in (False, True)
+    }
+
+
+def test_a_pass_with_the_adapters_off_before_the_backward_pass_changes_nothing() -> None:
+    """As DPO asks a peft model for its reference."""
+    for seen in run_ranks(2, looked_at_everywhere):
+        expected = seen["stage 1, span 0, look False"]
+        assert len(set(expected)) == 3
+        assert seen == dict.fromkeys(seen, expected)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.errors import NotStreamed
 from onefold.checkpoint.tensorfile import numel_of
 
 Shape = tuple[int, ...]
@@ -209,7 +209,7 @@ def reading(
     stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
 ) -> Layout:
     """How the model's tensors (`expected`) are made of the folder's (`stored`).
-    Raises: CheckpointError: a rule of transformers does more than move rows.
+    Raises: NotStreamed: a rule of transformers does more than move rows.
     """
     rules = rules_of(module, saving=False)
     prefix = getattr(module, "base_model_prefix", "") if is_transformers(module) else ""
@@ -234,7 +234,7 @@ def reading(
             for name, value in made.items():
                 out.made[name] = tags.trace(value)
         except (NotRows, RuntimeError, ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(
+            raise NotStreamed(
                 f"{first!r} of the model is computed from"
                 f" {', '.join(map(repr, converter.source_patterns[:3]))} of the folder by more than"
                 f" moving rows ({converter.operations}), which cannot be"

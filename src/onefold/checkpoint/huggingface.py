@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.apply import load_model
-from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.fitted import Fitted, Outline, refuse_shapes, some, unwrapped
 from onefold.checkpoint.hf_names import is_transformers, reading
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
@@ -68,10 +68,10 @@ class HuggingFaceSource(Source):
             for file, keys in _index(path / f"{name}.safetensors.index.json").items():
                 self._take(path / file, keys)
         else:
-            raise CheckpointError(_no_weights(path, name))
+            raise (NotStreamed if _pickles(path) else CheckpointError)(_no_weights(path, name))
         method = _quantized(self.folder) if name == "model" else None
         if method:
-            raise CheckpointError(
+            raise NotStreamed(
                 f"the weights in {self.folder} are quantized ({method}): they cannot be put into a"
                 " model as they are. Open it with transformers' from_pretrained, dequantize it,"
                 " and save that."
@@ -276,9 +276,19 @@ def _no_weights(path: Path, name: str) -> str:
     )
 
 
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return sorted(p for p in path.iterdir() if p.is_file())
+
+
+def _pickles(path: Path) -> list[str]:
+    endings = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+    return [p.name for p in _files(path) if p.suffix in endings and p.stem != "training_args"]
+
+
 def _instead(path: Path) -> str:
-    files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
-    pickles = [p.name for p in files if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl")]
+    files, pickles = _files(path), _pickles(path)
     if pickles:
         return (
             f" Its weights are pickles ({some(pickles)}), which can run code and cannot be read in"

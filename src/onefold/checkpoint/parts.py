@@ -82,9 +82,11 @@ def collect(
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     things: Mapping[str, Any],
+    frozen: bool = True,
 ) -> RankState:
     """This rank's part of everything; `things`: what else there is (scheduler, scaler, data,
-    extra), or None. Local; nothing is copied but what is not contiguous.
+    extra), or None; `frozen`: with parameters that take no gradient. Local; nothing is copied but
+    what is not contiguous.
 
     Raises:
         CheckpointError: something that cannot be stored.
@@ -92,7 +94,8 @@ def collect(
     out, first = RankState(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
         states = States(engine, optimizers)
-        held = [(entry, "", entry.param) for entry in engine.entries]
+        entries = [e for e in engine.entries if frozen or e.param.requires_grad]
+        held = [(entry, "", entry.param) for entry in entries]
         for entry, key, value in [*held, *states.tensors]:
             start, stop = entry.accounted()
             if stop > start or first:  # who also says what is there where nobody holds an element

@@ -65,6 +65,7 @@ def save(
     step: int | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
+    frozen: bool = True,
 ) -> Path:
     """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective;
     returns when the disk has it.
@@ -82,13 +83,15 @@ def save(
             checkpoint is the one of the greatest.
         tokenizer: anything with save_pretrained(folder), stored beside the weights.
         overwrite: replace the checkpoint of this name, in one step, once the new one is whole.
+        frozen: also write parameters that take no gradient. Without them (the base of adapters,
+            which another folder has) the checkpoint loads with strict=False.
 
     Raises:
         CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an
             older one.
     """
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-    _begin("save", path, model, optimizer, things, step, tokenizer, overwrite)()
+    _begin("save", path, model, optimizer, things, step, tokenizer, overwrite, frozen)()
     return Path(path)
 
 
@@ -131,7 +134,7 @@ def save_async(
 
 def _begin(
     call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
-    overwrite: bool,
+    overwrite: bool, frozen: bool = True,
 ) -> _Writing:  # fmt: skip
     """What needs the training to stand still, and the errors found before anything is written."""
     engine = engine_of(model)
@@ -148,13 +151,14 @@ def _begin(
         check_moment(engine, "save", optimizer)
         engine.unset.refuse("save() would write")
         engine.transfers.check()
-        parts = collect(engine, model, given, things)
+        parts = collect(engine, model, given, things, frozen)
         copying = Copying(engine, parts) if call == "save_async" else None
         if together.rank == 0:
             place = Unfinished(target, overwrite)
     except Exception as failure:
         error = failure
     mine = {"path": str(target), "step": step, "optimizers": len(given), "overwrite": overwrite}
+    mine["frozen"] = frozen
     # All ranks hear of all errors, and of the folder, before anything is written
     said = together.all_gather(
         (None if error is None else worded(error), str(place.folder) if place else "", mine)

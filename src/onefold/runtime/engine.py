@@ -391,7 +391,9 @@ class Engine:
         if self.step < 2:
             check_not_wrapped(self.units[0].module())
         look_for_writes(self)  # by what was trainable when the optimizer stepped
-        self.follow_trainable()
+        # A look in between (a reference pass with adapters off) leaves open graphs as they are
+        if torch.is_grad_enabled() or self.progress.open_graphs == 0:
+            self.follow_trainable()
         if torch.is_grad_enabled() and self.progress.open_graphs == 0 and not self.outside_graphs:
             for u in self.units:
                 u.calls = 0

@@ -1,5 +1,10 @@
-"""`--model` to a module on the CPU in fp32, with its tokenizer: a package, a folder, a file, a size,
-or your own factory; and what is done to its blocks (recomputation, compilation).
+"""`--model` to a module in fp32, with its tokenizer: a package, a folder, a file, a size, or your own
+factory; and what is done to its blocks (recomputation, compilation).
+
+    a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
+    a package, a GGUF file    whole on rank 0, meta elsewhere
+    a size                    drawn at random on rank 0, meta elsewhere
+    a factory                 as it makes it, on every rank
 """
 
 from __future__ import annotations
@@ -12,13 +17,15 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.pretrained import on_meta, read_whole
 from onefold.plan.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
@@ -33,16 +40,21 @@ class Loaded:
     """A model to train.
 
     Attributes:
-        module: the whole model, fp32, on the CPU.
+        module: the model in fp32: whole on the CPU, or on the meta device where `onefold.shard`
+            gives it its weights.
         tokenizer: None if the model takes something else than text (a factory's).
         name: what to call it.
         pretrained: False if its weights were drawn at random just now.
+        weights: the folder that its weights are to be read from, None where rank 0 has them.
+        notes: what the user should know about how it was loaded.
     """
 
     module: nn.Module
     tokenizer: Tokenizer | None
     name: str
     pretrained: bool
+    weights: Path | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def is_transformers(self) -> bool:
@@ -66,8 +78,7 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
         if kind == "folder":
-            words = load_tokenizer(tokenizer, Path(name))
-            return Loaded(_from_folder(Path(name)), words, name.rstrip("/"), True)
+            return _from_folder(Path(name), load_tokenizer(tokenizer, Path(name)))
         if kind in ("smollm2", "gguf"):
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
@@ -78,26 +89,33 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
 
 
 def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
-    """As `load_model`, with weights on rank 0 only and the meta device elsewhere. Collective.
-    `onefold.shard` gives every rank its part of rank 0's. Only a factory itself knows how to
-    build its model: it is called on every rank.
+    """As `load_model`, with weights on rank 0 at most and the meta device elsewhere. Collective.
+    `onefold.shard` gives every rank its part of rank 0's, or of the folder's. Only a factory itself
+    knows how to build its model: it is called on every rank.
     """
     if ranks.world_size == 1 or kind_of(name) == "factory":
         return load_model(name, tokenizer, seed, seq)
     if kind_of(name) == "scratch":
         return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
-    whole: list[Loaded] = []
+    own: list[Loaded] = []
 
     def load() -> tuple[Any, ...]:
-        whole.append(load_model(name, tokenizer, seed, seq))
-        module: Any = whole[0].module
-        return type(module), module.config, whole[0].tokenizer, whole[0].name
+        own.append(load_model(name, tokenizer, seed, seq))
+        module: Any = own[0].module
+        beside = getattr(module, "generation_config", None)
+        return type(module), module.config, beside, replace(own[0], module=nn.Identity())
 
-    kind, config, words, label = ranks.on_first(load)
-    if whole:
-        return whole[0]
-    with quiet_transformers(), torch.device("meta"):
-        return Loaded(kind(config).float().train(), words, label, True)
+    kind, config, generation, loaded = ranks.on_first(load)
+    if own:
+        return own[0]
+    with quiet_transformers():
+        if loaded.weights is not None:
+            return replace(loaded, module=on_meta(loaded.weights))
+        with torch.device("meta"):
+            module = kind(config).float().train()
+    # All ranks write the same samples
+    module.generation_config = generation
+    return replace(loaded, module=module)
 
 
 # -- tokenizers ------------------------------------------------------------------------------------
@@ -132,12 +150,26 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def _from_folder(path: Path) -> nn.Module:
+def _from_folder(path: Path, words: Tokenizer) -> Loaded:
+    """Without memory, if its weights can be read in parts; else whole."""
+    try:
+        module = on_meta(path)
+        reason = read_whole(path, module)
+    except CheckpointError as error:
+        raise TrainError(f"--model {path}: {error}") from error
+    loaded = Loaded(module, words, str(path), True, weights=path)
+    if not reason:
+        return loaded
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(
-        str(path), dtype=torch.float32, local_files_only=True
-    )
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, local_files_only=True
+        ).train()
+    except (OSError, ValueError, ImportError) as error:
+        raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
+    note = f"the whole model is read on the first rank: {reason}"
+    return replace(loaded, module=module, weights=None, notes=(note,))
 
 
 @contextmanager

@@ -172,6 +172,8 @@ def prepare(
             f"--model {config.model} came without a tokenizer and none is installed; name one with"
             " --tokenizer."
         )
+    for said in loaded.notes:
+        note(said)
     data = load_data(
         config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents
     )
@@ -197,7 +199,7 @@ def prepare(
     try:
         recipe = config.recipe(choice.stage)
         note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
-        model = onefold.shard(model, recipe, device=ranks.device)
+        model = _sharded(loaded, recipe, config.seed, ranks.device)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
     if config.compile:
@@ -210,6 +212,19 @@ def prepare(
     return Run(
         config, ranks, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen
     )  # fmt: skip
+
+
+def _sharded(loaded: Loaded, recipe: onefold.Recipe, seed: int, device: torch.device) -> nn.Module:
+    """The model in its shards, from rank 0's weights or the folder's. Collective."""
+    model: Any = loaded.module
+    if loaded.weights is None:
+        return onefold.shard(model, recipe, device=device)
+    # What the folder has not (a head, perhaps) is drawn as transformers would, from the seed
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return onefold.shard(
+            model, recipe, device=device, init=model._init_weights, weights=loaded.weights
+        )
 
 
 def _with_global_batch(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 import onefold
 from onefold.checkpoint.adapters import save_adapters
@@ -59,9 +60,10 @@ def sample(run: Run) -> str | None:
     ids = torch.tensor([prompt], device=run.ranks.device)
     model.eval()
     try:
-        # Whole parameters on every rank; each writes the same text. Blocks run uncompiled: each
-        # length that generating goes through would be compiled.
-        with onefold.full_params(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        # Each rank writes the same text. Blocks run uncompiled: each length that generating goes
+        # through would be compiled.
+        uncompiled = torch.compiler.set_stance("force_eager")
+        with _readable(run), torch.no_grad(), uncompiled:
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
@@ -73,6 +75,21 @@ def sample(run: Run) -> str | None:
     finally:
         model.train()
     return words.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+
+
+#: Times the whole model in fp32 that each rank must have free, to hold it for a sample.
+SPARE_TO_HOLD = 4
+
+
+def _readable(run: Run) -> contextlib.AbstractContextManager[nn.Module]:
+    """The model to generate with: whole on every rank where there is ample room, else gathered unit
+    by unit. Collective.
+    """
+    ranks, whole = run.ranks, 4 * (run.trained + run.frozen)
+    free = int(ranks.least(ranks.free_memory()))
+    if free >= SPARE_TO_HOLD * whole or ranks.world_size == 1:
+        return onefold.full_params(run.model)
+    return onefold.keep_gathered(run.model, limit=max(1, free // 8))
 
 
 def export(run: Run, folder: Path) -> str:

@@ -1,0 +1,138 @@
+"""The recipe of a Trainer: from its argument `recipe`, or from a field `onefold` of its arguments.
+
+| given                                     | means                                              |
+|-------------------------------------------|----------------------------------------------------|
+| a `Recipe`                                | itself                                             |
+| 3, "3"                                    | `Recipe.zero(stage=3)`                             |
+| {"stage": 3, "frozen": "nf4"}             | `Recipe.zero(stage=3, frozen="nf4")`               |
+| '{"stage": 3}', "recipe.json"             | the same, as text or in a file, for a command line |
+
+`bf16=True` of the arguments is `precision="bf16"` of the recipe, unless the recipe names one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
+
+#: The name of the field of training arguments.
+FIELD = "onefold"
+_EXPECTED = (
+    'a Recipe, a stage from 0 to 3, a dict such as {"stage": 3}, the same as JSON text, or the path'
+    " of a .json file"
+)
+
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """transformers' TrainingArguments with a field for the recipe, so that a command line can give
+    it: `--onefold 3`, `--onefold '{"stage": 3, "frozen": "nf4"}'`, `--onefold recipe.json`.
+
+    Arguments of other classes (`SFTConfig`) take it as an attribute: `args.onefold = 3`.
+    """
+
+    onefold: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Onefold's recipe: a stage, a JSON text, or the path of a JSON file."},
+    )
+
+
+def recipe_of(given: Any, args: Any) -> Recipe:
+    """The recipe that a Trainer was given, by its argument or by its training arguments.
+
+    Raises:
+        ValueError: by neither or by both; or it is no recipe.
+    """
+    field_value = getattr(args, FIELD, None)
+    if given is not None and field_value is not None:
+        raise ValueError(
+            f"the recipe was given twice: recipe={given!r} and args.{FIELD}={field_value!r}. Keep"
+            " one of them."
+        )
+    if given is None and field_value is None:
+        raise ValueError(
+            "this Trainer was given no recipe: pass recipe=onefold.Recipe.zero(stage=3), or set"
+            f" args.{FIELD} = 3."
+        )
+    name = "recipe" if given is not None else f"args.{FIELD}"
+    return _read(name, given if given is not None else field_value)
+
+
+def _read(name: str, value: Any) -> Recipe:
+    if isinstance(value, Recipe):
+        return value
+    text = value.strip() if isinstance(value, str) else None
+    if text is not None and not text.isdigit():
+        value = _parsed(name, text)
+    elif text is not None:
+        value = int(text)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Recipe.zero(value)
+    if isinstance(value, Mapping):
+        if "stage" not in value:
+            raise ValueError(
+                f'{name}={dict(value)!r} names no stage: add "stage", as in {{"stage": 3}}.'
+            )
+        return Recipe.zero(**value)
+    raise ValueError(f"{name}={value!r}: expected {_EXPECTED}.")
+
+
+def _parsed(name: str, text: str) -> Any:
+    """A JSON text, or what is in the file of that name."""
+    shown, content = f"{name}={text!r}", text
+    if not text.startswith("{"):
+        if not text.endswith(".json"):
+            raise ValueError(f"{shown}: expected {_EXPECTED}.")
+        try:
+            content = Path(text).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{shown} cannot be read: {error.strerror}.") from None
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"{shown} is no JSON ({error}): expected {_EXPECTED}.") from None
+
+
+def in_precision(recipe: Recipe, asked: str) -> Recipe:
+    """`recipe`, computing in what the training arguments ask for.
+
+    Args:
+        asked: accelerate's name: "no", "bf16", "fp16" or "fp8".
+
+    Raises:
+        ValueError: the recipe names another one, or it is one that does not work here.
+    """
+    own = recipe.compute_dtype
+    for name, dtype in (("fp16", torch.float16), ("fp8", None)):
+        if asked == name or (own is not None and own == dtype):
+            raise ValueError(
+                f"{name} is not supported by onefold.hf, which has no loss scaling: set bf16=True,"
+                " or train in fp16 in a loop of your own with onefold.GradScaler."
+            )
+    if asked == "no":
+        return recipe
+    wanted = COMPUTE_DTYPES[asked]
+    if own == wanted:
+        return recipe
+    if own is not None:
+        raise ValueError(
+            f"the training arguments say {asked}=True, and the recipe computes in"
+            f" {str(own).removeprefix('torch.')}: leave one of them out."
+        )
+    travels = Placement.SHARDED in (recipe.parameters.placement, recipe.optimizer.placement)
+    parameters = replace(recipe.parameters, dtype=wanted, wire=wanted if travels else None)
+    wire = recipe.gradients.wire if recipe.gradients.wire is not None else wanted
+    return recipe.replace(parameters=parameters, gradients=replace(recipe.gradients, wire=wire))
+
+
+def divides_parameters(recipe: Recipe) -> bool:
+    """Whether a rank holds a part of the parameters only."""
+    return recipe.parameters.placement is Placement.SHARDED

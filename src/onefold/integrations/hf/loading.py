@@ -1,0 +1,65 @@
+"""Models that no rank ever holds whole: built without memory, read shard by shard as a Trainer
+shards them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import nn
+
+import onefold
+from onefold.checkpoint.pretrained import on_meta, read_whole
+from onefold.recipe import Recipe
+
+logger = logging.getLogger("onefold")
+#: The attribute of such a model that names its folder.
+_WEIGHTS = "_onefold_weights"
+
+
+def from_pretrained(
+    name: str | os.PathLike[str], kind: Any = None, dtype: Any = None, **options: Any
+) -> nn.Module:
+    """A model of transformers on the meta device, whose weights each rank reads for itself when a
+    Trainer of `onefold.hf` shards it. Adapters of peft may be put around it before.
+
+    What cannot be read in parts (pickles, quantized weights) is loaded whole, with a warning.
+
+    Args:
+        name: a folder, or a model of the hub, which is taken from the cache or downloaded.
+        kind: a class of transformers; None for AutoModelForCausalLM.
+        dtype: of the parameters; None for the one that config.json names, as transformers has it.
+        options: overwrite what config.json says, such as attn_implementation="eager".
+
+    Raises:
+        CheckpointError: there is no configuration that transformers knows, or the weights are of
+            another model.
+        OSError: there is no such folder, and no such model in the hub or its cache.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        # Each rank asks; on each machine one of them downloads, the others wait
+        folder = Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))  # fmt: skip
+    model = on_meta(folder, kind, dtype, **options)
+    reason = read_whole(folder, model)
+    if reason:
+        logger.warning("the whole model is read on every rank: %s", reason)
+        chosen = kind or transformers.AutoModelForCausalLM
+        whole: nn.Module = chosen.from_pretrained(folder, dtype=dtype or "auto", **options)
+        return whole.train()
+    setattr(model, _WEIGHTS, str(folder))
+    return model
+
+
+def shard(model: Any, recipe: Recipe, device: Any) -> None:
+    """`onefold.shard`, with the weights that `from_pretrained` has put off reading. Collective."""
+    folder = getattr(model, _WEIGHTS, None)
+    # What the folder has not (a new head) is drawn as transformers draws it
+    init = model._init_weights if folder is not None else None
+    onefold.shard(model, recipe, device=device, weights=folder, init=init)

@@ -1,0 +1,151 @@
+"""What a Trainer on Onefold cannot do, each with a sentence that says what to do instead."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.recipe import Recipe
+
+logger = logging.getLogger("onefold")
+#: Optimizers of `optim=` that step inside the backward pass, or parameter by parameter there.
+_IN_BACKWARD = ("lomo", "adalomo")
+_LAYERWISE = "_layerwise"
+#: Environment variables of `accelerate launch` that ask for another engine.
+_OTHERS = {
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
+}
+#: Arguments that say something to DDP, and nothing here.
+_OF_DDP = (
+    "ddp_find_unused_parameters",
+    "ddp_bucket_cap_mb",
+    "ddp_broadcast_buffers",
+    "ddp_static_graph",
+)
+
+
+def refuse_arguments(args: Any, recipe: Recipe) -> None:
+    """Raise ValueError or NotImplementedError for training arguments that cannot go with a
+    recipe.
+    """
+    if getattr(args, "deepspeed", None) is not None:
+        raise ValueError(
+            "deepspeed= was given beside a recipe of Onefold: leave it out. To run a script by its"
+            " DeepSpeed configuration, use transformers.Trainer under `python -m"
+            " onefold.deepspeed`."
+        )
+    if getattr(args, "fsdp", None):
+        raise ValueError(
+            f"fsdp={args.fsdp!r} was given beside a recipe of Onefold: leave it out;"
+            " Recipe.zero(stage=3) divides the same states."
+        )
+    for name, what in _OTHERS.items():
+        if os.environ.get(name, "false").lower() in ("1", "true", "yes", "on"):
+            raise ValueError(
+                f"accelerate's launcher asks for {what} ({name} is set), and this Trainer has a"
+                " recipe of Onefold: start it with torchrun, or choose plain multi-GPU in"
+                " `accelerate config`."
+            )
+    if getattr(args, "parallelism_config", None) is not None:
+        raise NotImplementedError(
+            "parallelism_config= asks for tensor, context or sequence parallelism, which Onefold"
+            " does not have: leave it out."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"this process sees {args.n_gpu} GPUs and no launcher, so that Trainer would copy the"
+            " model to each with DataParallel. Start one process a GPU: torchrun --nproc-per-node"
+            f" {args.n_gpu} script.py."
+        )
+    if str(args.parallel_mode).endswith(("TPU", "SAGEMAKER_MODEL_PARALLEL")):
+        raise NotImplementedError(
+            f"{args.parallel_mode} is not supported by onefold.hf: train on GPUs or CPUs."
+        )
+    if args.auto_find_batch_size:
+        raise NotImplementedError(
+            "auto_find_batch_size=True starts over after a rank has run out of memory, while the"
+            " others wait for it in a step. Leave it out; `onefold plan` says what fits."
+        )
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            raise NotImplementedError(
+                f"{name}=True casts the model in place, which would cast master weights too: leave"
+                " it out. With bf16=True evaluation computes in bf16."
+            )
+    if args.save_on_each_node:
+        raise NotImplementedError(
+            "save_on_each_node=True writes a folder for each node. All ranks of Onefold write one"
+            " folder together: leave it out, and give an output_dir that all nodes share."
+        )
+    if args.optim in _IN_BACKWARD or str(args.optim).endswith(_LAYERWISE):
+        raise NotImplementedError(
+            f"optim={str(args.optim)!r} steps inside the backward pass, before gradients are"
+            " reduced over the ranks: choose another, such as adamw_torch. The recipe's"
+            " step_in_backward=True saves the same memory where states rest on the host."
+        )
+    if getattr(args, "use_vllm", False):
+        raise NotImplementedError(
+            "use_vllm=True sends whole weights to another engine, which is not connected yet:"
+            " leave it out, and generation runs in the ranks that train."
+        )
+    if getattr(args, "sync_ref_model", False):
+        raise NotImplementedError(
+            "sync_ref_model=True mixes weights into the reference model in place, which sharded"
+            " models do not take: leave it out."
+        )
+    if recipe.step_in_backward and args.max_grad_norm > 0:
+        raise ValueError(
+            f"max_grad_norm={args.max_grad_norm} clips by the norm of all gradients, and the recipe"
+            " steps behind the backward pass, before it is known: set max_grad_norm=0, or leave"
+            " step_in_backward out."
+        )
+    without = [name for name in _OF_DDP if getattr(args, name, None) is not None]
+    if without and args.process_index == 0:
+        logger.warning("%s: without effect, this is no DDP.", ", ".join(without))
+
+
+def refuse_accelerator(accelerator: Any) -> None:
+    """Raise ValueError if accelerate has another idea of the ranks, or another engine."""
+    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks != accelerator.num_processes:
+        raise ValueError(
+            f"torch.distributed has {ranks} ranks and accelerate counts"
+            f" {accelerator.num_processes}: start with torchrun, and on machines without a GPU set"
+            " use_cpu=True."
+        )
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
+        raise ValueError(
+            f"accelerate was set up for {kind}, and this Trainer has a recipe of Onefold: keep one."
+        )
+
+
+def refuse_model(model: Any) -> None:
+    """Raise ValueError or NotImplementedError for a model that something else has placed, divided
+    or quantized.
+    """
+    name = type(model).__name__
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    if len(devices) > 1 or devices & {"cpu", "disk"}:
+        raise ValueError(
+            f"this {name} was spread over {', '.join(sorted(map(str, devices)))} by device_map=:"
+            " load it without; the recipe decides where its states rest."
+        )
+    if getattr(model, "is_distributed_loading_by_transformers", False) or (
+        (getattr(model, "tp_size", None) or 1) > 1
+    ):
+        raise ValueError(
+            f"this {name} was divided among the ranks while transformers loaded it"
+            " (distributed_config= or tp_plan=): load it without."
+        )
+    if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
+        raise NotImplementedError(
+            f"this {name} was quantized while transformers loaded it: load it without"
+            ' quantization_config=, and give the recipe frozen="nf4" (4 bits) or frozen="int8".'
+        )

@@ -1,0 +1,228 @@
+"""The mixin: where a Trainer of transformers wraps, clips, saves and loads, Onefold does.
+
+    Trainer.__init__            refuses what cannot go together; the model stays where it is
+    train(), evaluate()         shard the model in place, before the first batch
+    every step                  Trainer's own loop, loss and accumulation; the norm is Onefold's
+    save_model(), checkpoints   streamed by all ranks, see saving.py
+
+`trainer.model` stays the same object throughout, of the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+import onefold
+from onefold.checkpoint.together import Together
+from onefold.integrations.hf import loading, saving
+from onefold.integrations.hf.accelerator import adopt
+from onefold.integrations.hf.arguments import divides_parameters, in_precision, recipe_of
+from onefold.integrations.hf.compiling import compile_blocks
+from onefold.integrations.hf.figures import Figures
+from onefold.integrations.hf.generating import WholeWeights
+from onefold.integrations.hf.refusals import refuse_accelerator, refuse_arguments, refuse_model
+from onefold.recipe import Recipe
+from onefold.runtime.registry import is_sharded
+
+if TYPE_CHECKING:
+    _Host: Any = transformers.Trainer
+else:
+    _Host = object
+
+
+#: Where Trainer classes come from that the mixin must stand before.
+_HOSTS = ("transformers.", "trl.")
+
+
+class TrainerMixin(_Host):
+    """Makes a Trainer class train by a recipe of Onefold. Stands before it:
+
+    class Tuner(onefold.hf.TrainerMixin, trl.SFTTrainer): ...
+    Tuner(model, args=args, train_dataset=data, recipe=onefold.Recipe.zero(stage=3)).train()
+
+    Every rank makes the same calls, `save_model()` and `evaluate()` too.
+
+    Args:
+        recipe: a Recipe, a stage, or a dict of `Recipe.zero`'s options; or None where the training
+            arguments have `onefold`. The others are the Trainer's own.
+
+    Attributes:
+        recipe: what the model is sharded by.
+
+    Raises:
+        ValueError, NotImplementedError: arguments that cannot go together, or that Onefold does not
+            do; the sentence says what to write.
+    """
+
+    recipe: Recipe
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        bases = cls.__mro__
+        if transformers.Trainer not in bases:
+            raise TypeError(
+                f"{cls.__name__} has onefold.hf.TrainerMixin and no Trainer behind it: write `class"
+                f" {cls.__name__}(onefold.hf.TrainerMixin, Trainer)`."
+            )
+        before = next(b for b in bases if b is TrainerMixin or b.__module__.startswith(_HOSTS))
+        if before is not TrainerMixin:
+            raise TypeError(
+                f"{cls.__name__} names {before.__name__} before onefold.hf.TrainerMixin, which must"
+                f" stand first: `class {cls.__name__}(onefold.hf.TrainerMixin,"
+                f" {before.__name__})`."
+            )
+
+    def __init__(self, *args: Any, recipe: Any = None, **kwargs: Any) -> None:
+        self._onefold_given: Any = recipe
+        self._onefold_figures: Figures | None = None
+        super().__init__(*args, **kwargs)
+        if hasattr(self, "_dist"):  # TRL's, where it generates
+            self._dist = WholeWeights(self.model)
+
+    # -- before the first batch --------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        recipe = recipe_of(self._onefold_given, self.args)
+        refuse_arguments(self.args, recipe)
+        super().create_accelerator_and_postprocess()
+        refuse_accelerator(self.accelerator)
+        self.recipe = in_precision(recipe, str(self.accelerator.mixed_precision))
+        adopt(self.accelerator, self.recipe)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """The model is moved as it is sharded."""
+
+    def _shard_model(self) -> None:
+        """Shard `self.model` in place, unless it is. Collective."""
+        model = self.model
+        if not is_sharded(model):
+            refuse_model(model)
+            if self.args.torch_compile:
+                compile_blocks(model, self.args)
+            loading.shard(model, self.recipe, self.args.device)
+        self.model_wrapped = self.accelerator.prepare_model(model)
+
+    def _inner_training_loop(
+        self,
+        batch_size: Any = None,
+        args: Any = None,
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
+        self._shard_model()
+        return super()._inner_training_loop(
+            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
+        )
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        accelerator = self.accelerator
+        placement, accelerator.device_placement = accelerator.device_placement, False
+        try:  # states of the optimizer are made where its parameters are
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        finally:
+            accelerator.device_placement = placement
+        self._onefold_figures = Figures(self.model, self._torch_optimizer(), self._steps_done())
+        return prepared
+
+    def _torch_optimizer(self) -> Any:
+        """Trainer's optimizer without what accelerate puts around it."""
+        optimizer = self.optimizer
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        return optimizer
+
+    def _steps_done(self) -> int:
+        return int(self.state.global_step)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(self, model: Any) -> Tensor:
+        return onefold.clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None and not self.recipe.step_in_backward:
+            grad_norm = onefold.clip_grad_norm_(self.model, math.inf)
+        return grad_norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        figures = self._onefold_figures
+        if figures is not None and "loss" in logs:
+            logs |= figures.look(self._steps_done())
+        super().log(logs, start_time)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._shard_model()
+        generating = getattr(self, "_gen_kwargs", None)  # Seq2SeqTrainer's
+        if generating is not None and divides_parameters(self.recipe):
+            generating.setdefault("synced_gpus", True)  # every rank makes as many passes
+        return super().evaluation_loop(*args, **kwargs)
+
+    # -- saving and loading ------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Collective once the model is sharded: every rank writes its part."""
+        if not is_sharded(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        folder = output_dir if output_dir is not None else self.args.output_dir
+        saving.save_weights(self.model, folder)
+        with self._first_rank_writes() as writes:
+            if writes:
+                collator = getattr(self, "data_collator", None)
+                words = self.processing_class or getattr(collator, "tokenizer", None)
+                if words is not None:
+                    words.save_pretrained(folder)
+                torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        saving.save_state(self.model, self._torch_optimizer(), output_dir, self._steps_done())
+        with self._first_rank_writes() as writes:
+            if writes:
+                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    @contextlib.contextmanager
+    def _first_rank_writes(self) -> Iterator[bool]:
+        """True on the first rank; what goes wrong there raises on every rank. Collective."""
+        together = Together.of(onefold.engine_of(self.model))
+        with together.each_rank():
+            yield together.rank == 0
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Trainer calls it before the model is sharded: `_load_optimizer_and_scheduler` reads the
+        weights then.
+        """
+        if is_sharded(self.model):
+            saving.load_weights(self.model, resume_from_checkpoint)
+        else:
+            saving.refuse_empty(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        if not saving.has_state(checkpoint):  # saved without it, or by Trainer on something else
+            saving.load_weights(self.model, checkpoint)
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        saving.load_state(self.model, self._torch_optimizer(), checkpoint)
+        schedule = os.path.join(checkpoint, SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        saving.load_weights(self.model, self.state.best_model_checkpoint)
+
+
+class Trainer(TrainerMixin, transformers.Trainer):
+    """transformers' Trainer by a recipe of Onefold; see `TrainerMixin` for the argument `recipe`,
+    and transformers for all others.
+    """
