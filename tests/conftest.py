@@ -80,6 +80,7 @@ SLOW_FILES = {
         "test_deepspeed_trainer.py",
         "test_deepspeed.py",
         "test_from_deepspeed.py",
+        "test_lightning.py",
     ],
     "invariants": [
         "test_bytes_at_rest.py",

@@ -46,6 +46,9 @@ class Tuned(L.LightningModule):
         if not meta:
             self.model = self._made()
 
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.scale)
+
     def _made(self) -> nn.Module:
         torch.manual_seed(3)
         return TinyGPT(**self.options)
@@ -154,3 +157,62 @@ def one(
         "weights": {k: v.double() for k, v in weights.items()} if used.is_global_zero else {},
         "rate": used.optimizers[0].param_groups[0]["lr"],
     }
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+def fitted(
+    strategy: Any, folder: str, epochs: int, path: str | None = None, **options: Any
+) -> tuple[Tuned, L.Trainer]:
+    tuned = Tuned(**options.pop("module", {}))
+    used = trainer(strategy_of(strategy), folder, max_epochs=epochs, **options)
+    # The same rows in a step on any number of ranks
+    used.fit(tuned, loader(16, 4 // used.world_size), ckpt_path=path)
+    return tuned, used
+
+
+def saved(folder: str) -> dict[str, Any]:
+    """Two epochs at once, and a checkpoint after the first, in each form."""
+    as_torchrun()
+    out: dict[str, Any] = {}
+    for name, strategy in {
+        "folder": {"stage": 3},
+        "file": {"stage": 3, "checkpoint": "file"},
+        "ddp": "ddp",
+    }.items():
+        keeps = L.callbacks.ModelCheckpoint(
+            f"{folder}/{name}",
+            filename="{epoch}",
+            save_top_k=-1,
+            save_last="link" if name == "folder" else None,
+        )
+        given = {"callbacks": [keeps], "enable_checkpointing": True}
+        tuned, used = fitted(strategy, folder, 2, **given)
+        out[name] = tuned.losses
+        out[f"{name} last"] = used.checkpoint_callback.best_model_path
+        used.save_checkpoint(f"{folder}/{name}/weights.ckpt", weights_only=True)
+    return out
+
+
+def resumed(folder: str) -> dict[str, Any]:
+    """From each of them, at other stages; the second epoch's losses."""
+    as_torchrun()
+    out: dict[str, Any] = {}
+    for name, strategy in {
+        "folder": {"stage": 1},
+        "file": {"stage": 3},
+        "ddp": {"stage": 2, "checkpoint": "file"},
+    }.items():
+        path = f"{folder}/{name}/epoch=0.ckpt"
+        tuned, used = fitted(strategy, folder, 2, path)
+        out[name] = tuned.losses
+        out[f"{name} steps"] = used.global_step
+        # Evaluated by the weights of a checkpoint, on a module that was made without memory
+        fresh = Tuned(meta=True)
+        tests = trainer(strategy_of({"stage": 3}), folder)
+        tests.test(fresh, loader(4), ckpt_path=f"{folder}/{name}/weights.ckpt", verbose=False)
+        out[f"{name} tested"] = fresh.evaluated
+    tuned, used = fitted("ddp", folder, 2, f"{folder}/file/epoch=0.ckpt")
+    out["by ddp"] = tuned.losses
+    return out

@@ -69,6 +69,8 @@ def save_folder(
             ' on_save_checkpoint(). With checkpoint="folder" each rank writes its part and nobody'
             ' has them whole: leave them as they are, or give Strategy(checkpoint="file").'
         )
+    if states is not None:
+        rest[STATES] = []  # that there are any
     onefold.save(
         path,
         model=module,

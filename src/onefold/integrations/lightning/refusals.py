@@ -56,7 +56,7 @@ def check_start(method: str) -> None:
     """Raises: ValueError: ranks started so could not bring their weights back."""
     if method != "popen":
         raise ValueError(
-            f'start_method={method!r}: Lightning brings back one rank\'s weights from processes that'
+            f"start_method={method!r}: Lightning brings back one rank's weights from processes that"
             ' it forks or spawns, and each rank has a part. Use "popen" (the default), torchrun or'
             " Slurm."
         )

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
 from onefold.integrations.figures import Figures
@@ -178,8 +178,12 @@ class Strategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Micro-batches before the last of a step."""
-        with onefold.no_sync(self._module()):
+        """Micro-batches before the last of a step: gradients wait, where the recipe reduces them at
+        the boundary. With several optimizers each micro-batch is reduced, since `toggle_model`
+        freezes parameters whose gradients would be waiting.
+        """
+        waits = onefold.no_sync(self._module()) if len(self.optimizers) == 1 else None
+        with waits or contextlib.nullcontext():
             yield
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
@@ -248,9 +252,7 @@ class Strategy(DDPStrategy):
         if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
             return
         states = checkpoint[checkpoints.STATES]
-        for optimizer, state in zip(
-            refusals.bare_optimizers(self.optimizers), states, strict=True
-        ):
+        for optimizer, state in zip(refusals.bare_optimizers(self.optimizers), states, strict=True):
             optimizer.load_state_dict(state)
 
     # -- figures -----------------------------------------------------------------------------------
