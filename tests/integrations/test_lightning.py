@@ -85,34 +85,19 @@ def test_manual_optimization_names_loops_figures_averages_and_refusals(tmp_path:
     assert run_ranks(2, all_of_it, str(tmp_path), fresh=True) == [right, right]
 
 
-SCRIPT = """
-import sys
-import lightning.pytorch as L
-import onefold.lightning
-from lightning_trials import Tuned, loader, trainer
-import os
-os.environ["WORLD_SIZE"] = "2"
-used = trainer(onefold.lightning.Strategy(stage=3), sys.argv[1], max_steps=2)
-del os.environ["WORLD_SIZE"]
-tuned = Tuned()
-used.fit(tuned, loader())
-print(f"rank {used.global_rank} of {used.world_size}: {tuned.losses}", flush=True)
-"""
-
-
-def test_lightning_starts_the_ranks(tmp_path: Path) -> None:
-    """`python script.py`, with devices=2."""
-    (tmp_path / "script.py").write_text(SCRIPT)
-    path = os.pathsep.join((absolute_path(), str(Path(__file__).parent)))
+def test_the_example_runs_in_ranks_that_lightning_starts(tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "lightning_gpt.py"
     done = subprocess.run(
-        [sys.executable, "script.py", str(tmp_path)],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        [sys.executable, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": absolute_path()}, capture_output=True, text=True,
         timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert [line[:11] for line in said] == ["rank 0 of 2", "rank 1 of 2"], done.stdout
-    assert said[0].partition(":")[2] != said[1].partition(":")[2]
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith("30 steps, loss ") and f"28 tensors in {tmp_path}" in said, done.stdout
+    assert {f"rank-{rank:05}.safetensors" for rank in range(2)} <= {
+        path.name for path in (tmp_path / "last.ckpt").iterdir()
+    }
 
 
 def test_what_is_overridden_is_there_and_what_is_there_is_known() -> None:
