@@ -69,7 +69,9 @@ _PARTS = {
     "Optimizers": ("optim", "quant"),
     "Offload": ("offload",),
     "Checkpoints": ("checkpoint",),
-    "DeepSpeed": ("integrations", "deepspeed.py"),
+    "DeepSpeed": ("integrations/deepspeed", "deepspeed.py"),
+    "Hugging Face": ("integrations/hf", "hf.py"),
+    "Lightning": ("integrations/lightning", "lightning.py"),
     "The plan": ("plan",),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "cli"),
@@ -86,7 +88,7 @@ def page() -> str:
     ]
     every = messages()
     for heading, parts in _PARTS.items():
-        own = [m for m in every if m.file.split("/")[0] in parts]
+        own = [m for m in every if any(m.file == p or m.file.startswith(f"{p}/") for p in parts)]
         lines += ["", f"## {heading}", "", "| kind | message |", "|---|---|"]
         for kind, text in sorted({(m.kind, m.text) for m in own}, key=lambda row: row[::-1]):
             said = " ".join(text.split()).replace("|", "\\|")

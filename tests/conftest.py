@@ -81,6 +81,9 @@ SLOW_FILES = {
         "test_deepspeed.py",
         "test_from_deepspeed.py",
         "test_lightning.py",
+        "test_hf.py",
+        "test_hf_trainer.py",
+        "test_hf_trl.py",
     ],
     "invariants": [
         "test_bytes_at_rest.py",
@@ -246,10 +249,14 @@ ONLY_WITH_ALL = {
     "benchmarks/test_host_time.py",
     "benchmarks/test_ledgers_benchmark.py::test_an_answer_is_timed_with_the_memory_it_took",
     "benchmarks/test_validation.py::test_every_published_table_is_compared_or_said_not_to_be",
+    "benchmarks/test_trainer_benchmark.py::test_loops_and_trainers_are_measured_in_turns",
     "cli/test_doctor_check_whole.py",
     "cli/test_train_command.py::test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk",
+    "integrations/test_hf.py::test_a_frozen_base_is_held_quantized",
+    "integrations/test_hf_trainer.py::test_a_run_goes_on_on_another_number_of_ranks",
     "plan/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
+    "train/test_examples.py::test_the_example_of_trainer_learns_and_saves_what_opens_again",
     "train/test_run.py::test_compiled_blocks_give_the_same_losses",
 }
 

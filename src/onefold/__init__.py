@@ -60,6 +60,7 @@ _FROM = {
     "checkpoint.dcp": ("dcp_state_dict",),
     "checkpoint.export": ("export",),
     "checkpoint.huggingface": ("load_pretrained",),
+    "checkpoint.whole_tensors": ("stream_params",),
     "integrations.deepspeed": ("initialize",),
 }
 #: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
@@ -106,6 +107,7 @@ __all__ = [
     "save_adapters",
     "save_async",
     "shard",
+    "stream_params",
     "unsharded",
 ]
 

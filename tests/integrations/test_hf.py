@@ -12,7 +12,8 @@ from ranks import run_ranks
 
 pytest.importorskip("accelerate")
 sys.path.append(str(Path(__file__).parent))
-from hf_trials import alone, around, quantized
+from hf_checks import alone, around
+from hf_trials import quantized
 
 
 def test_what_it_takes_and_what_it_refuses(tmp_path: Path) -> None:

@@ -35,7 +35,16 @@ def test_losses_are_those_of_ddp(tmp_path: Path) -> None:
         for (kind, lora), stages in KINDS.items()
         for stage in (None, *stages)
     ]
+    quantized = {"stage": 3, "frozen": "nf4"}
+    cases += [
+        {"name": f"{kind} nf4", "kind": kind, "lora": True, "recipe": quantized}
+        for kind in ("dpo", "grpo")
+    ]
     seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    for kind in ("dpo", "grpo"):  # the second with its reference as an idle adapter
+        plain = seen[f"{kind} True 3"]["loss"]
+        assert seen[f"{kind} nf4"]["loss"] == pytest.approx(plain, abs=1e-3)
+        assert seen[f"{kind} nf4"]["loss"] != plain
     for (kind, lora), stages in KINDS.items():
         ddp = seen[f"{kind} {lora} None"]
         assert len(ddp["loss"]) == 4 and len(set(ddp["loss"])) == 4 and not ddp["sharded"]

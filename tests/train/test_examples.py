@@ -72,6 +72,26 @@ def test_the_hugging_face_example_saves_what_opens_again(tmp_path: Path) -> None
     assert opened.config.hidden_size == 32
 
 
+def test_the_example_of_trainer_learns_and_saves_what_opens_again(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=64, num_hidden_layers=2, num_key_value_heads=2)
+    LlamaForCausalLM(config).save_pretrained(str(tmp_path / "in"))
+    program = [str(ROOT / "examples" / "trainer.py"), str(tmp_path / "in"), str(tmp_path / "out")]
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.split("loss ")[1].split(", saved")[0].split(" -> ")
+    assert float(last) < float(first)
+    opened = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out" / "model"))
+    assert opened.config.hidden_size == 32
+    assert (tmp_path / "out" / "checkpoint-6" / "onefold" / "manifest.json").exists()
+
+
 def test_accumulation_sends_what_the_formula_says() -> None:
     lines = forked("accumulate.py").splitlines()
     times = [float(line.split(" = ")[1].split(" x ")[0]) for line in lines]

@@ -58,8 +58,30 @@ def from_pretrained(
 
 
 def shard(model: Any, recipe: Recipe, device: Any) -> None:
-    """`onefold.shard`, with the weights that `from_pretrained` has put off reading. Collective."""
+    """`onefold.shard`, with the weights that `from_pretrained` has put off reading. Collective.
+
+    Adapters that take no gradient (a reference beside the one that is trained) are small, and
+    switched on and off: they are not quantized with the base.
+    """
     folder = getattr(model, _WEIGHTS, None)
     # What the folder has not (a new head) is drawn as transformers draws it
     init = model._init_weights if folder is not None else None
+    idle = _idle_adapters(model) if recipe.frozen is not None else []
+    for name in idle:
+        model.get_parameter(name).requires_grad_(True)
     onefold.shard(model, recipe, device=device, weights=folder, init=init)
+    for name in idle:
+        model.get_parameter(name).requires_grad_(False)
+
+
+def _idle_adapters(model: Any) -> list[str]:
+    """Names of parameters of peft's adapters that take no gradient."""
+    if not getattr(model, "peft_config", None):
+        return []
+    said = (getattr(module, "prefix", None) for module in model.modules())  # "lora_"
+    kinds = {kind for kind in said if isinstance(kind, str) and kind}
+    return [
+        name
+        for name, p in model.named_parameters()
+        if not p.requires_grad and any(kind in name for kind in kinds)
+    ]

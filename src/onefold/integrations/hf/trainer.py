@@ -85,6 +85,7 @@ class TrainerMixin(_Host):
     def __init__(self, *args: Any, recipe: Any = None, **kwargs: Any) -> None:
         self._onefold_given: Any = recipe
         self._onefold_figures: Figures | None = None
+        self._onefold_parameters: int | None = None
         super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
@@ -132,6 +133,7 @@ class TrainerMixin(_Host):
             prepared = super()._prepare_for_training(*args, **kwargs)
         finally:
             accelerator.device_placement = placement
+        self._onefold_parameters = None
         self._onefold_figures = Figures(self.model, self._torch_optimizer(), self._steps_done())
         return prepared
 
@@ -154,6 +156,15 @@ class TrainerMixin(_Host):
         if grad_norm is None and not self.recipe.step_in_backward:
             grad_norm = onefold.clip_grad_norm_(self.model, math.inf)
         return grad_norm
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """As Trainer's, with the parameters counted once and not in every micro-batch."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs or not hasattr(self.model, "num_parameters"):
+            return 0
+        if self._onefold_parameters is None:
+            self._onefold_parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs[name].numel() * self._onefold_parameters
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         figures = self._onefold_figures

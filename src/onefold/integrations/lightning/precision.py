@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,8 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 
-from onefold.recipe import Placement, Recipe
+from onefold.integrations.computing import computing_in
+from onefold.recipe import Recipe
 
 
 def in_precision(recipe: Recipe, plugin: Any) -> Recipe:
@@ -59,7 +59,7 @@ def in_precision(recipe: Recipe, plugin: Any) -> Recipe:
                 f"Trainer({asked}) computes in bf16, and the recipe in {shown}: leave one of them"
                 " out."
             )
-        return recipe if own is not None else _computing_in(recipe, torch.bfloat16)
+        return recipe if own is not None else computing_in(recipe, torch.bfloat16)
     if type(plugin) is HalfPrecision:
         raise ValueError(
             f"Trainer({asked}) has no loss scaling, so that small gradients vanish: use"
@@ -77,10 +77,3 @@ def converts(plugin: Any) -> bool:
     makes the copies that are computed with, and masters keep the precision they came in.
     """
     return not isinstance(plugin, HalfPrecision)
-
-
-def _computing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
-    travels = Placement.SHARDED in (recipe.parameters.placement, recipe.optimizer.placement)
-    parameters = replace(recipe.parameters, dtype=dtype, wire=dtype if travels else None)
-    wire = recipe.gradients.wire if recipe.gradients.wire is not None else dtype
-    return recipe.replace(parameters=parameters, gradients=replace(recipe.gradients, wire=wire))
