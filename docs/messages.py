@@ -72,6 +72,7 @@ _PARTS = {
     "DeepSpeed": ("integrations/deepspeed", "deepspeed.py"),
     "Hugging Face": ("integrations/hf", "hf.py"),
     "Lightning": ("integrations/lightning", "lightning.py"),
+    "Other trainers": ("integrations/axolotl.py", "integrations/llamafactory.py"),
     "The plan": ("plan",),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "cli"),
