@@ -144,6 +144,13 @@ def alone(folder: str) -> list[str]:
                 wrong.append(f"not refused: {attribute}")
             except (ValueError, NotImplementedError):
                 pass
+    for name in ("./nowhere", "nobody/nothing"):  # of which the second may be in the hub
+        try:
+            onefold.hf.from_pretrained(name)
+            wrong.append(f"not refused: {name}")
+        except FileNotFoundError as error:
+            if f"there is no folder {name!r}" not in str(error):
+                wrong.append(str(error))
     parser = transformers.HfArgumentParser(onefold.hf.TrainingArguments)
     (Path(folder) / "recipe.json").write_text('{"stage": 1}')
     for text, stage in (("2", 2), ('{"stage": 3, "prefetch": 2}', 3), (f"{folder}/recipe.json", 1)):

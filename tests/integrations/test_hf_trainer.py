@@ -17,6 +17,8 @@ pytest.importorskip("accelerate")
 sys.path.append(str(Path(__file__).parent))
 from hf_trials import continued, runs
 
+#: The stages that each kind of run is made at; where it is not named, all.
+STAGES = {"clipped": "13", "lora": "13", "bf16": "13"}
 #: What each kind of run is asked for.
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -41,6 +43,7 @@ def test_losses_are_those_of_ddp_at_every_stage(tmp_path: Path) -> None:
         {"name": f"{kind} {stage}", "recipe": recipe, "save": f"saved {kind} {stage}", **asked}
         for kind, asked in KINDS.items()
         for stage, recipe in stages.items()
+        if stage == "ddp" or stage in STAGES.get(kind, "123")
     ]
     seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
     for kind in KINDS:
@@ -49,7 +52,7 @@ def test_losses_are_those_of_ddp_at_every_stage(tmp_path: Path) -> None:
         assert len(ddp["eval_loss"]) == (2 if kind == "accumulating" else 0)
         file = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
         theirs = load_file(tmp_path / f"saved {kind} ddp" / file)
-        for stage in "123":
+        for stage in STAGES.get(kind, "123"):
             name, ours = f"{kind} {stage}", seen[f"{kind} {stage}"]
             assert ours["sharded"], name
             assert ours["learning_rate"] == ddp["learning_rate"], name

@@ -38,14 +38,9 @@ def from_pretrained(
     Raises:
         CheckpointError: there is no configuration that transformers knows, or the weights are of
             another model.
-        OSError: there is no such folder, and no such model in the hub or its cache.
+        FileNotFoundError: there is no such folder, and no such model in the hub or its cache.
     """
-    folder = Path(name)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-
-        # Each rank asks; on each machine one of them downloads, the others wait
-        folder = Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))  # fmt: skip
+    folder = Path(name) if Path(name).is_dir() else _of_hub(str(name))
     model = on_meta(folder, kind, dtype, **options)
     reason = read_whole(folder, model)
     if reason:
@@ -55,6 +50,26 @@ def from_pretrained(
         return whole.train()
     setattr(model, _WEIGHTS, str(folder))
     return model
+
+
+#: What of a model of the hub is read.
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+
+
+def _of_hub(name: str) -> Path:
+    """The folder of a model in the hub's cache. Each rank asks; on each machine one of them
+    downloads what is missing, and the others wait.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_FILES))
+    except (OSError, ValueError) as error:  # no name, no network, not in the cache
+        reason = " ".join(str(error).split())[:200]
+        raise FileNotFoundError(
+            f"there is no folder {name!r}, and no such model could be had from the hub or its cache"
+            f" ({type(error).__name__}: {reason})."
+        ) from error
 
 
 def shard(model: Any, recipe: Recipe, device: Any) -> None:
