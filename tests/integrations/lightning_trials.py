@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -147,6 +148,9 @@ def one(
     **options: Any,
 ) -> dict[str, Any]:
     tuned = Tuned(**(module or {}))
+    if options.pop("scaled", False):  # Trainer(precision="16-mixed") takes bf16 on a CPU
+        scaler = torch.amp.GradScaler("cpu")
+        options["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler)]
     used = trainer(strategy_of(strategy), folder, **options)
     used.fit(tuned, loader(), loader(4) if validate else None)
     weights = whole(tuned)

@@ -26,11 +26,12 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
     "accumulated": ({"accumulate_grad_batches": 2}, 1e-6),
     "clipped": ({"gradient_clip_val": 0.1}, 1e-6),
     "mixed": ({"precision": "bf16-mixed"}, 0),
+    "scaled": ({"scaled": True}, 0),
     "bf16": ({"precision": "bf16-true"}, 2e-2),
     "double": ({"precision": "64-true"}, 0),
 }
 #: Kinds that one stage stands for: what they share with the others is the stage's, not theirs.
-ONCE = {"double": "3", "bf16": "2"}
+ONCE = {"double": "3", "bf16": "2", "scaled": "3"}
 
 
 def test_losses_are_those_of_ddp_at_every_stage(tmp_path: Path) -> None:
