@@ -155,7 +155,11 @@ SLOW_FILES = {
         "test_early.py",
         "test_examples.py",
         "test_folder.py",
+        "test_hub.py",
+        "test_large_data.py",
+        "test_lora.py",
         "test_machines.py",
+        "test_optimizers.py",
         "test_run.py",
         "test_starts.py",
         "test_survival.py",
@@ -237,6 +241,7 @@ SAMPLED = {
     "runtime/test_wire_codecs.py": 6,
     "tiling/test_tiles.py": 8,
     "train/test_a_step_late.py": 3,
+    "train/test_folder.py": 4,
     "train/test_starts.py": 3,
 }
 

@@ -343,3 +343,40 @@ def real_on_rank_0_alone() -> list[str]:
 
 def test_what_rank_0_has_in_memory_has_a_value() -> None:
     assert run_ranks(2, real_on_rank_0_alone) == [[], []]
+
+
+def small_copies_read_twice(stage: int) -> list[float]:
+    """Rank 0 has the model in memory, the others on the meta device; small trained units beside
+    frozen ones. After a step, two passes without gradients.
+    """
+    import onefold
+
+    with contextlib.nullcontext() if dist.get_rank() == 0 else torch.device("meta"):
+        model: Any = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3))
+        )
+    for block in model:
+        block[0].requires_grad_(False)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT)
+    onefold.shard(model, recipe, units=[f"{n}" for n in range(3)], device="cpu")
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    x = torch.arange(16.0).reshape(2, 8) / 16
+    for _ in range(2):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            found.append(float(model(x).sum()))
+    sent = onefold.engine_of(model).traffic.total()
+    with torch.no_grad():
+        model(x)
+    assert stage == 3 or onefold.engine_of(model).traffic.total() == sent  # nothing was written to
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gather_of_small_copies_is_no_write_on_ranks_that_began_on_meta(stage: int) -> None:
+    first, second = run_ranks(2, small_copies_read_twice, stage)
+    assert first == second and first[0] == first[1]

@@ -4,6 +4,7 @@ with a guess.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,32 @@ def test_a_file_that_is_no_yaml_is_told_in_one_line_with_its_place(
     assert f"is not valid YAML {where}: " in str(error.value) and "\n" not in str(error.value), (
         error.value
     )
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"dtype": "bfloat16"}, "bf16"),
+        ({"torch_dtype": "float16"}, "fp16"),
+        ({"text_config": {"dtype": "bfloat16"}}, "bf16"),
+        ({"dtype": "float32"}, "fp32"),
+        ({}, "fp32"),
+    ],
+)
+def test_the_precision_is_what_the_model_is_in_unless_another_is_asked_for(
+    said: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    folder = str(tmp_path)
+    assert resolve({"model": folder}).precision == expected
+    assert resolve({"model": folder, "precision": "fp32"}).precision == "fp32"
+    assert resolve({"model": folder, "precision": "bf16"}).precision == "bf16"
+    for model in ("smollm2", "llama:tiny", "module:factory"):
+        assert resolve({"model": model}).precision == "fp32"
+
+
+def test_a_precision_that_the_model_decides_is_checked_as_one_that_is_given(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"dtype": "float16"}')
+    options = {"offload_optimizer": "cpu", "step_in_backward": True, "clip": 0}
+    with pytest.raises(TrainError, match="--precision fp16 looks at"):
+        resolve({"model": str(tmp_path), **options})

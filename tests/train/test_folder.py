@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,71 +14,32 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hf_folders import (
+    FOLDERS,
+    LARGE,
+    MIB,
+    SMALL,
+    differences,
+    files,
+    give_memory_back_at_once,
+    job,
+    peak_resident_bytes,
+    reset_peak,
+    saved,
+)
 from started_runs import alone, this_rank
 
 from onefold.train import models, worker
-from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.worker import export, sample
 from ranks import preload, run_ranks
 
-TESTS = Path(__file__).parents[1]
-for room in ("checkpoint", "invariants"):
-    if str(TESTS / room) not in sys.path:
-        sys.path.insert(0, str(TESTS / room))
-from memory_probe import (
-    MIB,
-    give_memory_back_at_once,
-    peak_resident_bytes,
-    reset_peak,
-)
-from tiny_transformers import TEXT, differences, files
-
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
 preload("onefold.train.worker")
-#: The tokenizer of bytes has 257 tokens.
-SMALL = {**TEXT, "vocab_size": 257, "max_position_embeddings": 64}
-#: {folder: (model class, configuration class, its arguments, dtype in the files, bytes in a file)}
-FOLDERS: dict[str, tuple[str, str, dict[str, Any], torch.dtype, str]] = {
-    "llama": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "tie_word_embeddings": True},
-              torch.float32, "1GB"),
-    "files": ("LlamaForCausalLM", "LlamaConfig", {**SMALL, "tie_word_embeddings": False},
-              torch.bfloat16, "12KB"),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig",
-                {**SMALL, "num_local_experts": 3, "num_experts_per_tok": 1}, torch.float32, "1GB"),
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config",
-             {"vocab_size": 257, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64,
-              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, torch.float32, "1GB"),
-}  # fmt: skip
-JOB: dict[str, Any] = {
-    "tokenizer": "bytes", "seq": 32, "steps": 2, "eval_every": 0, "lr": 1e-3, "micro_batch": 2,
-    "global_batch": 4, "device": "cpu", "sample_tokens": 3, "precision": "fp32",
-}  # fmt: skip
-
-
-def saved(root: Path, name: str) -> Path:
-    """A folder that `save_pretrained` makes, with a generation configuration of its own."""
-    import transformers
-
-    kind, config, options, dtype, limit = FOLDERS[name]
-    torch.manual_seed(len(name))
-    model: Any = getattr(transformers, kind)(getattr(transformers, config)(**options))
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.2)
-    model.generation_config.no_repeat_ngram_size = 9
-    model.to(dtype).save_pretrained(root / name, max_shard_size=limit)
-    return root / name
-
-
-def job(folder: Path, **more: Any) -> Any:
-    (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    return resolve(
-        {**JOB, "model": str(folder), "data": str(folder / "text.txt"), **more, "output": "unused"}
-    )
 
 
 def trained(run: Run) -> list[float]:
@@ -159,6 +119,48 @@ def test_a_lone_rank_reads_a_folder_in_parts_too(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+_PLAIN = {k: v for k, v in SMALL.items() if k not in ("num_key_value_heads", "head_dim")}
+#: {class: arguments of its configuration}: positions, norms, experts and caches of other kinds.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Gemma2": {**SMALL, "sliding_window": 16},
+    "Gemma3Text": {**SMALL, "sliding_window": 16},
+    "Qwen3": SMALL,
+    "Phi3": SMALL,
+    "Mistral": SMALL,
+    "GPTNeoX": _PLAIN,
+    "OPT": {"vocab_size": 257, "hidden_size": 16, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "max_position_embeddings": 64, "word_embed_proj_dim": 16},
+    "Bloom": {"vocab_size": 257, "hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "Mamba": {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+    "Qwen3Moe": {**SMALL, "moe_intermediate_size": 8, "num_experts": 3, "num_experts_per_tok": 1},
+    "GptOss": {**SMALL, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "DeepseekV3": {**_PLAIN, "num_key_value_heads": 2, "moe_intermediate_size": 8, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+                   "num_experts_per_tok": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+                   "v_head_dim": 8, "first_k_dense_replace": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_architectures_come_out_as_transformers_opens_them(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    kind = f"{family.removesuffix('Text')}ForCausalLM"
+    row = (kind, f"{family}Config", OTHERS[family], torch.float32, "1GB")
+    monkeypatch.setitem(FOLDERS, family, row)
+    folder = saved(tmp_path, family)
+    expected: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    run = prepare(job(folder), alone(), lambda line: None)
+    assert run.loaded.weights is not None
+    model: Any = run.model
+    assert differences(expected.state_dict(), model.state_dict()) == []
+    assert differences(dict(expected.named_buffers()), dict(model.named_buffers())) == []
+    tokens = torch.arange(14).reshape(2, 7)
+    with torch.no_grad():
+        assert torch.equal(expected.eval()(tokens).logits, model.eval()(tokens).logits)
+
+
 def test_weights_in_pickles_are_read_whole_and_the_run_says_so(tmp_path: Path) -> None:
     folder = saved(tmp_path, "gpt2")
     expected = files(folder)
@@ -192,13 +194,6 @@ def test_a_folder_that_cannot_be_read_is_told_with_its_name(tmp_path: Path) -> N
     gone.unlink()
     with pytest.raises(TrainError, match=r"--model .*files: .* are missing"):
         prepare(job(folder), alone(), lambda line: None)
-
-
-#: A model of 25 million parameters: 96 MiB in fp32, on 2 ranks a shard of 48.
-LARGE = {
-    **SMALL, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6,
-    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64,
-}  # fmt: skip
 
 
 def peaks(root: Path) -> dict[str, float]:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from onefold.checkpoint.hf_names import Layout, is_transformers, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
-from onefold.checkpoint.streams import Progress, Sheet
+from onefold.checkpoint.streams import Pieces, Progress, Sheet
 from onefold.checkpoint.tensorfile import CHUNK, numel_of
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
@@ -103,7 +103,7 @@ def export(
 
     def beside(there: Path) -> None:
         if is_transformers(model):
-            _save_configuration(model, asked or _first_dtype(outline), there)
+            save_configuration(model, asked or first_dtype(outline), there)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(there))
         elif is_transformers(model):
@@ -157,7 +157,7 @@ def export_folder(
         sheet.files.create(made.folder)
         if near is not None:
             _copy(near, (*CONFIGURATION, *TOKENIZER), made.folder)
-            _say_dtype(made.folder / "config.json", dtype or _first_dtype(outline))
+            _say_dtype(made.folder / "config.json", dtype or first_dtype(outline))
         total = sheet.nbytes_of((name, 0, numel_of(outline.tensors[name][1])) for name in items)
         sheet.write(made.folder, pieces(), total, progress)
         source.compare()
@@ -173,12 +173,16 @@ def stream(
     beside: Callable[[Path], None],
     progress: Progress | None,
     overwrite: bool,
+    change: Callable[[Pieces], Pieces] | None = None,
+    renamed: Mapping[str, str] | None = None,
 ) -> Path:
     """Write what a sheet says of a sharded model into a new folder. Collective.
 
     Args:
         sheet: makes it, from shapes alone and so the same on every rank.
         beside: adds small files to the folder; called on the first rank.
+        change: makes what is written of this rank's pieces, which have the sheet's names.
+        renamed: {the model's name: the sheet's}, where they differ.
 
     Raises:
         CheckpointError: on every rank; nothing is left then.
@@ -203,9 +207,16 @@ def stream(
                     f"{there}, made by the first rank, is not there: export to a folder that all"
                     " ranks share."
                 )
-            mine = list(_own(engine, model))
-            total = planned.nbytes_of((name, a, a + data.numel()) for name, a, data in mine)
-            planned.write(there, _in_memory(mine), total, progress)
+            names = renamed or {}
+            total = planned.nbytes_of(
+                (names.get(name, name), start, stop)
+                for name, start, stop in _intervals(engine, model)
+            )
+            mine: Pieces = (
+                (names.get(name, name), start, data)
+                for name, start, data in _in_memory(_own(engine, model))
+            )
+            planned.write(there, mine if change is None else change(mine), total, progress)
         with together.each_rank():
             if made is not None:
                 _finish(made, overwrite)
@@ -254,12 +265,31 @@ def masters(engine: Engine) -> dict[str, torch.dtype]:
     return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.part.names}
 
 
+def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """(name, start, stop) of what `_own` gives."""
+    for entry in engine.entries:
+        start, stop = entry.accounted()
+        yield entry.part.names[0], entry.part.first + start, entry.part.first + stop
+    for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
+        yield name, 0, value.numel()
+
+
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
-    """What this rank writes: its share of every parameter, and on the first rank the buffers."""
+    """What this rank writes: its share of every parameter, and on the first rank the buffers. What
+    rests encoded is decoded one flat buffer at a time.
+    """
+    flat, decoded = None, torch.empty(0)
     for entry in engine.entries:
         start, stop = entry.accounted()
         if stop > start:
-            held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
+            held: torch.Tensor | OnDisk
+            if entry.flat.storage.encoded:
+                if flat is not entry.flat:
+                    flat, decoded = entry.flat, entry.flat.storage.load()
+                first = entry.slot.start - flat.owned[0]
+                held = decoded[first + start : first + stop]
+            else:
+                held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
             yield entry.part.names[0], entry.part.first + start, held
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
@@ -321,7 +351,7 @@ def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
 # -- beside the weights ----------------------------------------------------------------------------
 
 
-def _save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
+def save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -334,7 +364,7 @@ def _save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
         model.generation_config.save_pretrained(str(folder))
 
 
-def _first_dtype(outline: Outline) -> torch.dtype:
+def first_dtype(outline: Outline) -> torch.dtype:
     """What transformers calls the dtype of a model."""
     found = (
         outline.dtypes[n]

@@ -26,6 +26,7 @@ from onefold.train.process import end_with_parent
 #: recipe follow the second panel, under those of their table.
 PANELS = {
     "model": "What is trained, on what",
+    "lora": "Adapters instead of the whole model",
     "stage": DIVISION,
     "micro_batch": "Batches and length",
     "lr": "Optimization",

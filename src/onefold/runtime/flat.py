@@ -314,7 +314,11 @@ class Flat:
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
         kind = type(old)
         if old.is_meta or not _takes_data(old):
-            entry.param = _in_place_of(old, nn.Parameter(data, requires_grad=old.requires_grad))
+            # A version counter of its own, as a parameter that keeps its identity has: writes of the
+            # engine to the master's memory are none of the user's, on any rank
+            entry.param = _in_place_of(
+                old, nn.Parameter(data.data, requires_grad=old.requires_grad)
+            )
         else:
             old.data, old.grad = data, None
         entry.compute = Whole(entry.released, requires_grad=entry.active)

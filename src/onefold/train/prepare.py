@@ -4,9 +4,12 @@ schedule.
 
 from __future__ import annotations
 
+import inspect
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +20,11 @@ from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
 from onefold.plan.schema import Account
+from onefold.train import optimizers
+from onefold.train.adapters import with_adapters
 from onefold.train.choose import Asked, Choice, choose
-from onefold.train.config import DEFAULT_STEPS, TrainConfig
-from onefold.train.data import Data, DataOrder, fingerprint_of, load_data
+from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
+from onefold.train.data import Data, load_data
 from onefold.train.early import (
     accumulation_steps,
     micro_batch_that_divides,
@@ -28,9 +33,12 @@ from onefold.train.early import (
 )
 from onefold.train.errors import TrainError
 from onefold.train.models import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
+from onefold.train.order import DataOrder
 from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
-from onefold.train.text import read_documents
+from onefold.train.sources import is_small, read_documents
+from onefold.train.text import Tokenizer
+from onefold.train.token_cache import Tokens, tokens_of
 
 if TYPE_CHECKING:
     from onefold.train.checkpoints import Point
@@ -159,14 +167,21 @@ def prepare(
     `note` tells the user what is being done. The global batch of `point`, from which the run
     will go on (`checkpoints.load`), stays.
     """
+    if point is not None:
+        optimizers.refuse_another(config, point.extra, point.path)
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, ranks, note)
     refuse_groups(config, ranks.world_size)
     free = ranks.least(ranks.free_memory())
     note(f"reading {config.data}")
-    documents = read_documents(config.data)  # what cannot be read is told before a model is loaded
+    small = is_small(config.data)
+    # What cannot be read is told before a model is loaded
+    documents = read_documents(config.data, config.text_field) if small else None
     note(f"loading {config.model}")
-    loaded = load_on_first_rank(config.model, config.tokenizer, config.seed, config.seq, ranks)
+    loaded = load_on_first_rank(
+        config.model, config.tokenizer, config.seed, config.seq, ranks, note
+    )
+    config = with_precision(config)  # a model that was just downloaded
     if loaded.tokenizer is None:
         raise TrainError(
             f"--model {config.model} came without a tokenizer and none is installed; name one with"
@@ -174,10 +189,14 @@ def prepare(
         )
     for said in loaded.notes:
         note(said)
+    tokens = None if small else _tokens(config, loaded.tokenizer, ranks, note)
     data = load_data(
-        config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents
-    )
+        config.data, loaded.tokenizer, config.seq, config.seed, config.eval_fraction, documents, tokens, config.pack
+    )  # fmt: skip
+    _check_packing(config, loaded, data)
     _check_vocabulary(loaded)
+    if config.lora is not None:
+        loaded.module = with_adapters(config, loaded)
     model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
@@ -188,10 +207,10 @@ def prepare(
     choice = _choice(config, ranks, model, int(free), note)
     global_batch = config.global_batch or choice.micro_batch * ranks.world_size
     accumulation = accumulation_steps(global_batch, choice.micro_batch, ranks.world_size)
-    order = DataOrder(len(data.train), global_batch, config.seed, fingerprint_of(data.train))
+    order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
-        steps = max(1, math.ceil(config.epochs * len(data.train) / global_batch))
+        steps = max(1, math.ceil(config.epochs * data.epoch / global_batch))
 
     steps_of(config.trace, steps)  # said before anything long begins
     no_decay = names_without_decay(model)
@@ -261,6 +280,7 @@ def _choice(
         "precision": config.precision,
         "checkpointing": config.activation_checkpointing,
         "offload": "none",
+        "optimizer": optimizers.planned_as(config),
     }
     asked = Asked(
         config.stage,
@@ -286,7 +306,38 @@ def _optimizer(
             f"--model {config.model} has no parameter that requires a gradient: there is nothing to"
             " train."
         )
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    made: torch.optim.Optimizer = optimizers.make(config, groups, ranks.device.type)
+    return made
+
+
+def _tokens(
+    config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, note: Callable[[str], None]
+) -> list[Tokens]:
+    """The data's tokens out of the cache, where the first rank puts them. Collective."""
+    root = config.data_cache or (config.output and os.path.join(config.output, "tokens"))
+    if root is None:
+        raise TrainError(
+            f"--data {config.data} is tokenized into a folder, and none is named: add --data-cache"
+            " FOLDER or --output FOLDER."
+        )
+    return tokens_of(config.data, config.text_field, tokenizer, Path(root), ranks, note)
+
+
+def _check_packing(config: TrainConfig, loaded: Loaded, data: Data) -> None:
+    """Raise TrainError for documents that are to be kept apart where that cannot be."""
+    if config.pack != "documents":
+        return
+    if data.train.starts is None:
+        raise TrainError(
+            f"--pack documents is about rows of text, and --data {config.data} holds conversations,"
+            " each a sample of its own: leave it out."
+        )
+    takes = inspect.signature(loaded.module.forward).parameters
+    if not loaded.is_transformers or "position_ids" not in takes:
+        raise TrainError(
+            f"--pack documents needs a transformers model that takes position_ids;"
+            f" {type(loaded.module).__name__} does not: leave it out."
+        )
 
 
 def _check_vocabulary(loaded: Loaded) -> None:

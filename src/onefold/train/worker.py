@@ -27,6 +27,7 @@ import onefold
 from onefold.checkpoint.adapters import save_adapters
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.export import export as export_model
+from onefold.checkpoint.merged import export_merged
 from onefold.comm import StallError
 from onefold.observe.meter import TensorBoard
 from onefold.offload.nvme import TierError
@@ -77,6 +78,8 @@ def sample(run: Run) -> str | None:
     return words.decode(out[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
 
 
+#: Where --merge writes.
+MERGED = "merged"
 #: Times the whole model in fp32 that each rank must have free, to hold it for a sample.
 SPARE_TO_HOLD = 4
 
@@ -94,13 +97,18 @@ def _readable(run: Run) -> contextlib.AbstractContextManager[nn.Module]:
 
 def export(run: Run, folder: Path) -> str:
     """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
-    A transformers model as one; of a model of peft the adapters alone; any other as safetensors
-    with the names of its state dict. Replaces an earlier folder once the new one is whole.
+    A transformers model as one; of a model of peft the adapters alone (and beside them, with
+    --merge, the model that they make); any other as safetensors with the names of its state dict.
+    Replaces an earlier folder once the new one is whole.
     Raises CheckpointError on every rank if it cannot be written.
     """
     model: Any = run.loaded.module
     if getattr(model, "peft_config", None):
         save_adapters(run.model, folder, overwrite=True)
+        if run.config.merge:
+            model.config.use_cache = True
+            merged = folder.with_name(MERGED)
+            export_merged(run.model, folder, merged, tokenizer=run.loaded.tokenizer, overwrite=True)
         return "adapters"
     ours = not run.loaded.is_transformers
     if not ours:
@@ -291,6 +299,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
         me.doing = "loading"
         point = ranks.on_first(lambda: checkpoints.find(config, restarted))
         run = me.run = prepare(config, ranks, say.note, point)
+        config = run.config
         notes = checkpoints.load(run, point) if point is not None else []
         keeper = Keeper(run, folder, say, started_at())
         if ranks.is_first:
@@ -406,6 +415,8 @@ def _finish(
     if not hurried:
         me.leave()  # the first rank writes for long, and may finish even if another goes
         kind = export(run, model)
+        if kind == "adapters" and run.config.merge:
+            log.say.note(f"the whole model with its adapters: {folder / MERGED}")
     peak = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
     losses = [row["loss"] for row in log.rows if row["loss"] is not None]
     first = log.metrics.first

@@ -1,0 +1,175 @@
+"""A sharded model of peft as the whole model that its adapters make of it, streamed into a folder.
+
+    adapters on disk     lora_A [r, in], lora_B [out, r]      read by every rank, a layer at a time
+    this rank's interval of a weight [out, in]                rows that it cuts are made whole
+        W[rows] + s · B[rows] @ A                             a few MiB at a time, into the files
+
+The base is taken as the run has it: where it rests encoded, that is what it decodes to, with which
+the adapters were trained. No rank holds more than its shard, one unit's decoded shard, one layer's
+adapters and a few MiB.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.adapters import FILES, adapter_names
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.export import (
+    MAX_SHARD_BYTES,
+    first_dtype,
+    masters,
+    plan,
+    save_configuration,
+    stream,
+)
+from onefold.checkpoint.fitted import Outline, unwrapped
+from onefold.checkpoint.hf_names import Shape
+from onefold.checkpoint.huggingface import HuggingFaceSource
+from onefold.checkpoint.source import Item, closed_on_error
+from onefold.checkpoint.streams import Pieces, Progress, Sheet
+from onefold.checkpoint.tensorfile import CHUNK
+from onefold.runtime.registry import engine_of
+
+
+def export_merged(
+    model: nn.Module,
+    adapters: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a sharded model of peft as a transformers model whose weights have the adapters added.
+    Collective.
+
+    Args:
+        model: what `onefold.shard` returned of a PeftModel with LoRA adapters.
+        adapters: the folder that `onefold.save_adapters` has written of it; every rank reads it.
+        folder: to be made.
+        dtype: of floating-point parameters in the files; None keeps each parameter's master dtype.
+        max_shard_bytes, progress, tokenizer, overwrite: as for `onefold.export`.
+
+    Raises:
+        CheckpointError: on every rank: the adapters do more than add B·A to weights of linear
+            layers (DoRA, embeddings, saved modules), something is at `folder`, no room.
+    """
+    engine = engine_of(model)
+    outline = Outline.of(model)
+    outline.dtypes |= masters(engine)
+    base, names = unwrapped(model, outline)
+    inside = Outline(
+        {names[n]: what for n, what in outline.tensors.items() if n in names},
+        {names[n]: what for n, what in outline.dtypes.items() if n in names},
+        [[names[n] for n in tied] for tied in outline.ties if tied[0] in names],
+    )
+
+    layers: dict[str, _Layer] = {}
+
+    def sheet() -> Sheet:
+        layers.update(_layers(model, names, inside))
+        return plan(inside, base, dtype, max_shard_bytes)
+
+    def beside(there: Path) -> None:
+        save_configuration(base, dtype or first_dtype(inside), there)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(there))
+
+    def added(pieces: Pieces) -> Iterator[tuple[str, int, torch.Tensor]]:
+        with closed_on_error(HuggingFaceSource(adapters, FILES)) as source:
+            for name, start, data in pieces:
+                if name in layers:
+                    yield from layers[name].added(source, name, start, data)
+                else:
+                    yield name, start, data
+            source.close()
+
+    return stream(
+        engine, model, Path(folder), sheet, beside, progress, overwrite, change=added, renamed=names
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """What is added to one weight. `a`, `b`: the factors' names in the adapters' file. `turned`:
+    the weight is [in, out].
+    """
+
+    a: str
+    b: str
+    shape: Shape
+    scale: float
+    turned: bool
+
+    def added(
+        self, source: HuggingFaceSource, name: str, start: int, data: torch.Tensor
+    ) -> Iterator[tuple[str, int, torch.Tensor]]:
+        """The interval of the weight that begins at element `start`, with the product added in fp32
+        (fp64 weights: in fp64).
+        """
+        dtype = torch.promote_types(data.dtype, torch.float32)
+        a, b = (_whole(source, key).to(dtype) for key in (self.a, self.b))
+        left, right = (a.T, b.T) if self.turned else (b, a)
+        width = self.shape[1]
+        step = max(1, CHUNK // (width * dtype.itemsize)) * width
+        at, end = start, start + data.numel()
+        while at < end:
+            stop = min(end, (at // width) * width + step)
+            first, last = at // width, -(-stop // width)
+            rows = (left[first:last] @ right).reshape(-1).mul_(self.scale)
+            part = rows[at - first * width : stop - first * width]
+            own = data[at - start : stop - start].to("cpu", dtype)
+            yield name, at, own.add(part)
+            at = stop
+
+
+def _whole(source: HuggingFaceSource, key: str) -> torch.Tensor:
+    item = Item("parameter", key)
+    stored = source.stored(item)
+    out = torch.empty(stored.shape, dtype=stored.dtype)
+    source.read(item, 0, out.numel(), out.view(-1))
+    return out
+
+
+def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, _Layer]:
+    """{the base model's name of a weight: what its adapter adds}. Raises: CheckpointError."""
+    adapter = model.active_adapter
+    adapter = adapter() if callable(adapter) else adapter
+    in_file = {own: key for key, own in adapter_names(model, adapter).items()}
+    out: dict[str, _Layer] = {}
+    for path, module in model.named_modules():
+        if adapter not in getattr(module, "lora_A", ()):
+            continue
+        weight = names.get(f"{path}.base_layer.weight", "")
+        shape = inside.tensors.get(weight, ("", ()))[1]
+        a, b = (f"{path}.{part}.{adapter}.weight" for part in ("lora_A", "lora_B"))
+        plain = isinstance(module.get_base_layer(), nn.Linear) or module.fan_in_fan_out
+        variant = getattr(module, "lora_variant", {})
+        if not plain or len(shape) != 2 or adapter in variant or {a, b} - in_file.keys():
+            raise CheckpointError(
+                f"the adapter at {path!r} does more than add B·A to a linear layer's weight: merge"
+                " it by peft's merge_and_unload(), inside onefold.full_params(model, write=True)."
+            )
+        out[weight] = _Layer(
+            in_file.pop(a),
+            in_file.pop(b),
+            shape,
+            float(module.scaling[adapter]),
+            bool(module.fan_in_fan_out),
+        )
+    if in_file:
+        raise CheckpointError(
+            f"adapter {adapter!r} has tensors that belong to no linear layer ({next(iter(in_file))!r}):"
+            " merge it by peft's merge_and_unload()."
+        )
+    return out

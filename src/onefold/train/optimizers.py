@@ -1,0 +1,179 @@
+"""`--optimizer` and `--optimizer-options`: which there are, what each takes, and how it is made.
+
+    --optimizer sgd --optimizer-options "momentum=0.9 nesterov=true"
+    --optimizer adamw --optimizer-options "betas=0.9,0.99 eps=1e-6"
+
+All of these step each element by itself, so that ranks can step parts of a parameter. The table
+needs no torch: a name or an option that is not in it is told at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onefold.train.errors import TrainError, did_you_mean
+
+if TYPE_CHECKING:
+    from onefold.train.config import TrainConfig
+
+Value = bool | float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An optimizer that may be named.
+
+    Attributes:
+        module, name: where its class is.
+        options: what `--optimizer-options` may give it.
+        package: what to install for it, "" for torch's own.
+        planned: what a plan calls one with as many states (plan/states.py).
+    """
+
+    module: str
+    name: str
+    options: tuple[str, ...]
+    planned: str
+    package: str = ""
+
+
+_ADAM = ("betas", "eps", "amsgrad")
+KINDS = {
+    "adamw": Kind("torch.optim", "AdamW", _ADAM, "adamw"),
+    "adam": Kind("torch.optim", "Adam", (*_ADAM, "decoupled_weight_decay"), "adam"),
+    "nadam": Kind("torch.optim", "NAdam", ("betas", "eps", "momentum_decay", "decoupled_weight_decay"), "adam"),
+    "radam": Kind("torch.optim", "RAdam", ("betas", "eps", "decoupled_weight_decay"), "adam"),
+    "adamax": Kind("torch.optim", "Adamax", ("betas", "eps"), "adam"),
+    "sgd": Kind("torch.optim", "SGD", ("momentum", "dampening", "nesterov"), "sgd"),
+    "rmsprop": Kind("torch.optim", "RMSprop", ("alpha", "eps", "momentum", "centered"), "rmsprop"),
+    "adagrad": Kind("torch.optim", "Adagrad", ("lr_decay", "initial_accumulator_value", "eps"), "adagrad"),
+    "adadelta": Kind("torch.optim", "Adadelta", ("rho", "eps"), "adam"),
+    "lion": Kind("lion_pytorch", "Lion", ("betas",), "lion", "lion-pytorch"),
+}  # fmt: skip
+#: Whose betas are --beta1 and --beta2.
+WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
+#: Options of the command that an optimizer takes too.
+ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
+
+
+def read_options(value: object) -> object:
+    """What a text or a mapping says, as {name: value}. Raises ValueError for what is neither."""
+    if value is None or value == "none":
+        return None
+    if isinstance(value, Mapping):
+        pairs = [(str(name), given) for name, given in value.items()]
+    elif isinstance(value, str):
+        pairs = []
+        for part in value.split():
+            name, is_pair, given = part.partition("=")
+            if not is_pair or not name or not given:
+                raise ValueError(
+                    f'expected name=value, separated by spaces, such as "betas=0.9,0.95 eps=1e-8";'
+                    f" {part!r} is none"
+                )
+            pairs.append((name, given))
+    else:
+        raise ValueError('expected name=value, separated by spaces, such as "momentum=0.9"')
+    return {name.replace("-", "_"): _value(name, given) for name, given in pairs} or None
+
+
+def _value(name: str, given: object) -> Value:
+    if isinstance(given, bool | int | float):
+        return given
+    if isinstance(given, list | tuple):
+        return tuple(_number(name, one) for one in given)
+    text = str(given).strip()
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if "," in text:
+        return tuple(_number(name, one) for one in text.split(","))
+    return _number(name, text)
+
+
+def _number(name: str, given: object) -> float:
+    try:
+        return float(str(given))
+    except ValueError:
+        raise ValueError(
+            f"{name}={given}: expected a number, several as 0.9,0.95, or true or false"
+        ) from None
+
+
+def check_optimizer(config: TrainConfig) -> None:
+    """Raise TrainError for an optimizer or an option that is not known, or not installed."""
+    kind = KINDS.get(config.optimizer)
+    if kind is None:
+        raise TrainError(f"--optimizer {config.optimizer}: {did_you_mean(config.optimizer, KINDS)}")
+    if kind.package and importlib.util.find_spec(kind.module) is None:
+        raise TrainError(f"--optimizer {config.optimizer} needs: pip install {kind.package}.")
+    given = config.optimizer_options or {}
+    for name in given:
+        if name in ELSEWHERE:
+            raise TrainError(f"--optimizer-options {name}: give {ELSEWHERE[name]} instead.")
+        if name not in kind.options:
+            raise TrainError(
+                f"--optimizer-options {name}: {config.optimizer} has no such option."
+                f" {did_you_mean(name, kind.options)}"
+            )
+    for name in ("beta1", "beta2"):
+        default = type(config).model_fields[name].default
+        if getattr(config, name) != default and config.optimizer not in WITH_BETAS:
+            instead = (
+                "give betas in --optimizer-options"
+                if "betas" in kind.options
+                else "it has no betas"
+            )
+            raise TrainError(
+                f"--{name} belongs to {', '.join(WITH_BETAS)}; --optimizer {config.optimizer}:"
+                f" {instead}."
+            )
+    if config.moments is not None and config.optimizer not in ("adamw", "adam"):
+        raise TrainError(
+            f"--moments {config.moments} is about the moments of adamw and adam;"
+            f" --optimizer {config.optimizer} keeps others: leave one of the two out."
+        )
+
+
+def refuse_another(config: TrainConfig, kept: Mapping[str, Any], path: Path) -> None:
+    """Raise TrainError if the checkpoint at `path`, which has `kept` beside its states, has those of
+    another optimizer.
+    """
+    before = kept.get("optimizer", "adamw")  # one that does not say so is older than the option
+    if before != config.optimizer:
+        raise TrainError(
+            f"{path} holds the states of --optimizer {before}, and this run has {config.optimizer}."
+            f" Use --optimizer {before}, or start another run from the exported model (--model)."
+        )
+
+
+def planned_as(config: TrainConfig) -> str:
+    """What a plan calls an optimizer with as many states an element."""
+    given = config.optimizer_options or {}
+    if config.optimizer == "sgd" and given.get("momentum"):
+        return "sgd-momentum"
+    return KINDS[config.optimizer].planned
+
+
+def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
+    """The optimizer over the groups, as fast as torch has it. Raises TrainError for values that it
+    does not take.
+    """
+    kind = KINDS[config.optimizer]
+    made: Any = getattr(importlib.import_module(kind.module), kind.name)
+    given: dict[str, Any] = dict(config.optimizer_options or {})
+    if config.optimizer in WITH_BETAS:
+        given = {"betas": (config.beta1, config.beta2), **given}
+    # Adagrad's fused kernel is for the CPU alone
+    can_fuse = "fused" in inspect.signature(made).parameters
+    if can_fuse and (config.optimizer != "adagrad" or device == "cpu"):
+        given["fused"] = True
+    try:
+        return made(groups, lr=config.lr, **given)
+    except (ValueError, TypeError) as error:
+        raise TrainError(f"--optimizer {config.optimizer}: {error}") from error

@@ -1,0 +1,158 @@
+"""`--optimizer` by name, with its options: as torch has it, the same on any number of ranks, and a
+sentence for what is not known.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_lm import SmallLM
+from started_runs import JOB, alone, losses_in_ranks, losses_on
+
+from onefold.plan.states import MOMENTS_OF
+from onefold.train import checkpoints
+from onefold.train.checkpoints import Keeper
+from onefold.train.config import resolve
+from onefold.train.early import check_early
+from onefold.train.errors import TrainError
+from onefold.train.loop import train
+from onefold.train.optimizers import ELSEWHERE, KINDS, make, planned_as
+from onefold.train.output import write_config
+from onefold.train.prepare import prepare
+from onefold.train.report import Reporter
+from ranks import run_ranks
+
+HERE = [name for name, kind in KINDS.items() if importlib.util.find_spec(kind.module) is not None]
+GIVEN: dict[str, dict[str, Any]] = {
+    "adamw": {"beta2": 0.99},
+    "adam": {"optimizer_options": "betas=0.8,0.9 eps=1e-6 amsgrad=true"},
+    "nadam": {"optimizer_options": {"momentum_decay": 0.01}},
+    "radam": {},
+    "adamax": {},
+    "sgd": {"optimizer_options": "momentum=0.9 nesterov=true", "lr": 0.1},
+    "rmsprop": {"optimizer_options": "alpha=0.9 centered=true"},
+    "adagrad": {"optimizer_options": "initial-accumulator-value=0.1"},
+    "adadelta": {"optimizer_options": "rho=0.8", "lr": 1.0},
+    "lion": {"optimizer_options": "betas=0.9,0.95"},
+}
+
+
+def variants(root: Path) -> list[dict[str, Any]]:
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    common = {
+        "model": "small_lm:plain",
+        "data": str(root / "text.txt"),
+        "steps": 6,
+        "save_every": None,
+    }
+    return [
+        {**common, "optimizer": name, "stage": "3", **GIVEN[name], "output": str(root / name)}
+        for name in HERE
+    ]
+
+
+def test_each_gives_on_two_ranks_what_it_gives_on_one_and_all_of_them_differ(
+    tmp_path: Path,
+) -> None:
+    jobs = variants(tmp_path)
+    two, _ = run_ranks(2, losses_in_ranks, *jobs)
+    one = [losses_on(alone(), **{**job, "micro_batch": 4}) for job in jobs]
+    for name, a, b in zip(HERE, one, two, strict=True):
+        assert a == pytest.approx(b, rel=1e-5), name
+        assert a[-1] < a[0], (name, a)
+    assert len({tuple(losses) for losses in one}) == len(HERE)
+
+
+def test_the_options_arrive_and_the_table_says_what_each_takes(tmp_path: Path) -> None:
+    for name in HERE:
+        kind = KINDS[name]
+        made = getattr(importlib.import_module(kind.module), kind.name)
+        known = inspect.signature(made).parameters
+        assert set(kind.options) <= known.keys() and kind.planned in MOMENTS_OF, name
+        assert not set(kind.options) & ELSEWHERE.keys(), name
+        config = resolve({**JOB, "optimizer": name, **GIVEN[name]})
+        optimizer = make(config, [{"params": list(SmallLM(0.0).parameters())}], "cpu")
+        assert type(optimizer) is made
+        for option, value in (config.optimizer_options or {}).items():
+            assert optimizer.defaults[option] == value, (name, option)
+    config = resolve({"optimizer": "adamw", "beta1": 0.7})
+    assert make(config, [{"params": [torch.nn.Parameter(torch.ones(2))]}], "cpu").defaults[
+        "betas"
+    ] == (0.7, 0.95)
+    given = resolve({"optimizer": "sgd", "optimizer_options": "momentum=0.9 nesterov=true"})
+    assert planned_as(given) == "sgd-momentum"
+    write_config(given, tmp_path, {"stage": 1, "ranks": 2, "steps": 12, "global_batch": 8})
+    again = resolve({}, tmp_path / "train.yaml")
+    assert again.optimizer_options == {"momentum": 0.9, "nesterov": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"optimizer": "loin"}, "--optimizer loin: Did you mean 'lion'?"),
+        ({"optimizer": "sgd", "optimizer_options": "momentun=0.9"},
+         "sgd has no such option. Did you mean 'momentum'?"),
+        ({"optimizer": "adamw", "optimizer_options": "momentum=0.9"},
+         "adamw has no such option. Known: amsgrad, betas, eps."),
+        ({"optimizer_options": "lr=1"}, "--optimizer-options lr: give --lr instead."),
+        ({"optimizer_options": "weight-decay=1"}, "give --weight-decay instead."),
+        ({"optimizer_options": "eps"}, "expected name=value"),
+        ({"optimizer_options": "eps=small"}, "eps=small: expected a number"),
+        ({"optimizer": "sgd", "beta1": 0.5}, "--beta1 belongs to adamw"),
+        ({"optimizer": "lion", "moments": "bf16"}, "--moments bf16 is about the moments of adamw"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_told_before_anything_is_loaded(
+    options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(TrainError) as error:
+        check_early(resolve({"model": "llama:tiny", **options}))
+    assert said in str(error.value)
+
+
+def test_an_optimizer_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "lion_pytorch" else find(name)
+    )
+    with pytest.raises(TrainError, match="--optimizer lion needs: pip install lion-pytorch"):
+        check_early(resolve({"model": "llama:tiny", "optimizer": "lion"}))
+
+
+def test_a_value_that_the_optimizer_refuses_is_told(tmp_path: Path) -> None:
+    job = variants(tmp_path)[0] | {"optimizer": "adamw", "optimizer_options": "eps=-1"}
+    with pytest.raises(TrainError, match="--optimizer adamw: Invalid epsilon value"):
+        prepare(resolve({**JOB, **job}), alone(), lambda line: None)
+
+
+def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path: Path) -> None:
+    job = next(job for job in variants(tmp_path) if job["optimizer"] == "sgd")
+    whole = losses_on(alone(), **{**job, "steps": 6, "schedule": "constant"})
+
+    def started(**more: Any) -> tuple[Any, Keeper]:
+        given = {**JOB, **job, "steps": 6, "schedule": "constant", "resume": "auto", **more}
+        config = resolve(given | {"output": str(tmp_path / "cut")})
+        point = checkpoints.find(config, restarted=False)
+        run = prepare(config, alone(), lambda line: None, point)
+        if point is not None:
+            checkpoints.load(run, point)
+        return run, Keeper(run, tmp_path / "cut", Reporter(), 0.0)
+
+    found: list[float] = []
+    for most in (3, 6):
+        run, keeper = started()
+        enough = partial(lambda most: len(found) >= most, most)
+        train(run, enough, lambda row: found.append(row["loss"]), keeper=keeper)
+        keeper.close()
+    assert found == whole
+    other = started(optimizer_options="momentum=0.5")[0]
+    assert other.optimizer.param_groups[0]["momentum"] == 0.5
+    with pytest.raises(TrainError, match="holds the states of --optimizer sgd, and this run has"):
+        started(optimizer="adamw", optimizer_options=None)
