@@ -2,6 +2,7 @@
 # make check   ruff, imports and mypy                               make test-fast  the tests that take seconds
 # make bench   Onefold beside its peers                             make habits     writes docs/habits.md from what its tests find
 # make docs    the site of docs/, in site/                         make options    writes the tables of docs/options.md
+# make matrix  writes docs/matrix.md: tools, features and how near they are to DDP
 # make clean   removes the environment                              make record     compares every recorded run and plan; ARGS="--write" records anew
 #
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
@@ -22,7 +23,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_AR
 # where the environment says otherwise: each of some thousand processes would compile its tests and Onefold anew.
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=
 
-.PHONY: train test test-all test-fast check record bench habits options docs clean
+.PHONY: train test test-all test-fast check record bench habits matrix options docs clean
 .DEFAULT_GOAL := train
 
 train: $(VENV)/.train
@@ -77,6 +78,9 @@ check: $(VENV)/.dev
 
 options: $(VENV)/.dev
 	PYTHONPATH=src $(BIN)/python tests/recipe/test_options.py
+
+matrix: $(VENV)/.dev
+	$(TEST_ENV) $(BIN)/python tests/integrations/matrix.py write
 
 habits: $(VENV)/.dev
 	$(TEST_ENV) $(BIN)/python -m tests.habits write

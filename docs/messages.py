@@ -71,6 +71,8 @@ _PARTS = {
     "Checkpoints": ("checkpoint",),
     "DeepSpeed": ("integrations/deepspeed", "deepspeed.py"),
     "Hugging Face": ("integrations/hf", "hf.py"),
+    "Lightning": ("integrations/lightning", "lightning.py"),
+    "Other trainers": ("integrations/axolotl.py", "integrations/llamafactory.py", "integrations/prometheus.py"),
     "The plan": ("plan",),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "cli"),

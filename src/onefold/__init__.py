@@ -66,8 +66,9 @@ _FROM = {
 #: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
 #: Loaded when a folder is nobody else's.
 READERS = ("onefold.integrations.deepspeed.checkpoint_reader",)
-# `hf` is not in __all__: it needs transformers, and `from onefold import *` must not
-_ROOMS = ("checkpoint", "deepspeed", "ema", "hf", "observe", "plan")
+# `hf` and `lightning` are not in __all__: they need transformers and Lightning, and
+# `from onefold import *` must not
+_ROOMS = ("checkpoint", "deepspeed", "ema", "hf", "lightning", "observe", "plan")
 
 __all__ = [
     "CheckpointError",

@@ -99,6 +99,7 @@ def test_import_changes_nothing_and_loads_nothing_heavy(tmp_path: Path) -> None:
     heavy = {
         "transformers",
         "accelerate",
+        "lightning",
         "peft",
         "typer",
         "rich",

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
+from onefold.integrations.computing import computing_in
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 
 #: The name of the field of training arguments.
@@ -127,10 +128,7 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
             f"the training arguments say {asked}=True, and the recipe computes in"
             f" {str(own).removeprefix('torch.')}: leave one of them out."
         )
-    travels = Placement.SHARDED in (recipe.parameters.placement, recipe.optimizer.placement)
-    parameters = replace(recipe.parameters, dtype=wanted, wire=wanted if travels else None)
-    wire = recipe.gradients.wire if recipe.gradients.wire is not None else wanted
-    return recipe.replace(parameters=parameters, gradients=replace(recipe.gradients, wire=wire))
+    return computing_in(recipe, wanted)
 
 
 def divides_parameters(recipe: Recipe) -> bool:

@@ -24,11 +24,11 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import onefold
 from onefold.checkpoint.together import Together
+from onefold.integrations.figures import Figures
 from onefold.integrations.hf import loading, saving
 from onefold.integrations.hf.accelerator import adopt
 from onefold.integrations.hf.arguments import divides_parameters, in_precision, recipe_of
 from onefold.integrations.hf.compiling import compile_blocks
-from onefold.integrations.hf.figures import Figures
 from onefold.integrations.hf.generating import WholeWeights
 from onefold.integrations.hf.refusals import refuse_accelerator, refuse_arguments, refuse_model
 from onefold.recipe import Recipe

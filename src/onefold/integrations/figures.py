@@ -1,5 +1,5 @@
-"""Memory and wire of a run as numbers among Trainer's logs, so that TensorBoard, Weights & Biases
-and its other reporters show them.
+"""Memory and wire of a run as numbers among a host's logs (Trainer, Lightning), so that TensorBoard,
+Weights & Biases and its other loggers show them.
 
 | key                          | of this rank                                        | where        |
 |------------------------------|-----------------------------------------------------|--------------|

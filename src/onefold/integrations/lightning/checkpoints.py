@@ -1,0 +1,112 @@
+"""A Trainer's checkpoint in one of two forms.
+
+| `checkpoint=` | what `save_checkpoint(path)` makes                     | who writes      | opens with                          |
+|---------------|--------------------------------------------------------|-----------------|-------------------------------------|
+| "folder"      | a checkpoint folder of `onefold.save`, `lightning.pt` in it | every rank its part | `ckpt_path=`, `onefold.load`    |
+| "file"        | Lightning's own file, whole                            | rank 0          | `ckpt_path=`, `load_from_checkpoint` |
+
+Both resume at any stage and on any number of ranks, whichever form the strategy writes. A file that
+Lightning wrote under DDP is of the second form.
+
+`lightning.pt` is what Lightning's file has besides weights and states of optimizers: loops,
+callbacks, schedules, hyperparameters.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import onefold
+from onefold.checkpoint.manifest import MANIFEST
+
+LIGHTNING = "lightning.pt"
+STATES = "optimizer_states"
+
+
+class InFolder(dict[str, Any]):
+    """Stands for a state dict that the shards of a folder hold."""
+
+
+class _Beside:
+    """What `onefold.save` writes beside the shards."""
+
+    def __init__(self, rest: dict[str, Any]) -> None:
+        self._rest = rest
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self._rest, os.path.join(folder, LIGHTNING))
+
+
+def is_folder(path: str | Path) -> bool:
+    return (Path(path) / MANIFEST).is_file()
+
+
+def save_folder(
+    path: str, checkpoint: dict[str, Any], module: nn.Module, optimizers: list[Any]
+) -> None:
+    """Write what the Trainer dumped, and the shards it stands for. Collective.
+
+    Raises:
+        ValueError: the state dict was changed on the way (`on_save_checkpoint`), or the path is
+            none of a file system.
+    """
+    if "://" in path:
+        raise ValueError(
+            f"{path!r}: every rank writes its part of a checkpoint folder into a file system that"
+            ' all of them see. Give a path, or Strategy(checkpoint="file").'
+        )
+    rest = dict(checkpoint)
+    weights = rest.pop("state_dict", None)
+    states = rest.get(STATES)
+    if not isinstance(weights, InFolder) or weights or any(states or ()):
+        raise ValueError(
+            "checkpoint['state_dict'] or checkpoint['optimizer_states'] was changed by"
+            ' on_save_checkpoint(). With checkpoint="folder" each rank writes its part and nobody'
+            ' has them whole: leave them as they are, or give Strategy(checkpoint="file").'
+        )
+    if states is not None:
+        rest[STATES] = []  # that there are any
+    onefold.save(
+        path,
+        model=module,
+        optimizer=optimizers if states is not None else None,
+        step=int(checkpoint["global_step"]),
+        tokenizer=_Beside(rest),
+        overwrite=True,
+    )
+
+
+def load_folder(
+    path: str, rest: dict[str, Any], module: nn.Module, optimizers: list[Any], strict: bool
+) -> dict[str, Any]:
+    """Read the shards into the module, and into its optimizers if both have states. Collective.
+
+    Args:
+        rest: what `lightning.pt` said. optimizers: none where the Trainer only evaluates.
+
+    Returns:
+        `rest` as Lightning expects it.
+    """
+    wanted = optimizers if optimizers and STATES in rest else None
+    onefold.load(path, model=module, optimizer=wanted, strict=strict, rng=bool(wanted))
+    return {**rest, "state_dict": InFolder()}
+
+
+def rest_of(path: str) -> str:
+    """The path of `lightning.pt`.
+
+    Raises:
+        ValueError: the folder was not saved by a Trainer.
+    """
+    file = os.path.join(path, LIGHTNING)
+    if not os.path.isfile(file):
+        raise ValueError(
+            f"{path} has no {LIGHTNING}: it was saved by onefold.save, not by a Trainer. Start the"
+            " fit without ckpt_path=, and call onefold.load(path, model=self) in on_fit_start()."
+        )
+    return file

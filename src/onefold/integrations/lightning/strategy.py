@@ -1,0 +1,332 @@
+"""Lightning's strategy that shards the module.
+
+The LightningModule itself is sharded, in place, after `configure_model()` and before
+`configure_optimizers()`. Its steps run as forward passes of the module, so that whatever they use of
+it is gathered. Ranks are started as under DDP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import CheckpointIO
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies.strategy import _ForwardRedirection
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+import onefold
+from onefold.integrations.figures import Figures
+from onefold.integrations.lightning import checkpoints, refusals
+from onefold.integrations.lightning.precision import converts, in_precision
+from onefold.recipe import Recipe
+from onefold.runtime.materialize import has_meta
+from onefold.runtime.registry import is_sharded
+
+
+class Strategy(DDPStrategy):
+    """Trains a LightningModule by a recipe: `L.Trainer(strategy=Strategy(stage=3), devices=8)`.
+
+    After the fit the module stays sharded: read it by `onefold.full_state_dict(module)` on every
+    rank.
+
+    Args:
+        recipe: how to shard, such as `onefold.Recipe.zero(stage=3)`; or None where `stage` says it.
+        stage: 0 to 3.
+        checkpoint: what `save_checkpoint` and ModelCheckpoint write: "folder", each rank its part,
+            or "file", one file from rank 0 as under DDP. Both resume on any number of ranks.
+        figures: whether memory and wire go to the Trainer's loggers under `onefold/...`.
+        init: initializes one module in place, where a module is built on the meta device and has no
+            `reset_parameters()`.
+        cluster_environment, checkpoint_io, process_group_backend, timeout, start_method, ...: those
+            of Lightning's DDPStrategy.
+        options: those of `onefold.Recipe.zero`, beside `stage`: `precision="bf16"`,
+            `offload_optimizer="cpu"`, ...
+
+    Attributes:
+        recipe: what the module is sharded by; in the Trainer's precision once it runs.
+
+    Raises:
+        ValueError: what was given cannot go together; the sentence says what to write.
+    """
+
+    recipe: Recipe
+
+    def __init__(
+        self,
+        recipe: Recipe | None = None,
+        *,
+        stage: int | None = None,
+        checkpoint: str = "folder",
+        figures: bool = True,
+        init: Callable[[nn.Module], object] | None = None,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: Any = None,
+        start_method: str = "popen",
+        **options: Any,
+    ) -> None:
+        self._given = refusals.recipe_given(recipe, stage, options)
+        refusals.check_form(checkpoint)
+        refusals.check_start(start_method)
+        waits = {} if timeout is None else {"timeout": timeout}
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            **waits,
+        )
+        self.recipe, self.form = self._given, checkpoint
+        self._init, self._shows = init, figures
+        self._figures: Figures | None = None
+        # DDP's turns a wrapper's flags; the module is its own wrapper here
+        self._forward_redirection = _ForwardRedirection()
+
+    # -- before the first batch --------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        trainer = self._module().trainer
+        refusals.check_trainer(trainer, self.form, self._checkpoint_io)
+        self.recipe = in_precision(self._given, self.precision_plugin)
+        super().setup_environment()
+
+    def setup(self, trainer: Any) -> None:
+        assert self.accelerator is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._shard(fitting)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self.precision_plugin.clip_grad_by_norm = self._clip  # type: ignore[method-assign]
+        self._figures = None
+
+    def _shard(self, fitting: bool) -> None:
+        """Collective."""
+        module = self._module()
+        refusals.check_model(module, self.recipe)
+        if is_sharded(module):
+            return
+        if fitting and self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        if converts(self.precision_plugin):
+            self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
+
+    def model_to_device(self) -> None:
+        """What is on the meta device gets its memory as it is sharded."""
+        _move(self._module(), self.root_device)
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """`trainer.init_module(empty_init=True)` builds without memory."""
+        where = torch.device("meta") if empty_init else contextlib.nullcontext()
+        with where, self.precision_plugin.tensor_init_context():
+            yield
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", args, kwargs)
+
+    def _run(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._module()
+        if step == "training_step" and not module.automatic_optimization:
+            # It has backward passes and steps inside: each call of a part is a pass of its own
+            return getattr(module, step)(*args, **kwargs)
+        return self._forward_redirection(module, module, step, *args, **kwargs)
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """The closure, which is the last micro-batch of the step, and then the step: the gradients
+        have to be there before a sharded optimizer begins.
+        """
+        plugin = self.precision_plugin
+        scales = getattr(plugin, "scaler", None) is not None  # does it in this order, too
+        if scales or isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        result = plugin._wrap_closure(model or self._module(), optimizer, closure)
+        optimizer.step(**kwargs)
+        return result
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Micro-batches before the last of a step: gradients wait, where the recipe reduces them at
+        the boundary. With several optimizers each micro-batch is reduced, since `toggle_model`
+        freezes parameters whose gradients would be waiting.
+        """
+        waits = onefold.no_sync(self._module()) if len(self.optimizers) == 1 else None
+        with waits or contextlib.nullcontext():
+            yield
+
+    def _clip(self, optimizer: Any, clip_val: float) -> None:
+        """By the norm of all gradients of `optimizer`'s parameters, on all ranks. Collective."""
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        module = self._module()
+        if all(id(p) in stepped for p in module.parameters() if p.requires_grad):
+            onefold.clip_grad_norm_(module, clip_val)  # one message
+        else:
+            parameters = self.precision_plugin.main_params(optimizer)
+            torch.nn.utils.clip_grad_norm_(parameters, clip_val)
+
+    # -- saving and loading ------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into the shards
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole on rank 0 and empty elsewhere, or a stand-in for what a folder holds. Collective."""
+        if not is_sharded(self._module()):
+            return super().lightning_module_state_dict()
+        if self.form == "folder":
+            return checkpoints.InFolder()
+        return onefold.full_state_dict(self._module())
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The same, of one optimizer."""
+        if self.form == "folder" and is_sharded(self._module()):
+            return checkpoints.InFolder()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        if self.form == "file" or not is_sharded(self._module()):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise ValueError(
+                f"storage_options={storage_options!r} are for Lightning's own file: give"
+                ' Strategy(checkpoint="file"), or leave them out.'
+            )
+        path = str(self.broadcast(filepath))
+        optimizers = refusals.bare_optimizers(self.optimizers)
+        checkpoints.save_folder(path, checkpoint, self._module(), optimizers)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        path = str(self.broadcast(checkpoint_path))
+        if not checkpoints.is_folder(path):
+            return super().load_checkpoint(path, weights_only)
+        module, file = self._module(), checkpoints.rest_of(path)
+        rest = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+        optimizers = refusals.bare_optimizers(self.optimizers)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        return checkpoints.load_folder(
+            path, rest, module, optimizers if fitting else [], module.strict_loading
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
+            return  # load_checkpoint has read it
+        onefold.load_full_state_dict(self._module(), checkpoint["state_dict"], strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
+            return
+        states = checkpoint[checkpoints.STATES]
+        for optimizer, state in zip(refusals.bare_optimizers(self.optimizers), states, strict=True):
+            optimizer.load_state_dict(state)
+
+    # -- figures -----------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        trainer = self._module().trainer
+        if self._shows and trainer.loggers and self.optimizers:
+            optimizer = refusals.bare_optimizers(self.optimizers)[0]
+            self._figures = Figures(self._module(), optimizer, trainer.global_step)
+            self._shown = trainer.global_step
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        trainer = self._module().trainer
+        steps, every = trainer.global_step, trainer.log_every_n_steps
+        if self._figures is not None and every and steps - self._shown >= every:
+            self._show(trainer)
+
+    def on_train_end(self) -> None:
+        trainer = self._module().trainer
+        if self._figures is not None and trainer.global_step > self._shown:
+            self._show(trainer)
+
+    def _show(self, trainer: Any) -> None:
+        assert self._figures is not None
+        self._shown = trainer.global_step
+        row = self._figures.look(self._shown)
+        for logger in trainer.loggers:
+            logger.log_metrics(row, step=self._shown - 1)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """DDP's advice on unused parameters means nothing here."""
+
+    def teardown(self) -> None:
+        """The module stays where it is, sharded, and so do its optimizers."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _module(self) -> Any:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Under the names that Trainer(strategy=...) takes."""
+        add = partial(strategy_registry.register, strategy=cls, override=True)
+        what = "Onefold: training state held once, stage {} of ZeRO"
+        add("onefold", description=what.format(3), stage=3)
+        for stage in (1, 2, 3):
+            add(f"onefold_stage_{stage}", description=what.format(stage), stage=stage)
+        for stage in (2, 3):
+            add(
+                f"onefold_stage_{stage}_offload",
+                description=f"{what.format(stage)}, the optimizer on the host",
+                stage=stage,
+                offload_optimizer="cpu",
+            )
+
+
+def register() -> None:
+    """Make the names known to `L.Trainer(strategy=...)`."""
+    Strategy.register_strategies(StrategyRegistry)
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """`module.to(device)`, but for the parts that have no memory yet."""
+    if not has_meta(module):
+        module.to(device)
+        return
+    for child in module.children():
+        _move(child, device)
