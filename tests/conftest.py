@@ -258,7 +258,7 @@ ONLY_WITH_ALL = {
     "cli/test_doctor_check_whole.py",
     "cli/test_train_command.py::test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk",
     "integrations/test_hf.py::test_a_frozen_base_is_held_quantized",
-    "integrations/test_matrix.py::test_every_cell_is_as_the_page_says",
+    "integrations/test_tools_beside_ddp.py::test_every_cell_is_as_the_page_says",
     "integrations/test_hf_trainer.py::test_a_run_goes_on_on_another_number_of_ranks",
     "plan/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
