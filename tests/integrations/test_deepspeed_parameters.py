@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.integrations.deepspeed.names import access, optimizers, zero
+from onefold.integrations.deepspeed.names import access, gathered, init, leaves, optimizers
 from onefold.integrations.deepspeed.names.training import (
     DeepSpeedOptimizer,
     initialize,
@@ -41,7 +41,7 @@ def values(model: nn.Module) -> list[Any]:
 
 def init_and_shard(precision: str | None) -> dict[str, Any]:
     given = config(3, **({precision: {"enabled": True}} if precision else {}))
-    with zero.Init(config_dict_or_path={**given, "train_batch_size": "auto"}):
+    with init.Init(config_dict_or_path={**given, "train_batch_size": "auto"}):
         torch.manual_seed(dist.get_rank())  # the ranks would differ
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     made = list(model.parameters())
@@ -50,19 +50,19 @@ def init_and_shard(precision: str | None) -> dict[str, Any]:
         "bytes": sum(p.untyped_storage().nbytes() for p in made),
         "shapes": [tuple(p.shape) for p in made],
     }
-    with zero.GatheredParameters(set(made)):
+    with gathered.GatheredParameters(set(made)):
         out["gathered"] = values(model)
-        with zero.GatheredParameters(made[0], modifier_rank=1):  # inside another: it is written
+        with gathered.GatheredParameters(made[0], modifier_rank=1):  # inside another: it is written
             if dist.get_rank() == 1:
                 made[0].data.fill_(0.5)
         out["inside"] = made[0].mean().item()
     out["after"] = sum(p.untyped_storage().nbytes() for p in made)
-    with zero.GatheredParameters(made[1], modifier_rank=1):
+    with gathered.GatheredParameters(made[1], modifier_rank=1):
         if dist.get_rank() == 1:
             nn.init.constant_(made[1], 2.0)
     engine, *_ = initialize(model=model, config=given)
     out["same"] = all(a is b for a, b in zip(made, engine.module.parameters(), strict=True))
-    with zero.GatheredParameters(engine.module):
+    with gathered.GatheredParameters(engine.module):
         out["sharded"] = values(engine.module)
     return out
 
@@ -92,12 +92,12 @@ def change_what_is_sharded(stage: int) -> dict[str, Any]:
     plain = nn.Parameter(torch.ones(2))
     before = access.safe_get_full_fp32_param(weight).tolist()
     out: dict[str, Any] = {}
-    with zero.GatheredParameters([weight, plain]):  # read only
+    with gathered.GatheredParameters([weight, plain]):  # read only
         assert isinstance(weight, nn.Parameter) and tuple(weight.shape) == (5, 6)
         out["read"] = weight.detach().tolist() == before
         weight.data.fill_(7.0)
     out["dropped"] = access.safe_get_full_fp32_param(weight).tolist() == before
-    with zero.GatheredParameters([weight, bias], modifier_rank=1):
+    with gathered.GatheredParameters([weight, bias], modifier_rank=1):
         if dist.get_rank() == 1:
             with torch.no_grad():
                 weight.copy_(torch.arange(30.0).view(5, 6))
@@ -110,10 +110,10 @@ def change_what_is_sharded(stage: int) -> dict[str, Any]:
     loss = engine(torch.ones(2, 6)).square().mean()
     engine.backward(loss)
     engine.step()
-    with zero.GatheredParameters(weight, modifier_rank=0, enabled=False):
+    with gathered.GatheredParameters(weight, modifier_rank=0, enabled=False):
         pass
     try:
-        with zero.GatheredParameters(weight, modifier_rank=0):
+        with gathered.GatheredParameters(weight, modifier_rank=0):
             weight.data = torch.zeros(2, 2)
     except ValueError as error:
         out["shape"] = str(error)
@@ -232,9 +232,9 @@ def test_optimizers_of_the_host_are_torchs_and_take_its_groups() -> None:
 
 def test_leaf_modules_are_noted_where_libraries_look() -> None:
     model = build()
-    assert zero.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
-    assert zero.get_z3_leaf_modules(model) == [model[0], model[2]] and model[0]._z3_leaf
-    assert zero.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
-    assert not zero.get_z3_leaf_modules(model)
+    assert leaves.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
+    assert leaves.get_z3_leaf_modules(model) == [model[0], model[2]] and model[0]._z3_leaf
+    assert leaves.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
+    assert not leaves.get_z3_leaf_modules(model)
     with pytest.raises(ValueError, match="the model has none such"):
-        zero.set_z3_leaf_modules(model, ["Attention"])
+        leaves.set_z3_leaf_modules(model, ["Attention"])

@@ -28,7 +28,7 @@ from onefold.integrations.deepspeed.config.file import loaded
 from onefold.integrations.deepspeed.config.keys import ZERO, ZERO_ALIASES
 from onefold.integrations.deepspeed.config.values import AUTO, is_unset
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
-from onefold.integrations.deepspeed.names.small import logger
+from onefold.integrations.deepspeed.names.logs import logger
 from onefold.integrations.deepspeed.names.table import VERSION
 from onefold.integrations.deepspeed.saving import whole_in
 from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
