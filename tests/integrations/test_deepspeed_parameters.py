@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.integrations.deepspeed.names import access, gathered, init, leaves, optimizers
+from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.integrations.deepspeed.names.training import (
     DeepSpeedOptimizer,
     initialize,
@@ -137,6 +138,84 @@ def test_gathered_parameters_keep_the_modifiers_values_and_drop_others(stage: in
             torch.tensor(seen["forward"]), torch.tensor(seen["expected"]), rtol=1e-5, atol=1e-5
         )
         assert "was given shape (2, 2)" in seen["shape"]
+
+
+def use_a_model_that_is_gathered() -> dict[str, Any]:
+    """As TRL generates, and as scripts save what may be divided."""
+    model = build()
+    engine, optimizer, _, _ = initialize(model=model, config=config(3, bf16={"enabled": True}))
+    weight, batch = model[0].weight, torch.ones(2, 6)
+    out: dict[str, Any] = {"status": [weight.ds_status], "forward": engine(batch).tolist()}
+
+    def maybe_gathered(param: Any) -> Any:
+        """The idiom of many scripts."""
+        if hasattr(param, "ds_id"):
+            assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            with gathered.GatheredParameters([param]):
+                return param.data.detach().cpu().clone()
+        return param.detach().cpu().clone()
+
+    out["saved"] = maybe_gathered(weight).tolist()
+    out["master"] = access.safe_get_full_fp32_param(weight).tolist()
+    with gathered.GatheredParameters(model.parameters()):
+        offload = optimizer.parameter_offload
+        assert offload.module is model and not model[0].ds_external_parameters()
+        for _, param in offload.module.named_parameters():
+            param.ds_active_sub_modules.clear()
+        out["status"].append(weight.ds_status)
+        out["inside"] = [str(weight.dtype), tuple(weight.data.shape)]
+        for _ in range(3 * (dist.get_rank() + 1)):  # texts of different lengths
+            with torch.no_grad():
+                out["generated"] = engine(batch.bfloat16()).tolist()
+        out["state"] = [str(v.dtype) for v in model.state_dict().values()]
+        try:
+            engine.backward(engine(batch.bfloat16()).float().square().mean())
+        except RuntimeError as error:
+            out["backward"] = str(error)
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+        offload._register_deepspeed_module(offload.module)
+    out["status"].append(weight.ds_status)
+    assert model[0].weight is weight and not weight.grad
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+    out["trained"] = access.safe_get_full_fp32_param(weight).tolist() != out["master"]
+    return out
+
+
+def test_a_model_that_is_gathered_as_a_whole_computes_without_the_other_ranks() -> None:
+    for seen in run_ranks(2, use_a_model_that_is_gathered):
+        divided, whole = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+        assert seen["status"] == [divided, whole, divided]
+        assert seen["saved"] == seen["master"]
+        assert seen["inside"] == ["torch.bfloat16", (5, 6)] and set(seen["state"]) == {
+            "torch.bfloat16"
+        }
+        assert seen["generated"] == seen["forward"]
+        assert "a context that gathers the whole model" in seen["backward"] and seen["trained"]
+
+
+def take_over(stages: list[int]) -> list[Any]:
+    """One model, and an engine for each stage, one after another; the last one trains."""
+    model = build()
+    out: list[Any] = []
+    for stage in stages:
+        engine, *_ = initialize(
+            model=model, model_parameters=model.parameters(), config=config(stage)
+        )
+        with torch.no_grad():
+            out.append(engine(torch.ones(2, 6)).tolist())
+        assert engine.zero_optimization_stage() == stage
+    engine.backward(engine(torch.ones(2, 6)).square().mean())
+    engine.step()
+    return [*out, [access.safe_get_full_fp32_param(p).tolist() for p in model.parameters()]]
+
+
+def test_a_model_is_taken_over_from_another_engine() -> None:
+    first, *_ = run_ranks(2, take_over, [3])
+    for stages in ([3, 3], [0, 3], [3, 2, 3]):
+        seen, *_ = run_ranks(2, take_over, stages)
+        assert seen == [first[0]] * len(stages) + [first[-1]], stages
 
 
 # -- accessors -------------------------------------------------------------------------------------

@@ -104,9 +104,14 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
 
         Raises:
             ValueError: `loss` is no scalar with a graph.
-            RuntimeError: the engine has no optimizer.
+            RuntimeError: the engine has no optimizer, or the model is gathered as a whole.
         """
         self._needs_optimizer("backward")
+        if onefold.engine_of(self.module).whole_depth:
+            raise RuntimeError(
+                "engine.backward() was called inside a context that gathers the whole model, where"
+                " no gradient is reduced: leave GatheredParameters or full_params first."
+            )
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             given = (
                 f"a tensor of shape {tuple(loss.shape)}"

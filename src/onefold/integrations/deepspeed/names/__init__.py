@@ -8,6 +8,7 @@
 | init.py          | `zero.Init`                                                                   |
 | first_rank.py    | parameters that are whole on rank 0 alone, until an engine has them           |
 | gathered.py      | `zero.GatheredParameters`                                                     |
+| parameter_offload.py | what is said of parameters at stage 3, and hooks that TRL takes off       |
 | access.py        | `safe_get_full_grad` and its kin                                              |
 | leaves.py        | leaf modules                                                                  |
 | optimizers.py    | the names of the optimizers on the host                                       |

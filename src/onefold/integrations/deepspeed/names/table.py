@@ -19,7 +19,7 @@ _ZERO = {
     "GatheredParameters": "gathered:GatheredParameters",
     "register_external_parameter": "gathered:register_external_parameter",
     "unregister_external_parameter": "gathered:unregister_external_parameter",
-    "ZeroParamStatus": "gathered:ZeroParamStatus",
+    "ZeroParamStatus": "parameter_offload:ZeroParamStatus",
 }
 _ACCESS = {
     name: f"access:{name}"
