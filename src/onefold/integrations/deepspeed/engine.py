@@ -294,8 +294,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
                 replaced when the new one is whole.
             client_state: values to come back from `load_checkpoint`; the first rank's count.
             save_latest: have `save_dir`/latest name this one.
-            exclude_frozen_parameters: accepted; frozen parameters are written too, so that the
-                checkpoint loads under `load_module_strict`.
+            exclude_frozen_parameters: leave out parameters that take no gradient (the base of
+                adapters). What is loaded of it leaves them as they are.
 
         Returns:
             True, on every rank, when it is there.
@@ -303,11 +303,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         Raises:
             CheckpointError: it could not be written; raised on every rank.
         """
-        if exclude_frozen_parameters and self.global_rank == 0:
-            logger.warning(
-                "save_checkpoint(exclude_frozen_parameters=True): frozen parameters are written too"
-            )
-        checkpoints.save(self, save_dir, tag, client_state or {}, save_latest)
+        frozen = not exclude_frozen_parameters
+        checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, frozen)
         return True
 
     def load_checkpoint(
