@@ -24,12 +24,15 @@ CONFIG = {
 
 
 class Data(torch.utils.data.Dataset):
+    def __init__(self, tokens=64):
+        self.tokens = tokens
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, 64, (16,), generator=generator)
+        ids = torch.randint(0, self.tokens, (16,), generator=generator)
         return {"input_ids": ids, "labels": ids}
 
 

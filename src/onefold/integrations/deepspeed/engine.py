@@ -45,6 +45,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
         global_samples: samples of all ranks so far.
+        keeps_gradients: `step` leaves the gradients to the next pass, or `zero_grad`, to clear: what
+            looks at them after a step (AdaLoRA does) finds them.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
         self._boundary: bool | None = None
         self._inside_no_sync = self._step_applied = False
+        self.keeps_gradients = self._stepped_gradients = False
         self._norm: Tensor | None = None
         self._seconds: dict[str, float] = {}
         runtime = onefold.engine_of(module)
@@ -156,7 +159,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if not overflow:
             self.optimizer.step()
             self._step_applied = True
-        self.module.zero_grad()
+        self._stepped_gradients = self.keeps_gradients and not overflow
+        if not self._stepped_gradients:
+            self.module.zero_grad()
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -193,6 +198,11 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             )
         return finite
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; `step` does that, or the pass that follows it."""
+        self._stepped_gradients = False
+        self.module.zero_grad(set_to_none)
+
     # -- accumulation ------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -226,6 +236,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             self._inside_no_sync = False
 
     def _micro_batch(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stepped_gradients:
+            self.zero_grad()
         waits = (
             torch.is_grad_enabled()
             and not self._inside_no_sync

@@ -105,6 +105,7 @@ def initialize(
         must_train=False,
         again=True,
     )
+    made[0].keeps_gradients = True  # callbacks of Trainer look at them after the step
     if made[0].zero_optimization_stage() < 3:
         _give_whole_state_dicts(made[0])
     else:
