@@ -75,6 +75,8 @@ def main(asked):
         "rates": [row["learning_rate"] for row in logs if "learning_rate" in row],
         "eval": [row["eval_loss"] for row in logs if "eval_loss" in row],
         "type": type(trainer.model_wrapped).__name__,
+        "skipped": getattr(trainer.model_wrapped, "skipped_steps", 0),
+        "scale": getattr(trainer.model_wrapped, "cur_scale", 1.0),
     }
     if asked.get("save"):
         trainer.save_model(str(folder / asked["save"]))
