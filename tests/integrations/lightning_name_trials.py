@@ -19,13 +19,9 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def runs(folder: str) -> dict[str, Any]:
-    """{name: losses, evaluated losses and more of rank 0} of each run."""
-    import onefold.deepspeed
-
-    onefold.deepspeed.serve()
+def strategy(**options: Any) -> Any:
+    """DeepSpeedStrategy without its question for CUDA."""
     import lightning.pytorch as L
-    import lightning_trials as trials
     from lightning.fabric.utilities.seed import reset_seed
 
     class OnHost(L.strategies.DeepSpeedStrategy):
@@ -39,12 +35,22 @@ def runs(folder: str) -> dict[str, Any]:
             self.set_world_ranks()
             self._init_deepspeed_distributed()
 
+    return OnHost(**options)
+
+
+def runs(folder: str) -> dict[str, Any]:
+    """{name: losses, evaluated losses and more of rank 0} of each run."""
+    import onefold.deepspeed
+
+    onefold.deepspeed.serve()
+    import lightning_trials as trials
+
     trials.as_torchrun()
     out: dict[str, Any] = {}
 
-    def fitted(name: str, strategy: Any, path: str | None = None, **options: Any) -> Any:
+    def fitted(name: str, by: Any, path: str | None = None, **options: Any) -> Any:
         module = trials.Tuned()
-        used = trials.trainer(strategy, folder, gradient_clip_val=0.5, **options)
+        used = trials.trainer(by, folder, gradient_clip_val=0.5, **options)
         used.fit(module, trials.loader(), trials.loader(8), ckpt_path=path)
         out[name] = {
             "loss": module.losses,
@@ -59,15 +65,15 @@ def runs(folder: str) -> dict[str, Any]:
     fitted("ddp, accumulated", "ddp", accumulate_grad_batches=2, max_epochs=2)
     fitted("ddp, bf16", "ddp", precision="bf16-true")
     for name, (given, options) in RUNS.items():
-        used = fitted(name, OnHost(**given), **options)
+        used = fitted(name, strategy(**given), **options)
         if name in ("stage 2", "stage 3"):
             used.save_checkpoint(f"{folder}/{name}.ckpt")
     # One epoch is four steps: the second goes on from the checkpoint, at the other stage
     fitted("ddp, longer", "ddp", max_epochs=2)
     for stage, saved in ((3, "stage 2"), (2, "stage 3")):
-        fitted(f"from {saved}", OnHost(stage=stage), f"{folder}/{saved}.ckpt", max_epochs=2)
+        fitted(f"from {saved}", strategy(stage=stage), f"{folder}/{saved}.ckpt", max_epochs=2)
     fresh = trials.Tuned()
-    tests = trials.trainer(OnHost(stage=3), folder)
+    tests = trials.trainer(strategy(stage=3), folder)
     tests.test(fresh, trials.loader(8), ckpt_path=f"{folder}/stage 3.ckpt", verbose=False)
     out["tested"] = fresh.evaluated
     return out
