@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +12,9 @@ import onefold
 import virtual
 from models import TinyGPT, tokens_of
 from onefold.comm import StallError
+from onefold.device import new_stream, use_stream
+from onefold.device.copies import CopyStream
+from onefold.offload.activations import ActivationStore
 
 
 def offloaded(**options: Any) -> Any:
@@ -55,3 +60,49 @@ def test_a_unit_released_after_a_lost_rank_leaves_no_copy_in_its_memory() -> Non
         # Whoever gets that memory next
         torch.empty(flat.layout.numel, dtype=torch.bfloat16, device="virtual").fill_(1.0)
         engine.group.broken = None
+
+
+@virtual.alone
+def test_the_thread_that_steps_behind_the_backward_pass_works_on_the_ranks_device() -> None:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(
+        3, precision="bf16", offload_optimizer="cpu", offload_param="cpu", step_in_backward=True
+    )
+    model = onefold.shard(TinyGPT(), recipe, device="virtual:1")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine = onefold.engine_of(model)
+    seen: list[tuple[bool, int]] = []
+    before = engine.about_to_write
+
+    def noted() -> None:
+        main = threading.current_thread() is threading.main_thread()
+        seen.append((main, torch.accelerator.current_device_index()))
+        before()
+
+    engine.about_to_write = noted  # type: ignore[method-assign]
+    for step in range(3):
+        model(tokens_of(step).to("virtual:1")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    behind = [device for main, device in seen if not main]
+    assert behind and set(behind) == {1}, seen
+
+
+@virtual.alone
+def test_an_activation_read_on_another_stream_keeps_its_memory_until_it_was_read() -> None:
+    device = torch.device("virtual:0")
+    for seed in range(6):
+        virtual.reset(seed)
+        side = CopyStream(device)
+        first, second = new_stream(device), new_stream(device)
+        with use_stream(first):
+            saved = torch.full((4096,), 3.0, device=device)
+            ticket = first.record_event()
+        with use_stream(second):
+            read = ActivationStore._readable(SimpleNamespace(side=side), saved, ticket, first)
+            total = read.sum()
+        del saved
+        with use_stream(first):  # takes the memory that was let go of
+            again = torch.empty(4096, device=device).fill_(5.0)
+        virtual.drain()
+        assert float(total) == 3.0 * 4096 and float(again[0]) == 5.0
