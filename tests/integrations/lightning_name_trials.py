@@ -38,8 +38,10 @@ def strategy(**options: Any) -> Any:
     return OnHost(**options)
 
 
-def runs(folder: str) -> dict[str, Any]:
-    """{name: losses, evaluated losses and more of rank 0} of each run."""
+def runs(folder: str, chosen: list[str]) -> dict[str, Any]:
+    """{name: losses, evaluated losses and more of rank 0} of each run, those of `RUNS` that are
+    chosen.
+    """
     import onefold.deepspeed
 
     onefold.deepspeed.serve()
@@ -64,7 +66,8 @@ def runs(folder: str) -> dict[str, Any]:
     fitted("ddp", "ddp")
     fitted("ddp, accumulated", "ddp", accumulate_grad_batches=2, max_epochs=2)
     fitted("ddp, bf16", "ddp", precision="bf16-true")
-    for name, (given, options) in RUNS.items():
+    for name in chosen:
+        given, options = RUNS[name]
         used = fitted(name, strategy(**given), **options)
         if name in ("stage 2", "stage 3"):
             used.save_checkpoint(f"{folder}/{name}.ckpt")

@@ -17,6 +17,16 @@ def begin(folder: str) -> None:
     start(folder)
 
 
+def every_trial(folder: str) -> dict[str, Any]:
+    """All of this file, in one process."""
+    begin(folder)
+    return {
+        "texts": translated(folder, [None, 1, 3]),
+        "tokens": with_new_tokens(folder, [None, 3]),
+        "adalora": adapted_by_importance(folder, [None, 2, 3]),
+    }
+
+
 def next_run() -> Any:
     """The state of a process that has run nothing yet."""
     from hf_trials import fresh_state
@@ -28,7 +38,6 @@ def next_run() -> Any:
 
 def translated(folder: str, stages: list[int | None]) -> dict[str, Any]:
     """Seq2SeqTrainer that generates where it evaluates; then texts of the ranks' own lengths."""
-    begin(folder)
     import torch
     import torch.distributed as dist
     from hf_trials import arguments, seen_of
@@ -84,7 +93,6 @@ def translated(folder: str, stages: list[int | None]) -> dict[str, Any]:
 
 def with_new_tokens(folder: str, stages: list[int | None]) -> dict[str, Any]:
     """A model that gets more tokens before it is trained, read under `zero.Init`."""
-    begin(folder)
     import torch
     import torch.distributed as dist
     from hf_trials import arguments, seen_of
@@ -120,7 +128,6 @@ def with_new_tokens(folder: str, stages: list[int | None]) -> dict[str, Any]:
 
 def adapted_by_importance(folder: str, stages: list[int | None]) -> dict[str, Any]:
     """AdaLoRA, whose ranks are given out by gradients after each step."""
-    begin(folder)
     import torch
     from hf_trials import arguments, seen_of
     from peft import AdaLoraConfig, get_peft_model

@@ -5,7 +5,9 @@ host.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,9 +18,13 @@ sys.path.append(str(Path(__file__).parent))
 from lightning_name_trials import RUNS, runs
 
 
-def test_losses_are_those_of_ddp_and_checkpoints_go_on_at_another_stage(tmp_path: Path) -> None:
-    seen = run_ranks(2, runs, str(tmp_path), fresh=True)[0]
-    for name in RUNS:
+def test_losses_are_those_of_ddp_and_checkpoints_go_on_at_another_stage(
+    tmp_path: Path, sample: Callable[[Iterable[Any], int], list[Any]]
+) -> None:
+    some = {"stage 2", "stage 3", *sample(RUNS, 3)}
+    chosen = [name for name in RUNS if name in some]
+    seen = run_ranks(2, runs, str(tmp_path), chosen, fresh=True)[0]
+    for name in chosen:
         kind = next((k for k in ("accumulated", "bf16") if k in name), None)
         ours, ddp = seen[name], seen[f"ddp, {kind}" if kind else "ddp"]
         far = 2e-2 if kind == "bf16" else 1e-6

@@ -16,7 +16,18 @@ from ranks import run_ranks
 
 pytest.importorskip("accelerate")
 sys.path.append(str(Path(__file__).parent))
-from name_trials import adapted_by_importance, translated, with_new_tokens
+from name_trials import every_trial
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("trials")
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    return run_ranks(2, every_trial, str(folder), fresh=True)
 
 
 def same_run(ours: dict[str, Any], ddp: dict[str, Any], steps: int = 4) -> None:
@@ -25,9 +36,9 @@ def same_run(ours: dict[str, Any], ddp: dict[str, Any], steps: int = 4) -> None:
         assert ours[key] == pytest.approx(ddp[key], rel=1e-5), key
 
 
-def test_texts_are_those_of_ddp(tmp_path: Path) -> None:
+def test_texts_are_those_of_ddp(found: list[dict[str, Any]]) -> None:
     """Sampled while Seq2SeqTrainer evaluates, and by each rank at a length of its own."""
-    ranks = run_ranks(2, translated, str(tmp_path), [None, 1, 3], fresh=True)
+    ranks = [seen["texts"] for seen in found]
     for seen in ranks:
         ddp = seen["None"]
         assert len(ddp["texts"]) == 2 and ddp["texts"][0] != ddp["texts"][1]
@@ -38,21 +49,21 @@ def test_texts_are_those_of_ddp(tmp_path: Path) -> None:
     assert lengths[0] != lengths[1]
 
 
-def test_new_tokens_are_trained_as_under_ddp(tmp_path: Path) -> None:
-    seen = run_ranks(2, with_new_tokens, str(tmp_path), [None, 3], fresh=True)[0]
+def test_new_tokens_are_trained_as_under_ddp(found: list[dict[str, Any]], folder: Path) -> None:
+    seen = found[0]["tokens"]
     for kind in ("tied", "tied, mean", "untied"):
         ddp, ours = seen[f"{kind} None"], seen[f"{kind} 3"]
         same_run(ours, ddp)
         assert ours["shapes"] == [(70, 32), (70, 32)]
         theirs, mine = (
-            load_file(tmp_path / f"{kind} {stage}" / "model.safetensors") for stage in ("None", "3")
+            load_file(folder / f"{kind} {stage}" / "model.safetensors") for stage in ("None", "3")
         )
         assert mine.keys() == theirs.keys()
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-4)
 
 
-def test_adalora_gives_out_the_ranks_that_it_does_under_ddp(tmp_path: Path) -> None:
-    seen = run_ranks(2, adapted_by_importance, str(tmp_path), [None, 2, 3], fresh=True)[0]
+def test_adalora_gives_out_the_ranks_that_it_does_under_ddp(found: list[dict[str, Any]]) -> None:
+    seen = found[0]["adalora"]
     ranks = seen["None"]["ranks"]
     assert sum(sum(row) for row in ranks.values()) == 8, "of 16 in the beginning"
     for stage in ("2", "3"):
