@@ -1,0 +1,131 @@
+"""Published scripts, run as they are on the ranks of a test: what a rank calls by name."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import runpy
+import shutil
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+#: Blocks of SmolLM2 that are left of its 30.
+LAYERS = 2
+HERE = Path(__file__).parent
+
+
+def texts(count: int) -> list[tuple[str, str]]:
+    """(topic, prose) of Python's own documentation, in plain lines."""
+    from pydoc_data.topics import topics
+
+    long = [(name, " ".join(text.split())) for name, text in sorted(topics.items())]
+    return [(name, text) for name, text in long if len(text) > 1500][:count]
+
+
+def prepare(folder: str) -> int:
+    """SmolLM2 with fewer blocks as a folder of transformers, and data in the forms that scripts
+    read; the number of parameters. Runs on one rank.
+    """
+    from onefold.train.models import load_model
+
+    loaded = load_model("smollm2", "auto", 0, 64)
+    model: Any = loaded.module
+    model.model.layers = model.model.layers[:LAYERS]
+    model.config.num_hidden_layers = LAYERS
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:LAYERS]
+    model.save_pretrained(Path(folder) / "model")
+    words: Any = loaded.tokenizer
+    words.save_pretrained(Path(folder) / "model")
+
+    rows = texts(20)
+    plain = [{"text": text[:400]} for _, text in rows]
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"What does Python say of {name}?"},
+                {"role": "assistant", "content": text[:200]},
+            ]
+        }
+        for name, text in rows
+    ]
+    pairs = [
+        {
+            "prompt": [{"role": "user", "content": f"What does Python say of {name}?"}],
+            "chosen": [{"role": "assistant", "content": text[:150]}],
+            "rejected": [{"role": "assistant", "content": text[-150:]}],
+        }
+        for name, text in rows
+    ]
+    for name, kind in {"plain": plain, "chats": chats, "pairs": pairs}.items():
+        (Path(folder) / name).mkdir()
+        for split, part in {"train": kind[:16], "test": kind[16:]}.items():
+            lines = "".join(json.dumps(row) + "\n" for row in part)
+            (Path(folder) / name / f"{split}.jsonl").write_text(lines)
+    prose = "\n".join(textwrap.fill(text[:2500], 100) for _, text in rows[:4])
+    (Path(folder) / "prose.txt").write_text(prose)
+    return sum(p.numel() for p in model.parameters())
+
+
+def run(script: str, arguments: list[str], folder: str, environment: dict[str, str]) -> Any:
+    """The script in this rank as a launcher would start it; what was seen of it.
+
+    Of a script with a Trainer: its log, whether the model was sharded, what the ranks were to it. Of
+    the others, the file that they wrote. And the digest of each file of weights in their output.
+    """
+    import datasets
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests",
+        **environment,
+    )  # fmt: skip
+    datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+    datasets.disable_progress_bars()
+    output = Path(folder) / f"output-{os.getpid()}"
+    pids: list[Any] = [None] * world
+    dist.all_gather_object(pids, str(output))
+    output = Path(pids[0])
+    output.mkdir(exist_ok=True)
+    dist.barrier()
+    seen: dict[str, Any] = {}
+    _watch(seen)
+    sys.path.insert(0, os.path.dirname(script))
+    sys.argv = [script, *(word.replace("OUTPUT", str(output)) for word in arguments)]
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        runpy.run_path(script, run_name="__main__")
+    for file in sorted(output.glob("seen*.json")):
+        if file.stem in ("seen", f"seen{rank}"):
+            seen |= json.loads(file.read_text())
+    if rank == 0:
+        seen["weights"] = {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(output.glob("*.safetensors"))
+        }
+        seen["files"] = sorted(file.name for file in output.iterdir())
+        shutil.rmtree(output)
+    return seen
+
+
+def _watch(seen: dict[str, Any]) -> None:
+    """Every Trainer of this process tells what it logs; the script is as it was."""
+    import transformers
+
+    class Watch(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, *_: Any, model: Any, **__: Any) -> None:
+            seen["ranks"] = args.world_size
+            seen["sharded"] = all(hasattr(p, "onefold") for p in model.parameters())
+            seen["engine"] = args.deepspeed is not None
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            for key in ("loss", "eval_loss", "grad_norm", "rewards/margins"):
+                if key in logs:
+                    seen.setdefault(key, []).append(logs[key])
+
+    transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
