@@ -71,11 +71,9 @@ def prepare(folder: str) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def run(script: str, arguments: list[str], folder: str, environment: dict[str, str]) -> Any:
-    """The script in this rank as a launcher would start it; what was seen of it.
-
-    Of a script with a Trainer: its log, whether the model was sharded, what the ranks were to it. Of
-    the others, the file that they wrote. And the digest of each file of weights in their output.
+def run(script: str, arguments: list[str], cache: str, environment: dict[str, str]) -> Any:
+    """The script in this rank as a launcher would start it. Of a script with a Trainer: its log,
+    and what the model and the ranks were to it.
     """
     import datasets
     import torch.distributed as dist
@@ -86,31 +84,34 @@ def run(script: str, arguments: list[str], folder: str, environment: dict[str, s
         GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="tests",
         **environment,
     )  # fmt: skip
-    datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+    datasets.config.HF_DATASETS_CACHE = Path(cache)
     datasets.disable_progress_bars()
-    output = Path(folder) / f"output-{os.getpid()}"
-    pids: list[Any] = [None] * world
-    dist.all_gather_object(pids, str(output))
-    output = Path(pids[0])
-    output.mkdir(exist_ok=True)
-    dist.barrier()
+    # The group is the test's: a script that ends it waits for the others instead
+    dist.destroy_process_group = lambda group=None: dist.barrier()
     seen: dict[str, Any] = {}
     _watch(seen)
     sys.path.insert(0, os.path.dirname(script))
-    sys.argv = [script, *(word.replace("OUTPUT", str(output)) for word in arguments)]
+    sys.argv = [script, *arguments]
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         runpy.run_path(script, run_name="__main__")
-    for file in sorted(output.glob("seen*.json")):
-        if file.stem in ("seen", f"seen{rank}"):
-            seen |= json.loads(file.read_text())
-    if rank == 0:
-        seen["weights"] = {
-            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in sorted(output.glob("*.safetensors"))
-        }
-        seen["files"] = sorted(file.name for file in output.iterdir())
-        shutil.rmtree(output)
+    dist.barrier()
     return seen
+
+
+def left(output: Path) -> dict[str, Any]:
+    """What a script wrote: its `seen*.json` by name, the digests of its weights, names of files. The
+    folder is removed.
+    """
+    found = {
+        "files": sorted(file.name for file in output.iterdir()),
+        "weights": {
+            file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in output.glob("*.safetensors")
+        },
+        **{file.stem: json.loads(file.read_text()) for file in output.glob("seen*.json")},
+    }
+    shutil.rmtree(output)
+    return found
 
 
 def _watch(seen: dict[str, Any]) -> None:

@@ -91,5 +91,7 @@ def test_it_serves_the_wrong_model_with_a_sentence(tmp_path: Path) -> None:
     engine = engine_over(adapted(), 3)
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
     small = nn.Sequential(nn.Linear(6, 5))
-    with pytest.raises(CheckpointError, match=r"has, and this model has not \(2\.bias, 2\.weight\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has, and this model has not \(2\.bias, 2\.weight\)"
+    ):
         engine_over(small, 3).load_checkpoint(tmp_path)
