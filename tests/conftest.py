@@ -262,6 +262,7 @@ ONLY_WITH_ALL = {
     "integrations/test_hf.py::test_a_frozen_base_is_held_quantized",
     "integrations/test_tools_beside_ddp.py::test_every_cell_is_as_the_page_says",
     "integrations/test_hf_trainer.py::test_a_run_goes_on_on_another_number_of_ranks",
+    "integrations/test_published_scripts.py::test_a_module_of_lightning",
     "integrations/test_published_scripts.py::test_torchrun_starts_a_script_of_trl_by_the_command",
     "plan/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",

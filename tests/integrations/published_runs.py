@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -12,6 +13,8 @@ import sys
 import textwrap
 from pathlib import Path
 from typing import Any
+
+import torch
 
 #: Blocks of SmolLM2 that are left of its 30.
 LAYERS = 2
@@ -30,17 +33,37 @@ def prepare(folder: str) -> int:
     """SmolLM2 with fewer blocks as a folder of transformers, and data in the forms that scripts
     read; the number of parameters. Runs on one rank.
     """
-    from onefold.train.models import load_model
+    import gguf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded = load_model("smollm2", "auto", 0, 64)
-    model: Any = loaded.module
-    model.model.layers = model.model.layers[:LAYERS]
-    model.config.num_hidden_layers = LAYERS
-    if getattr(model.config, "layer_types", None):
-        model.config.layer_types = model.config.layer_types[:LAYERS]
-    model.save_pretrained(Path(folder) / "model")
-    words: Any = loaded.tokenizer
-    words.save_pretrained(Path(folder) / "model")
+    from onefold.train.early import smollm2_path
+
+    path = smollm2_path()
+    assert path is not None
+    whole = gguf.GGUFReader
+
+    @functools.lru_cache(maxsize=1)
+    def first_blocks(file: str) -> Any:
+        """As if the file ended there: what is cut away need not be dequantized."""
+        reader = whole(file)
+        reader.tensors = [
+            tensor
+            for tensor in reader.tensors
+            if not tensor.name.startswith("blk.") or int(tensor.name.split(".")[1]) < LAYERS
+        ]
+        return reader
+
+    gguf.GGUFReader = first_blocks  # this process ends after it
+    where, file = str(path.parent), {"gguf_file": path.name, "local_files_only": True}
+    model = AutoModelForCausalLM.from_pretrained(
+        where, **file, dtype=torch.float32, num_hidden_layers=LAYERS
+    )
+    # What remembers that it was quantized, and would refuse to be saved
+    for owner in (model, model.config):
+        for name in ("hf_quantizer", "quantization_method", "is_quantized", "quantization_config"):
+            vars(owner).pop(name, None)
+    model.float().save_pretrained(Path(folder) / "model")
+    AutoTokenizer.from_pretrained(where, **file).save_pretrained(Path(folder) / "model")
 
     rows = texts(20)
     plain = [{"text": text[:400]} for _, text in rows]

@@ -33,9 +33,9 @@ SCRIPTS = Path(__file__).parent / "scripts"
 _TRL = importlib.util.find_spec("trl")
 assert _TRL is not None and _TRL.origin is not None
 TRL = Path(_TRL.origin).parent / "scripts"
-#: What every Trainer is told: three steps in fp32 on the host.
+#: What every Trainer is told: two steps in fp32 on the host.
 TRAINER = [
-    "--output_dir", "OUTPUT", "--use_cpu", "--max_steps", "3", "--per_device_train_batch_size", "1",
+    "--output_dir", "OUTPUT", "--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "1",
     "--learning_rate", "1e-3", "--logging_steps", "1", "--save_strategy", "no", "--report_to",
     "none", "--disable_tqdm", "True", "--seed", "1",
 ]  # fmt: skip
@@ -136,7 +136,7 @@ def test_language_modeling_of_transformers(stage: int, folder: Path) -> None:
     for mine, theirs in zip(ours.ranks, ddp.ranks, strict=True):
         assert (theirs["sharded"], mine["sharded"], mine["engine"]) == (False, True, True)
         assert mine["ranks"] == theirs["ranks"] == 2
-        assert mine["loss"] == theirs["loss"] and len(set(mine["loss"])) == 3
+        assert mine["loss"] == theirs["loss"] and len(set(mine["loss"])) == 2
         assert mine["eval_loss"] == theirs["eval_loss"] and len(mine["eval_loss"]) == 1
     assert ours.left["weights"] == ddp.left["weights"] and len(ddp.left["weights"]) == 1
     assert ours.left["files"] == ddp.left["files"]
@@ -144,12 +144,14 @@ def test_language_modeling_of_transformers(stage: int, folder: Path) -> None:
 
 TUNED = ["--dtype", "float32", "--bf16", "False"]
 LORA = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"]
+#: Without it norms above 1 are clipped, and have their rounding: so with adapters.
+WHOLE = ["--max_grad_norm", "0"]
 #: (script, what it is told beside the model and the data, its data).
 OF_TRL = {
-    "sft": ("sft.py", [*TUNED, "--max_length", "64"], "chats"),
+    "sft": ("sft.py", [*TUNED, "--max_length", "64", *WHOLE], "chats"),
     "sft, LoRA": ("sft.py", [*TUNED, "--max_length", "64", *LORA], "chats"),
-    "dpo": ("dpo.py", [*TUNED, "--max_length", "96"], "pairs"),
-    "dpo, LoRA": ("dpo.py", [*TUNED, "--max_length", "96", *LORA], "pairs"),
+    "dpo": ("dpo.py", [*TUNED, "--max_length", "64", *WHOLE], "pairs"),
+    "dpo, LoRA": ("dpo.py", [*TUNED, "--max_length", "64", *LORA], "pairs"),
 }
 
 
@@ -169,13 +171,16 @@ def test_scripts_of_trl(kind: str, stage: Any, folder: Path) -> None:
     for mine, theirs in zip(ours.ranks, ddp.ranks, strict=True):
         assert (theirs["sharded"], mine["sharded"], mine["engine"]) == (False, True, True)
         assert mine["ranks"] == theirs["ranks"] == 2
-        # Norms above 1 are clipped, and have their rounding
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
-        assert len(set(mine["loss"])) == 3
-        assert mine["loss"][0] == theirs["loss"][0]
-        assert mine.get("rewards/margins") == pytest.approx(theirs.get("rewards/margins"), abs=1e-4)
-    lora = "LoRA" in kind
-    assert ("adapter_model.safetensors" if lora else "model.safetensors") in ours.left["weights"]
+        far = 1e-5 if "LoRA" in kind else 0
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=far, abs=0)
+        assert len(set(mine["loss"])) == 2 and mine["loss"][0] == theirs["loss"][0]
+        if "dpo" in kind:
+            margins = pytest.approx(theirs["rewards/margins"], abs=1e-4)
+            assert mine["rewards/margins"] == margins
+    if "LoRA" in kind:
+        assert list(ours.left["weights"]) == ["adapter_model.safetensors"]
+    else:
+        assert ours.left["weights"] == ddp.left["weights"] and len(ddp.left["weights"]) == 1
     assert ours.left["files"] == ddp.left["files"]
 
 
@@ -194,8 +199,8 @@ def test_a_loop_of_accelerate_with_adapters_of_peft(stage: int, folder: Path) ->
     ddp, ours = both(folder, script, given, given, launched)
     mine, theirs = ours.left["seen"], ddp.left["seen"]
     assert mine["kind"] == "DeepSpeedEngine" and theirs["kind"] == "DistributedDataParallel"
-    assert mine["loss"] == theirs["loss"] and len(set(mine["loss"])) == 3
-    assert mine["rate"] == theirs["rate"] and len(set(mine["rate"])) == 3
+    assert mine["loss"] == theirs["loss"] and len(set(mine["loss"])) == 2
+    assert mine["rate"] == theirs["rate"] and len(set(mine["rate"])) == 2
     assert mine["eval"] == theirs["eval"] and len(mine["eval"]) == 4
     assert ours.left["weights"] == ddp.left["weights"]
     assert list(ddp.left["weights"]) == ["adapter_model.safetensors"]
@@ -209,7 +214,7 @@ def test_a_module_of_lightning(strategy: str, folder: Path) -> None:
     for name in ("seen0", "seen1"):
         mine, theirs = ours.left[name], ddp.left[name]
         assert mine["kind"].startswith("onefold.") and theirs["kind"].startswith("lightning.")
-        assert mine["loss"] == theirs["loss"] and len(set(mine["loss"])) == 3
+        assert mine["loss"] == theirs["loss"] and len(set(mine["loss"])) == 2
         assert mine["eval"] == theirs["eval"] and len(mine["eval"]) == 2
 
 
@@ -220,7 +225,7 @@ def test_torchrun_starts_a_script_of_trl_by_the_command(folder: Path, tmp_path: 
     losses = {}
     for name, way in {"ddp": [], "ours": ["-m", "onefold.deepspeed"]}.items():
         words = [word.replace("OUTPUT", str(tmp_path / name)) for word in given]
-        more = ["--save_steps", "3", "--save_only_model", "True"]
+        more = ["--save_steps", "2", "--save_only_model", "True"]
         done = subprocess.run(
             [
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -235,8 +240,8 @@ def test_torchrun_starts_a_script_of_trl_by_the_command(folder: Path, tmp_path: 
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]
         assert done.stderr.count("onefold serves the name deepspeed") == len(way) // 2
-        state = tmp_path / name / "checkpoint-3" / "trainer_state.json"
+        state = tmp_path / name / "checkpoint-2" / "trainer_state.json"
         rows = json.loads(state.read_text())["log_history"]
         losses[name] = [row["loss"] for row in rows if "loss" in row]
         assert (tmp_path / name / "model.safetensors").exists()
-    assert losses["ours"] == pytest.approx(losses["ddp"], rel=1e-5) and len(losses["ddp"]) == 3
+    assert losses["ours"] == pytest.approx(losses["ddp"], rel=1e-5) and len(losses["ddp"]) == 2

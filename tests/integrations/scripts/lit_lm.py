@@ -19,7 +19,7 @@ from transformers import (
 
 
 class LitLM(L.LightningModule):
-    def __init__(self, name, lr=1e-3, steps=3):
+    def __init__(self, name, lr=1e-3, steps=2):
         super().__init__()
         self.save_hyperparameters()
         self.model = AutoModelForCausalLM.from_pretrained(name)
@@ -70,7 +70,7 @@ def main():
     parser.add_argument("--data", required=True)
     parser.add_argument("--output", required=True)
     parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
     args = parser.parse_args()
 
     strategy = args.strategy
