@@ -226,15 +226,18 @@ COLUMNS: harness.Columns = {
 def page(document: dict[str, Any]) -> str:
     """The table, and what it is of."""
     shape, rows = document["model"], document["rows"]
+    half = "where the true median lies with 95 %"
     loads = sorted(run["load"] for run in document["runs"][0])
     rounds = 1 + max(run["round"] for run in document["runs"][0])
+    if rounds < 6:
+        half = "the least and the greatest"
     return "\n".join(
         [
             "# Hugging Face's Trainer beside loops of one's own",
             "",
             f"A Llama of {shape['layers']} layers of {shape['width']}, {shape['tokens']} tokens a rank, fp32, two ranks over"
             f" gloo with one thread each. {rounds} rounds; the median",
-            "of the rounds, and in brackets where the true median lies with 95 %. Load of the machine"
+            f"of the rounds, and in brackets {half}. Load of the machine"
             f" {loads[0]:.1f} to {loads[-1]:.1f}, two of",
             "which are the ranks: processor time is what to trust where it is more.",
             "",
