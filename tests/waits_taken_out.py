@@ -33,6 +33,7 @@ TESTS = [
     "tests/train/test_a_step_late.py",
     "tests/runtime/test_transfers.py",
     "tests/offload/test_offload_waits.py",
+    "tests/runtime/test_waits_of_dropped_work.py",
 ]
 #: Calls by the last names of what they are called on and of themselves; "*" is anything.
 WAITS = {

@@ -380,3 +380,51 @@ def test_a_pass_with_the_adapters_off_before_the_backward_pass_changes_nothing()
         expected = seen["stage 1, span 0, look False"]
         assert len(set(expected)) == 3
         assert seen == dict.fromkeys(seen, expected)
+
+
+class Casting(LowRank):
+    """An adapter in fp32 in a model in bf16 that casts its input to what its weight is in."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = self.base(x)
+        return kept + self.up(self.down(x.to(self.down.weight.dtype))).to(kept.dtype)
+
+
+def casting(stage: int, reentrant: bool | None, span: int) -> list[float]:
+    """Losses of three steps in bf16; reentrant None: nothing is recomputed."""
+    torch.manual_seed(0)
+    model = Recomputed(bool(reentrant), span, inside=span == 0 and reentrant is not None)
+    if reentrant is None:
+        model.span = 0
+    model.bfloat16()
+    for block in model.blocks:
+        if isinstance(block[1], LowRank):
+            block[1].__class__ = Casting
+            block[1].down.float()
+            block[1].up.float()
+    model = onefold.shard(model, onefold.Recipe.zero(stage, precision="bf16"))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in range(3):
+        x = features_of(10 * step + torch.distributed.get_rank(), 4, 8).bfloat16()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def casting_everywhere() -> dict[str, list[float]]:
+    return {
+        f"{stage} {reentrant} {span}": casting(stage, reentrant, span)
+        for stage in (1, 2, 3)
+        for reentrant, span in [(None, 0), (False, 0), (True, 0), (False, 1), (False, 2)]
+    }
+
+
+def test_recomputed_adapters_see_the_dtype_that_the_forward_pass_saw() -> None:
+    for found in run_ranks(2, casting_everywhere):
+        expected = found["1 None 0"]
+        assert len(set(expected)) == 3
+        assert all(losses == expected for losses in found.values()), found

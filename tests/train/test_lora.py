@@ -13,6 +13,7 @@ from hf_folders import (
     JOB,
     LARGE,
     MIB,
+    SMALL,
     files,
     give_memory_back_at_once,
     job,
@@ -80,6 +81,21 @@ def merged_by_hand(run: Run) -> dict[str, torch.Tensor]:
     return out
 
 
+def streamed(run: Run, merged: dict[str, torch.Tensor]) -> None:
+    """Every rank is given the merged model's tensors, whatever the bucket. Collective."""
+    import onefold
+
+    for bucket in (2_000, "1MB"):
+        given = dict(onefold.stream_params(run.model, bucket, "master", merge_adapters=True))
+        assert given.keys() <= merged.keys() and len(merged.keys() - given.keys()) <= 1  # tied
+        for name, tensor in given.items():
+            assert type(tensor) is torch.Tensor
+            near = 1e-6 if merged[name].dtype == tensor.dtype else 1e-2
+            assert torch.allclose(tensor.float(), merged[name].float(), rtol=near, atol=1e-6), name
+    plain = dict(onefold.stream_params(run.model))
+    assert any("lora_A" in name for name in plain)
+
+
 def _refused(config: Any, ranks: Ranks, root: Path) -> None:
     """What cannot go on from a checkpoint of adapters alone. Collective."""
     other = root / "elsewhere" / "files"
@@ -116,6 +132,7 @@ def runs(root: Path) -> dict[str, Any]:
             assert torch.allclose(made, expected, rtol=1e-2, atol=1e-6), (name, weight)
             if name != "files":
                 assert torch.allclose(made, expected, rtol=1e-5, atol=1e-6), (name, weight)
+        streamed(run, files(root / "out" / name / "merged"))
         del run
         if name == "files":
             halted = config.model_copy(update={"output": str(root / "again" / name)})
@@ -125,6 +142,31 @@ def runs(root: Path) -> dict[str, Any]:
             found["checkpoint"] = newest
             _refused(halted, ranks, root)
     return found
+
+
+def refused_merging() -> list[str]:
+    import peft
+    import transformers
+
+    import onefold
+
+    said = []
+    for options in (None, {"use_dora": True}):
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+        if options is not None:
+            config = peft.LoraConfig(r=2, target_modules=["q_proj"], **options)
+            model = peft.get_peft_model(model, config)
+        model = onefold.shard(model, onefold.Recipe.zero(3))
+        with pytest.raises(ValueError) as error:
+            list(onefold.stream_params(model, merge_adapters=True))
+        said.append(str(error.value))
+    return said
+
+
+def test_a_stream_merges_adapters_that_add_to_linear_layers_and_refuses_others() -> None:
+    for said in run_ranks(2, refused_merging):
+        assert "LlamaForCausalLM has no adapters of peft" in said[0]
+        assert "more than add B·A" in said[1]
 
 
 def test_adapters_are_trained_alone_saved_as_pefts_and_merged(tmp_path: Path) -> None:

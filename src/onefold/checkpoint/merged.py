@@ -65,16 +65,8 @@ def export_merged(
             layers (DoRA, embeddings, saved modules), something is at `folder`, no room.
     """
     engine = engine_of(model)
-    outline = Outline.of(model)
-    outline.dtypes |= masters(engine)
-    base, names = unwrapped(model, outline)
-    inside = Outline(
-        {names[n]: what for n, what in outline.tensors.items() if n in names},
-        {names[n]: what for n, what in outline.dtypes.items() if n in names},
-        [[names[n] for n in tied] for tied in outline.ties if tied[0] in names],
-    )
-
-    layers: dict[str, _Layer] = {}
+    base, names, inside = _base_of(model)
+    layers: dict[str, Layer] = {}
 
     def sheet() -> Sheet:
         layers.update(_layers(model, names, inside))
@@ -99,8 +91,52 @@ def export_merged(
     )
 
 
+def _base_of(model: nn.Module) -> tuple[nn.Module, dict[str, str], Outline]:
+    """The base model below the adapters, {a name in `model`: that in it}, and its outline."""
+    outline = Outline.of(model)
+    outline.dtypes |= masters(engine_of(model))
+    base, names = unwrapped(model, outline)
+    inside = Outline(
+        {names[n]: what for n, what in outline.tensors.items() if n in names},
+        {names[n]: what for n, what in outline.dtypes.items() if n in names},
+        [[names[n] for n in tied] for tied in outline.ties if tied[0] in names],
+    )
+    return base, names, inside
+
+
 @dataclass(frozen=True)
-class _Layer:
+class Merging:
+    """What `onefold.stream_params` adds as it goes.
+
+    Attributes:
+        names: {a name in the model: that in its base}. What is not here belongs to adapters.
+        layers: {the base's name of a weight: what its adapter adds}.
+        factors: {the base's name of a weight: its A's and its B's name in the model}.
+    """
+
+    names: dict[str, str]
+    layers: dict[str, Layer]
+    factors: dict[str, tuple[str, str]]
+
+    @classmethod
+    def of(cls, model: Any) -> Merging:
+        """Raises:
+        CheckpointError: no adapters of peft, or they do more than add B·A to weights of linear
+            layers.
+        """
+        if not hasattr(model, "active_adapter"):
+            raise CheckpointError(
+                f"merge_adapters=True: {type(model).__name__} has no adapters of peft. Leave it out."
+            )
+        _, names, inside = _base_of(model)
+        layers = _layers(model, names, inside)
+        in_model = adapter_names(model, active_of(model))
+        factors = {name: (in_model[at.a], in_model[at.b]) for name, at in layers.items()}
+        return cls(names, layers, factors)
+
+
+@dataclass(frozen=True)
+class Layer:
     """What is added to one weight. `a`, `b`: the factors' names in the adapters' file. `turned`:
     the weight is [in, out].
     """
@@ -118,18 +154,34 @@ class _Layer:
         (fp64 weights: in fp64).
         """
         dtype = torch.promote_types(data.dtype, torch.float32)
-        a, b = (_whole(source, key).to(dtype) for key in (self.a, self.b))
+        a, b = (_whole(source, key) for key in (self.a, self.b))
+        for at, part in self.products(a, b, dtype, start, start + data.numel()):
+            own = data[at - start : at - start + part.numel()].to("cpu", dtype)
+            yield name, at, own.add(part)
+
+    def add_to(self, whole: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        """The same for the whole weight, in place, on its device."""
+        dtype, flat = torch.promote_types(whole.dtype, torch.float32), whole.view(-1)
+        for at, part in self.products(a, b, dtype, 0, whole.numel()):
+            own = flat[at : at + part.numel()]
+            own.copy_(own.to(dtype).add(part))
+
+    def products(
+        self, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, start: int, end: int
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """s · B·A for elements [start, end) of the weight, in order, a few MiB at a time: (first
+        element, values).
+        """
+        a, b = a.to(dtype), b.to(dtype)
         left, right = (a.T, b.T) if self.turned else (b, a)
         width = self.shape[1]
         step = max(1, CHUNK // (width * dtype.itemsize)) * width
-        at, end = start, start + data.numel()
+        at = start
         while at < end:
             stop = min(end, (at // width) * width + step)
             first, last = at // width, -(-stop // width)
             rows = (left[first:last] @ right).reshape(-1).mul_(self.scale)
-            part = rows[at - first * width : stop - first * width]
-            own = data[at - start : stop - start].to("cpu", dtype)
-            yield name, at, own.add(part)
+            yield at, rows[at - first * width : stop - first * width]
             at = stop
 
 
@@ -141,12 +193,16 @@ def _whole(source: HuggingFaceSource, key: str) -> torch.Tensor:
     return out
 
 
-def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, _Layer]:
+def active_of(model: Any) -> Any:
+    """The name of the active adapter: an attribute in peft, a method in transformers."""
+    return model.active_adapter() if callable(model.active_adapter) else model.active_adapter
+
+
+def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Layer]:
     """{the base model's name of a weight: what its adapter adds}. Raises: CheckpointError."""
-    adapter = model.active_adapter
-    adapter = adapter() if callable(adapter) else adapter
+    adapter = active_of(model)
     in_file = {own: key for key, own in adapter_names(model, adapter).items()}
-    out: dict[str, _Layer] = {}
+    out: dict[str, Layer] = {}
     for path, module in model.named_modules():
         if adapter not in getattr(module, "lora_A", ()):
             continue
@@ -160,7 +216,7 @@ def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, _La
                 f"the adapter at {path!r} does more than add B·A to a linear layer's weight: merge"
                 " it by peft's merge_and_unload(), inside onefold.full_params(model, write=True)."
             )
-        out[weight] = _Layer(
+        out[weight] = Layer(
             in_file.pop(a),
             in_file.pop(b),
             shape,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from onefold.checkpoint.merged import Merging
 from onefold.comm.pending import Pending
 from onefold.layout import overlap
 from onefold.memory import GATHERED
@@ -61,20 +62,28 @@ class Stretch:
 
 @dataclass
 class Bucket:
-    """What is gathered together. `tiled`: the stretches are tiles of one parameter, in order."""
+    """What is gathered together.
+
+    Attributes:
+        tiled: the stretches are tiles of one parameter, in order.
+        beside: bytes of the adapters' factors that are gathered while the bucket is there.
+    """
 
     stretches: list[Stretch] = field(default_factory=list)
     tiled: bool = False
+    beside: int = 0
 
     @property
     def nbytes(self) -> int:
-        return sum(stretch.nbytes for stretch in self.stretches)
+        return sum(stretch.nbytes for stretch in self.stretches) + self.beside
 
 
 def stream_params(
     model: nn.Module,
     bucket: int | str = "1GB",
     dtype: torch.dtype | str = COMPUTE,
+    *,
+    merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor) for each parameter and each persistent buffer of the model, on every
     rank, in buckets. Collective: every rank goes through all of it.
@@ -89,8 +98,13 @@ def stream_params(
         bucket: bytes of whole tensors at a time, as a number or a text such as "256MB".
         dtype: of floating-point parameters: "compute", what each is computed with (bf16 under
             bf16), "master", what the optimizer steps, or one of torch's.
+        merge_adapters: of a model of peft with LoRA: give the base model's tensors by its names,
+            with s · B·A of the active adapter added in fp32. A layer's factors count as part of
+            the bucket; the product is made in stretches of a few MiB beyond it.
 
     Raises:
+        CheckpointError: `merge_adapters`, and there are no adapters, or they do more than add B·A
+            to weights of linear layers.
         ValueError: `bucket` is no number of bytes above 0, or differs between ranks; `dtype` is
             none of these.
         UnsetError: the model was built on the meta device, and something was never loaded.
@@ -107,13 +121,55 @@ def stream_params(
         refuse_changes(engine, "stream_params")
     engine.unset.look(engine)
     engine.unset.refuse("stream_params() would give")
-    said = tell_all(engine, "stream_params()", (limit, str(dtype)))
+    merging = Merging.of(model) if merge_adapters else None
+    said = tell_all(engine, "stream_params()", (limit, str(dtype), merge_adapters))
     if other := next((there for there in said if there != said[0]), None):
         raise ValueError(
-            f"stream_params() was given bucket and dtype {other} on one rank and {said[0]} on"
-            " rank 0: give all ranks the same."
+            f"stream_params() was given bucket, dtype and merge_adapters {other} on one rank and"
+            f" {said[0]} on rank 0: give all ranks the same."
         )
-    return _stream(engine, model, buckets(engine, limit // 2, chosen))
+    added = None if merging is None else Added(engine, merging)
+    return _stream(engine, model, buckets(engine, limit // 2, chosen, added), added)
+
+
+class Added:
+    """Adapters that are added to the weights as they come, and left out themselves."""
+
+    def __init__(self, engine: Engine, merging: Merging) -> None:
+        self.engine, self.merging = engine, merging
+        entries: dict[str, list[Entry]] = {}
+        for entry in engine.entries:
+            entries.setdefault(entry.part.names[0], []).append(entry)
+        self.factors = {
+            weight: [sorted(entries[name], key=lambda e: e.part.first) for name in names]
+            for weight, names in merging.factors.items()
+        }
+
+    def name_of(self, entry: Entry) -> str | None:
+        """In the base model; None for what belongs to an adapter."""
+        return self.merging.names.get(entry.part.names[0])
+
+    def beside(self, entry: Entry) -> int:
+        """Bytes of the factors that are needed with `entry`."""
+        factors = self.factors.get(self.name_of(entry) or "", ())
+        return sum(e.slot.numel * e.flat.dtypes.master.itemsize for f in factors for e in f)
+
+    def add(self, name: str, whole: torch.Tensor) -> None:
+        """To the weight `name` of the base model, in place. Collective where it has an adapter."""
+        if name not in self.factors:
+            return
+        ((_, a),), ((_, b),) = (
+            _gathered(
+                self.engine,
+                Bucket(
+                    [Stretch(e.flat, [e], e.flat.dtypes.master) for e in factor],
+                    tiled=factor[0].flat.tiled,
+                ),
+            )
+            for factor in self.factors[name]
+        )
+        with disable_torch_function(), torch.no_grad():
+            self.merging.layers[name].add_to(whole, a, b)
 
 
 def _dtype_of(dtype: torch.dtype | str) -> Callable[[Flat], torch.dtype]:
@@ -126,7 +182,12 @@ def _dtype_of(dtype: torch.dtype | str) -> Callable[[Flat], torch.dtype]:
     )
 
 
-def buckets(engine: Engine, limit: int, dtype: Callable[[Flat], torch.dtype]) -> list[Bucket]:
+def buckets(
+    engine: Engine,
+    limit: int,
+    dtype: Callable[[Flat], torch.dtype],
+    added: Added | None = None,
+) -> list[Bucket]:
     """All parameters in buckets of at most `limit` bytes, or of one parameter."""
     out = [Bucket()]
     tiles: dict[str, Bucket] = {}
@@ -139,8 +200,12 @@ def buckets(engine: Engine, limit: int, dtype: Callable[[Flat], torch.dtype]) ->
             continue
         stretch: Stretch | None = None
         for entry in flat.entries:
+            if added is not None and added.name_of(entry) is None:
+                stretch = None  # what follows lies behind it
+                continue
+            beside = 0 if added is None else added.beside(entry)
             longer = Stretch(flat, [*(stretch.entries if stretch else ()), entry], wanted)
-            more = longer.nbytes - (stretch.nbytes if stretch else 0)
+            more = longer.nbytes - (stretch.nbytes if stretch else 0) + beside
             if out[-1].stretches and out[-1].nbytes + more > limit:
                 out.append(Bucket())
                 stretch = None
@@ -149,13 +214,14 @@ def buckets(engine: Engine, limit: int, dtype: Callable[[Flat], torch.dtype]) ->
                 out[-1].stretches.append(stretch)
             else:
                 stretch.entries.append(entry)
+            out[-1].beside += beside
     for whole in tiles.values():
         whole.stretches.sort(key=lambda tile: tile.entries[0].part.first)
     return [b for b in (*out, *tiles.values()) if b.stretches]
 
 
 def _stream(
-    engine: Engine, model: nn.Module, plan: list[Bucket]
+    engine: Engine, model: nn.Module, plan: list[Bucket], added: Added | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     step = engine.step
     for bucket in plan:
@@ -168,13 +234,19 @@ def _stream(
         engine.memory.add(GATHERED, bucket.nbytes, "(stream_params)")
         try:
             while wholes:
-                yield wholes.pop(0)
+                name, whole = wholes.pop(0)
+                if added is not None:
+                    name = added.merging.names[name]
+                    added.add(name, whole)
+                yield name, whole
+                del whole  # before the next bucket is gathered
         finally:
             engine.memory.add(GATHERED, -bucket.nbytes, "(stream_params)")
     with disable_torch_function():
         buffers, _ = beside_parameters(engine, model)
     for name, value in buffers.items():
-        yield name, value.detach().clone()
+        if added is None or name in added.merging.names:
+            yield added.merging.names[name] if added else name, value.detach().clone()
 
 
 def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:

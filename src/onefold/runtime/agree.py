@@ -29,6 +29,7 @@ from onefold.runtime.unit import at_the_turn
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+    from onefold.runtime.unit import Unit
 
 _TOLD = 512  # bytes of a message about what went wrong
 
@@ -113,10 +114,11 @@ def _learn(engine: Engine, gathered: set[int]) -> None:
     if gather.forward_log:
         # Used forward, but their backward reads no parameter
         needless = set(gather.forward_log) - gathered
-        gather.backward_order = _with_missing(
-            gather.backward_log, [i for i in gather.backward_order if i not in needless]
-        )
         gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
+        unseen = set(gather.backward_order) - needless - set(gather.backward_log)
+        gather.backward_order = _with_unseen(
+            gather.backward_log, unseen, gather.forward_order, gather.units
+        )
         gather.learned = True
         if engine.recipe.reshard_after_forward:
             first = [gather.units[i] for i in gather.backward_log]
@@ -136,6 +138,24 @@ def _with_missing(seen: list[int], order: list[int]) -> list[int]:
             before = order[at - 1] if at else None
             out.insert(out.index(before) + 1 if before is not None else 0, index)
             known.add(index)
+    return out
+
+
+def _with_unseen(
+    seen: list[int], unseen: set[int], forward: list[int], units: list[Unit]
+) -> list[int]:
+    """`seen`, a backward pass, with the units that it left out where a pass that uses them will
+    come to them: ahead of the units that are used before them in the forward pass. Those that
+    enclose them do not count, since a backward pass reaches these first and last.
+    """
+    out, at = list(seen), {index: n for n, index in enumerate(forward)}
+    for index in sorted(unseen, key=lambda i: -at[i]):
+        earlier = (
+            n
+            for n, other in enumerate(out)
+            if at[other] < at[index] and not units[other].encloses(units[index])
+        )
+        out.insert(next(earlier, len(out)), index)
     return out
 
 

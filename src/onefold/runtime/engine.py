@@ -52,7 +52,12 @@ from onefold.runtime.stale import all_written, look_at, look_for_writes
 from onefold.runtime.transfers import Transfers
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.units import UnitSpec
-from onefold.runtime.unreduced import gradient_bytes, show_unreduced, take_unreduced
+from onefold.runtime.unreduced import (
+    follow_runs,
+    gradient_bytes,
+    show_unreduced,
+    take_unreduced,
+)
 from onefold.runtime.unset import Unset
 from onefold.runtime.whole import whole_masters
 from onefold.runtime.write_counters import ForwardPass, WriteCounters
@@ -517,7 +522,12 @@ class Engine:
 
     def follow_trainable_of(self, unit: Unit) -> None:
         for flat in unit.flats:
-            if flat.unsharded or not flat.refresh_active() or flat.hooked:
+            if flat.unsharded:
+                continue
+            before, there = flat.runs, flat.refresh_active(self.reduce.shows)
+            if flat.runs != before:
+                follow_runs(self.reduce, flat)
+            if not there or flat.hooked:
                 continue
             flat.hooked = True
             for entry in flat.entries:

@@ -250,6 +250,7 @@ class Flat:
         # `active` of the entries, `runs` and what is made of them are as `refresh_active` found
         # them
         self.followed = False
+        self.lingering = False  # what is frozen by now travels, see `refresh_active`
         self.hooked = False  # gradients of what is trainable are listened to
         self.awaited: frozenset[int] = frozenset()  # the numbers of what is trainable
         self.runs: tuple[tuple[int, int], ...] = ()
@@ -259,6 +260,7 @@ class Flat:
         self.seen_versions = -1  # of the whole parameters together, at the last look
         # Of a kept copy: what the masters' version counters said; masters were written to since
         self.versions, self.stale = 0, False
+        self.last_step = 0  # the last write by a step that was looked at, see runtime/stale.py
         self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
 
     @property
@@ -446,11 +448,15 @@ class Flat:
 
     # -- trainable parts ---------------------------------------------------------------------------
 
-    def refresh_active(self) -> bool:
+    def refresh_active(self, waiting: bool) -> bool:
         """Follow `requires_grad` as the user has set it on the parameters; True if anything is
-        trainable.
+        trainable, or travels all the same.
+
+        waiting: gradients of earlier micro-batches wait for the boundary, on this rank or another.
+            What was trainable then travels with them, though it is frozen now, so that the runs
+            are the same on ranks that have used it and on those that have not.
         """
-        changed, self.followed = not self.followed, True
+        changed, self.followed = self.lingering or not self.followed, True
         for entry in self.entries:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
@@ -464,12 +470,14 @@ class Flat:
                 False,
                 frozenset(e.number for e in self.entries if e.active and not self.unsharded),
             )
-            flags = [e.active for e in self.entries]
+            active = [e.active for e in self.entries]
+            flags = [a or (waiting and i in self.run_of) for i, a in enumerate(active)]
+            self.lingering = flags != active
             self.runs = self.layout.runs(flags) if any(flags) else ()
             self.run_of = {
                 e.index: next(r for r in self.runs if r[0] <= e.slot.start and e.slot.end <= r[1])
-                for e in self.entries
-                if e.active
+                for e, flag in zip(self.entries, flags, strict=True)
+                if flag
             }
         return bool(self.runs)
 

@@ -390,7 +390,10 @@ class Gatherer:
         not waited for any longer.
         """
         joined = {u.index for u in self.unwanted}
-        ahead = [u for u in units if not (u.claimed or u.away or u.index in joined | self.staying)]
+        stay = joined | self.staying
+        ahead = [
+            u for u in units if not (u.claimed or u.away or u.index in stay or using.encloses(u))
+        ]
         for unit in ahead:
             self.awaiting_backward.pop(unit.index, None)
         self.unwanted += ahead
@@ -408,13 +411,17 @@ class Gatherer:
 
     def _reap(self, inside: Unit | None) -> None:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in
-        use: its turn may yet come.
+        use, or in it: its turn may yet come.
         """
         if inside is None and self._keeps:
             return
         if inside is None and self._turns:  # all ranks keep those
             self.unwanted = [u for u in self.unwanted if u.index not in self.kept_at_turn]
-        around = [u for u in self.unwanted if inside is not None and u.encloses(inside)]
+        around = [
+            u
+            for u in self.unwanted
+            if inside is not None and (u.encloses(inside) or inside.encloses(u))
+        ]
         for unit in self.unwanted:
             if not unit.claimed and not unit.away and unit not in around:
                 self.release(unit)

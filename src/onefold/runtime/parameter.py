@@ -119,6 +119,11 @@ _T: Any = torch._C.TensorBase
 _get_shape, _get_dtype = _T.shape.__get__, _T.dtype.__get__
 
 
+def _recomputing() -> bool:
+    """In a forward pass that autograd runs again."""
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
 #: What asks for gradients only to drop them, or to fill them with zeros in place: it needs no face.
 _DROPS = frozenset(
     getattr(drops, "__wrapped__", drops).__code__
@@ -155,6 +160,12 @@ class ShardedParameter(nn.Parameter):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
             return _get_dtype(self)
+        if ForwardDepth.value or _recomputing():
+            # Code of a recomputation must come to what it came to in the forward pass, where its
+            # module had the whole parameter: adapters cast their input to this
+            entry = self.__dict__["_onefold_entry"]()
+            if entry is not None and entry.engine().computing:
+                return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
 
     @property
@@ -246,9 +257,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return _own(func, name, first, args, kwargs)
         # In a forward pass, or in a recomputation of one (which autograd runs with gradients on),
         # code wants the whole.
-        if ForwardDepth.value or (
-            torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
-        ):
+        if ForwardDepth.value or _recomputing():
             args, kwargs = _substitute(func, args, kwargs)
             # Another model's, which does not compute now
             if (entries := _differentiated(func, args, kwargs)) is not None:

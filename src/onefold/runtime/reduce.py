@@ -363,6 +363,8 @@ class Reducer:
                 if buffer is None:
                     buffer = self._buffer(flat, run, flat.dtypes.wire)
                 filled = [entry.filled for entry in flat.entries]
+                # Also what only earlier micro-batches have used: other ranks must hear of it
+                self.used.update(entry.number for entry in flat.entries if entry.filled)
                 if all(filled) and len(flat.runs) == 1:
                     for entry in flat.entries:
                         entry.filled = False

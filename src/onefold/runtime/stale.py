@@ -37,7 +37,7 @@ def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
     looked_at = unit.resident or stays or any(f.gather.secondary is not None for f in unit.flats)
     for flat in unit.flats if looked_at else ():
         versions = sum(written(e.param) for e in flat.entries)
-        written_to = versions != flat.versions or (trained and bool(flat.runs))
+        written_to = versions != flat.versions or (trained and _stepped(flat))
         flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
         if written_to:
             flat.gather.masters_written()
@@ -50,12 +50,22 @@ def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
                 flat.refreshed = engine.write_counters.count if flat.stale else flat.refreshed
 
 
+def _stepped(flat: Flat) -> bool:
+    """An optimizer has stepped: whether it may have stepped `flat`. The same on all ranks, also on
+    one that owns nothing of it and has no version counter to tell by.
+
+    What is frozen by now was stepped if it had got its gradient before.
+    """
+    before, flat.last_step = flat.last_step, max(entry.last_write for entry in flat.entries)
+    return bool(flat.runs) or flat.last_step > before
+
+
 def all_written(engine: Engine) -> None:
     """The engine, or a load, has written to the masters: every copy is out of date."""
     engine.write_counters.all_of(engine.entries)
     for unit in engine.units:
         for flat in unit.flats:
-            flat.stale = _is_copy(flat)
+            flat.stale, flat.last_step = _is_copy(flat), engine.write_counters.count
             flat.gather.masters_written()
             flat.storage.masters_written()
         _let_go(engine, unit)

@@ -20,7 +20,7 @@ from onefold.runtime.storageless import is_storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.reduce import Reducer
 
 
@@ -80,6 +80,54 @@ def take_unreduced(reduce: Reducer) -> None:
                 for buffer in flat.held.values():
                     reduce.pool.give(buffer)
                 flat.held.clear()
+
+
+def follow_runs(reduce: Reducer, flat: Flat) -> None:
+    """Parameters were frozen, or are trained again, while gradients wait for the boundary: these
+    move to buffers over the ranges that travel now.
+    """
+    if not flat.grads and not flat.held:
+        return
+    take_unreduced(reduce)  # what `.grad` shows lies in the buffers that go
+    if flat.grads:
+        whole, flat.grads = flat.grads, {}
+        mine = [e for e in flat.entries if e.filled]
+        _move(reduce, flat, whole, flat.grads, mine, (0, flat.layout.numel))
+    if flat.held:
+        sums, flat.held = flat.held, {}
+        mine = [e for e in flat.entries if e.number in reduce.held]
+        _move(reduce, flat, sums, flat.held, mine, flat.shard)
+    show_unreduced(reduce)
+
+
+def _move(
+    reduce: Reducer,
+    flat: Flat,
+    old: dict[tuple[int, int], torch.Tensor],
+    new: dict[tuple[int, int], torch.Tensor],
+    entries: list[Entry],
+    present: tuple[int, int],
+) -> None:
+    """What `entries` have in the buffers `old` goes into buffers of the runs of now, of which
+    this rank holds the addresses `present`; the rest of these is zero.
+    """
+    dtypes = {buffer.dtype for buffer in old.values()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else flat.dtypes.sums
+    with disable_torch_function(), torch.no_grad():
+        for run in flat.runs:
+            if all(flat.run_of.get(e.index) != run for e in entries):
+                continue
+            (start, end) = overlap(run, present)
+            new[run] = reduce.pool.take(end - start, dtype, GRADIENTS, flat.unit_name).zero_()
+        for before, buffer in old.items():
+            origin, _ = overlap(before, present)
+            for entry in entries:
+                span = (entry.slot.start, entry.slot.end)
+                if before[0] <= span[0] and span[1] <= before[1]:
+                    run = flat.run_of[entry.index]
+                    (a, b), (start, _) = overlap(span, present), overlap(run, present)
+                    new[run][a - start : b - start].copy_(buffer[a - origin : b - origin])
+            reduce.pool.give(buffer)
 
 
 def _show_held(entry: Entry) -> None:
