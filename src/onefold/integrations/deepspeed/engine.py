@@ -18,7 +18,6 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +26,13 @@ from torch import Tensor, nn
 import onefold
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
-from onefold.integrations.deepspeed.facts import EngineFacts
-from onefold.integrations.deepspeed.saving import save_whole, whole_in
+from onefold.integrations.deepspeed.saving import WholeSaves
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
 
 logger = logging.getLogger("onefold")
 
 
-class DeepSpeedEngine(EngineFacts, nn.Module):
+class DeepSpeedEngine(WholeSaves, nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
@@ -45,6 +43,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
         global_samples: samples of all ranks so far.
+        keeps_gradients: `step` leaves the gradients to the next pass, or `zero_grad`, to clear: what
+            looks at them after a step (AdaLoRA does) finds them.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
         self._boundary: bool | None = None
         self._inside_no_sync = self._step_applied = False
+        self.keeps_gradients = self._stepped_gradients = False
         self._norm: Tensor | None = None
         self._seconds: dict[str, float] = {}
         runtime = onefold.engine_of(module)
@@ -156,7 +157,9 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         if not overflow:
             self.optimizer.step()
             self._step_applied = True
-        self.module.zero_grad()
+        self._stepped_gradients = self.keeps_gradients and not overflow
+        if not self._stepped_gradients:
+            self.module.zero_grad()
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -193,6 +196,11 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             )
         return finite
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; `step` does that, or the pass that follows it."""
+        self._stepped_gradients = False
+        self.module.zero_grad(set_to_none)
+
     # -- accumulation ------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -226,6 +234,8 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
             self._inside_no_sync = False
 
     def _micro_batch(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stepped_gradients:
+            self.zero_grad()
         waits = (
             torch.is_grad_enabled()
             and not self._inside_no_sync
@@ -234,49 +244,6 @@ class DeepSpeedEngine(EngineFacts, nn.Module):
         return onefold.no_sync(self.module) if waits else contextlib.nullcontext()
 
     # -- saving ------------------------------------------------------------------------------------
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole model, parameters in the compute dtype, at every stage; every rank must
-        call it.
-
-        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or
-        not at all.
-
-        Returns:
-            True, on every rank, when the file is there.
-
-        Raises:
-            RuntimeError: rank 0 could not write it (raised on every rank).
-        """
-        save_whole(
-            self.module,
-            Path(save_dir) / save_filename,
-            self.compute_dtype(),
-            exclude_frozen_parameters,
-            self.global_rank,
-            self.world_size,
-        )
-        return True
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor]:
-        """The whole model on rank 0's host, parameters in the compute dtype; empty elsewhere, where
-        `save_pretrained` would take None for "ask the model". Every rank must call it.
-        """
-        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
-        return whole if self.global_rank == 0 else {}
-
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
-        must call it.
-        """
-        return onefold.full_state_dict(self.module)
 
     def save_checkpoint(
         self,

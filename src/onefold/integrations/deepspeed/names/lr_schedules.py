@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from onefold.integrations.deepspeed.config import SchedulerSpec
-from onefold.integrations.deepspeed.config.keys import SCHEDULES
+from onefold.integrations.deepspeed.config.classes import SCHEDULES
 from onefold.integrations.deepspeed.schedules import build_schedule
 
 VALID_LR_SCHEDULES = [*SCHEDULES]

@@ -105,6 +105,7 @@ def initialize(
         must_train=False,
         again=True,
     )
+    made[0].keeps_gradients = True  # callbacks of Trainer look at them after the step
     if made[0].zero_optimization_stage() < 3:
         _give_whole_state_dicts(made[0])
     else:
@@ -113,7 +114,18 @@ def initialize(
             made[1].parameter_offload = ParameterOffload(model)
     if made[1] is not None:
         _of_engines.add(made[1])
+    _spare_lightning(model)
     return made
+
+
+def _spare_lightning(model: nn.Module) -> None:
+    """Lightning's DeepSpeedStrategy asks for the states of model and optimizer at each checkpoint,
+    and throws them away: the engine writes them. It is given none, and nothing is gathered.
+    """
+    strategy: Any = getattr(getattr(model, "_trainer", None), "strategy", None)
+    if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
+        strategy.lightning_module_state_dict = dict
+        strategy.optimizer_state = lambda optimizer: {}
 
 
 def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
