@@ -1,17 +1,23 @@
-"""What Hugging Face's Trainer adds to a step, on Onefold and on DDP:
+"""What Hugging Face's Trainer adds to a step, on Onefold and on its peers:
 `python -m benchmarks.trainer [--layers 6] [--width 256] [--sides ...]`.
 
-| side                    | what makes the steps                                          |
-|-------------------------|---------------------------------------------------------------|
-| "loop 1", "loop 3"      | a loop of one's own over `onefold.shard` at that stage        |
-| "trainer 1", "trainer 3" | `onefold.hf.Trainer` at that stage, the same model and data  |
-| "loop ddp", "trainer ddp" | the same on DistributedDataParallel, with transformers' Trainer |
+| side                      | what makes the steps                                               |
+|---------------------------|--------------------------------------------------------------------|
+| "loop 1", "loop 3"        | a loop of one's own over `onefold.shard` at that stage             |
+| "trainer 1", "trainer 3"  | `onefold.hf.Trainer` at that stage, the same model and data        |
+| "trainer name 1", "... 3" | transformers' Trainer with `deepspeed={...}`, served by Onefold    |
+| "loop ddp", "trainer ddp" | the same on DistributedDataParallel, with transformers' Trainer    |
+| "trainer fsdp2"           | transformers' Trainer with accelerate's FSDP plugin, version 2     |
+| "trainer deepspeed 1", "... 3" | transformers' Trainer on DeepSpeed itself (`--deepspeed-python`) |
 
-All of them clip by the norm and step AdamW and a schedule. Two ranks over gloo, one thread each, are
-started once; in them every side takes its turn in each round, in the other direction every other
-round. A figure of a turn is its quickest step, of the slower rank: other work on the machine only
-adds. Of a side, it is the median of its turns. The ratio of a Trainer is that to the loop beside
-it, the median of the rounds' own ratios: of the wall clock, and of the processor's time. Writes benchmarks/results/NAME.json.
+All of them clip by the norm and step AdamW and a schedule. Two ranks over gloo, one thread each. In
+each round every side takes its turn, in the other direction every other round; a turn is a fresh
+process a rank, forked from one that has imported the libraries (`trainer_sides`). A figure of a turn
+is its quickest step, of the slower rank: other work on the machine only adds. Of a side, it is the
+median of its turns. A ratio is the median of the rounds' own ratios: of the wall clock, and of the
+processor's time; its interval holds the true median with 95 %. The peak is what the resident memory
+of a rank rises by during the timed steps, above what the libraries take. Writes
+benchmarks/results/NAME.json and NAME.md.
 """
 
 from __future__ import annotations
@@ -19,247 +25,256 @@ from __future__ import annotations
 import json
 import math
 import os
+import select
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from benchmarks import harness
 from benchmarks.harness import RESULTS, ROOT
+from benchmarks.peers import launch
+from benchmarks.trainer_sides import BATCH, TOKENS
 
-SCHEMA = "onefold-trainer/1"
-SIDES = ("loop 1", "trainer 1", "loop 3", "trainer 3", "loop ddp", "trainer ddp")
+SCHEMA = "onefold-trainer/2"
+SIDES = (
+    "loop 1", "trainer 1", "trainer name 1", "loop 3", "trainer 3", "trainer name 3", "loop ddp",
+    "trainer ddp", "trainer fsdp2", "trainer deepspeed 1", "trainer deepspeed 3",
+)  # fmt: skip
 #: How much longer a step of Trainer on Onefold may take than one of Onefold's own loop.
 GOAL = 1.02
-BATCH, TOKENS, VOCABULARY = 2, 128, 4096
+#: Beside what every Trainer is set where it was measured: DDP's, which most people use.
+REFERENCE = "trainer ddp"
 
 
-class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        ids = torch.randint(
-            0, VOCABULARY, (TOKENS,), generator=torch.Generator().manual_seed(index)
-        )
-        return {"input_ids": ids, "labels": ids}
+def kind_of(side: str) -> str:
+    """Which process a side needs: "plain", "name" or "deepspeed"."""
+    word = side.split()[1]
+    return word if word in ("name", "deepspeed") else "plain"
 
 
-# -- one rank --------------------------------------------------------------------------------------
+def loop_of(side: str) -> str | None:
+    """The loop of one's own that a Trainer is compared with; None for a loop, and without one."""
+    how, *on = side.split()
+    return f"loop {on[-1]}" if how == "trainer" and kind_of(side) != "deepspeed" else None
 
 
-def _model(layers: int, width: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    heads = max(width // 64, 1)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
-            num_attention_heads=heads, num_key_value_heads=heads, vocab_size=VOCABULARY,
-        )
-    )  # fmt: skip
+# -- figures ---------------------------------------------------------------------------------------
 
 
-class Clock:
-    """Seconds between the ends of steps, on the wall and of the processor."""
-
-    def __init__(self) -> None:
-        self.wall: list[float] = []
-        self.cpu: list[float] = []
-        self.losses: list[float] = []
-        self._last: tuple[float, float] | None = None
-
-    def step(self) -> None:
-        now = time.perf_counter(), time.process_time()
-        if self._last is not None:
-            self.wall.append(now[0] - self._last[0])
-            self.cpu.append(now[1] - self._last[1])
-        self._last = now
-
-
-def by_loop(on: str, model: Any, count: int, folder: str) -> Clock:
-    """Steps of a loop of one's own."""
-    import onefold
-
-    sampler = torch.utils.data.DistributedSampler(Data(), shuffle=False)
-    loader = torch.utils.data.DataLoader(Data(), BATCH, sampler=sampler)
-    clip: Callable[[], Any]
-    if on == "ddp":
-        forward: Any = torch.nn.parallel.DistributedDataParallel(model)
-
-        def clip() -> Any:
-            return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    else:
-        forward = onefold.shard(model, onefold.Recipe.zero(int(on)))
-
-        def clip() -> Any:
-            return onefold.clip_grad_norm_(model, 1.0)
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    clock, total = Clock(), torch.zeros(())
-    for _, batch in zip(range(count), loader, strict=False):
-        loss = forward(**batch).loss
-        loss.backward()
-        clip()
-        optimizer.step()
-        schedule.step()
-        model.zero_grad()
-        total += loss.detach()
-        clock.step()
-    clock.losses = [total.item() / count]
-    return clock
-
-
-def by_trainer(on: str, model: Any, count: int, folder: str) -> Clock:
-    """Steps of Trainer."""
-    import transformers
-
-    import onefold.hf
-
-    clock = Clock()
-
-    class Watch(transformers.TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.step()
-
-    args = transformers.TrainingArguments(
-        output_dir=folder, use_cpu=True, per_device_train_batch_size=BATCH, max_steps=count,
-        learning_rate=1e-3, lr_scheduler_type="constant", logging_steps=10, report_to=[],
-        disable_tqdm=True, save_strategy="no", weight_decay=0.01,
-    )  # fmt: skip
-    given: dict[str, Any] = {"train_dataset": Data(), "callbacks": [Watch()]}
-    kind: Any = transformers.Trainer if on == "ddp" else onefold.hf.Trainer
-    trainer = kind(model, args, **given, **({} if on == "ddp" else {"recipe": int(on)}))
-    trainer.remove_callback(transformers.PrinterCallback)
-    clock.losses = [trainer.train().training_loss]
-    return clock
-
-
-def rank_main(options: Any, rank: int, folder: str) -> None:
-    """All rounds of one rank; what it saw goes to a file."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-    }  # fmt: skip
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    runs: list[dict[str, Any]] = []
-    for number, side in harness.in_turns(options.sides, options.rounds):
-        how, _, on = side.partition(" ")
-        model = _model(options.layers, options.width)
-        dist.barrier()
-        clock = (by_loop if how == "loop" else by_trainer)(
-            on, model, options.warmup + options.steps, folder
-        )
-        runs.append(
-            {
-                "round": number,
-                "side": side,
-                "step_s": clock.wall[options.warmup - 1 :],
-                "cpu_s": clock.cpu[options.warmup - 1 :],
-                "loss": clock.losses[0],
-            }
-        )
-        if rank == 0:
-            harness.say(f"round {number}  {side}: {1e3 * median(runs[-1]['step_s']):.1f} ms")
-    Path(folder, f"{rank}.json").write_text(json.dumps(runs))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-# -- all of them -----------------------------------------------------------------------------------
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which of the values the median of what they are drawn from lies with 95 % at least,
+    whatever its distribution: order statistics. All of them where they are too few (below six).
+    """
+    ordered, n = sorted(values), len(values)
+    left = 0
+    while 2 * sum(math.comb(n, k) for k in range(left + 2)) / 2**n <= 0.05:
+        left += 1
+    return ordered[left], ordered[n - 1 - left]
 
 
 def rows_of(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """A row for each side: its medians, and a Trainer's multiples of the loop beside it."""
+    """A row for each side: its medians, its multiples of the loop beside it and of `REFERENCE`."""
     turns: dict[tuple[str, int], dict[str, Any]] = {}
     for both in zip(*ranks, strict=True):
         turns[both[0]["side"], both[0]["round"]] = {
             key: min(max(each) for each in zip(*(run[key] for run in both), strict=True))
             for key in ("step_s", "cpu_s")
-        } | {"loss": both[0]["loss"]}
+        } | {"loss": both[0]["loss"], "peak_mib": _greatest(run["peak_mib"] for run in both)}
     rows = []
     for side in dict.fromkeys(side for side, _ in turns):
         own = {number: turn for (s, number), turn in turns.items() if s == side}
         row: dict[str, Any] = {"side": side}
         row |= {key: median(turn[key] for turn in own.values()) for key in ("step_s", "cpu_s")}
+        row["peak_mib"] = _greatest(turn["peak_mib"] for turn in own.values())
         row["loss"] = own[min(own)]["loss"]
-        loop = side.replace("trainer", "loop")
-        if loop != side and (loop, min(own)) in turns:
-            for key in ("step_s", "cpu_s"):
-                each = [turn[key] / turns[loop, number][key] for number, turn in own.items()]
-                row[f"{key}_of_loop"], row[f"{key}_of_loop_range"] = (
-                    median(each),
-                    (min(each), max(each)),
-                )
+        for name, other in {"loop": loop_of(side), "ddp": REFERENCE}.items():
+            if other in (None, side) or (side.startswith("loop") and name == "ddp"):
+                continue
+            shared = [number for number in own if (other, number) in turns]
+            for key in ("step_s", "cpu_s") if shared else ():
+                each = [own[n][key] / turns[str(other), n][key] for n in shared]
+                row[f"{key}_of_{name}"] = median(each)
+                row[f"{key}_of_{name}_range"] = (min(each), max(each))
+                row[f"{key}_of_{name}_interval"] = interval(each)
         rows.append(row)
     return rows
+
+
+def _greatest(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return max(known) if known else None
+
+
+# -- measuring -------------------------------------------------------------------------------------
+
+
+class Hosts:
+    """The processes that fork the ranks: two of each kind, started when first needed."""
+
+    def __init__(self, options: Any, folder: str) -> None:
+        self._options, self._folder = options, folder
+        self._of: dict[str, list[subprocess.Popen[str]]] = {}
+        self._number = 0
+
+    def turn(self, side: str) -> list[dict[str, Any]]:
+        """What both ranks wrote.
+
+        Raises:
+            RuntimeError: a rank failed, or did not answer in time; says how.
+        """
+        o = self._options
+        kind = kind_of(side)
+        if kind not in self._of:
+            self._of[kind] = [self._start(kind, rank) for rank in (0, 1)]
+            self._answers(self._of[kind], f"processes of kind {kind}")
+        self._number += 1
+        names = ("steps", "warmup", "layers", "width")
+        job = {"number": self._number, "side": side} | {n: getattr(o, n) for n in names}
+        for host in self._of[kind]:
+            assert host.stdin is not None
+            host.stdin.write(json.dumps(job) + "\n")
+            host.stdin.flush()
+        self._answers(self._of[kind], side)
+        found = []
+        for rank in (0, 1):
+            file = Path(self._folder, f"{self._number}-{rank}.json")
+            found.append(json.loads(file.read_text()) if file.exists() else {"error": "it died"})
+            if "error" in found[-1]:
+                raise RuntimeError(f"{side}, rank {rank}: {found[-1]['error']}")
+        return found
+
+    def _start(self, kind: str, rank: int) -> subprocess.Popen[str]:
+        python = self._options.deepspeed_python if kind == "deepspeed" else sys.executable
+        environment = launch.environment(1) | {
+            "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "DS_ACCELERATOR": "cpu",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        environment["PATH"] = os.pathsep.join([str(Path(python).parent), environment["PATH"]])
+        return subprocess.Popen(
+            [python, "-m", "benchmarks.trainer_sides", kind, str(rank), self._folder],
+            cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def _answers(self, hosts: list[subprocess.Popen[str]], what: str) -> None:
+        for host in hosts:
+            assert host.stdout is not None
+            ready, _, _ = select.select([host.stdout], [], [], self._options.timeout)
+            if not ready or not host.stdout.readline():
+                how = "ended" if ready else f"took more than {self._options.timeout:.0f} s"
+                raise RuntimeError(f"{what}: a process {how}; what it said stands above")
+
+    def close(self) -> None:
+        """They end with their standard input; one that does not is killed."""
+        for host in [host for both in self._of.values() for host in both]:
+            assert host.stdin is not None
+            host.stdin.close()
+            try:
+                host.wait(10)
+            except subprocess.TimeoutExpired:
+                host.kill()
+                host.wait()
+
+
+def measured(options: Any, sides: Sequence[str]) -> list[list[dict[str, Any]]]:
+    """The runs of each rank, as far as they came when interrupted."""
+    runs: list[list[dict[str, Any]]] = [[], []]
+    with tempfile.TemporaryDirectory() as folder:
+        hosts = Hosts(options, folder)
+        try:
+            with harness.stoppable():
+                for number, side in harness.in_turns(sides, options.rounds):
+                    found = hosts.turn(side)
+                    load = os.getloadavg()[0]
+                    for own, seen in zip(runs, found, strict=True):
+                        own.append({"round": number, "side": side, "load": load, **seen})
+                    step = median(found[0]["step_s"])
+                    harness.say(f"round {number}  {side}: {1e3 * step:.1f} ms, load {load:.1f}")
+        finally:
+            hosts.close()
+    return runs
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def _ratio(key: str) -> harness.Cell:
+    def cell(row: Any) -> str:
+        if f"{key}_interval" not in row:
+            return harness.DASH
+        return "{:.3f} ({:.3f}–{:.3f})".format(row[key], *row[f"{key}_interval"])
+
+    return cell
+
+
+COLUMNS: harness.Columns = {
+    "side": harness.shown("side"),
+    "step, ms": harness.shown("step_s", "{:.0f}", 1e-3),
+    "processor, ms": harness.shown("cpu_s", "{:.0f}", 1e-3),
+    "peak, MiB": harness.shown("peak_mib", "{:.0f}"),
+    "step ÷ its loop": _ratio("step_s_of_loop"),
+    "processor ÷ its loop": _ratio("cpu_s_of_loop"),
+    "step ÷ Trainer on DDP": _ratio("step_s_of_ddp"),
+    "processor ÷ Trainer on DDP": _ratio("cpu_s_of_ddp"),
+    "loss": harness.shown("loss", "{:.4f}"),
+}
+
+
+def page(document: dict[str, Any]) -> str:
+    """The table, and what it is of."""
+    shape, rows = document["model"], document["rows"]
+    half = "where the true median lies with 95 %"
+    loads = sorted(run["load"] for run in document["runs"][0])
+    rounds = 1 + max(run["round"] for run in document["runs"][0])
+    if rounds < 6:
+        half = "the least and the greatest"
+    return "\n".join(
+        [
+            "# Hugging Face's Trainer beside loops of one's own",
+            "",
+            f"A Llama of {shape['layers']} layers of {shape['width']}, {shape['tokens']} tokens a rank, fp32, two ranks over"
+            f" gloo with one thread each. {rounds} rounds; the median",
+            f"of the rounds, and in brackets {half}. Load of the machine"
+            f" {loads[0]:.1f} to {loads[-1]:.1f}, two of",
+            "which are the ranks: processor time is what to trust where it is more.",
+            "",
+            harness.markdown_table(COLUMNS, rows),
+            harness.where(document),
+            "",
+        ]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0 if every side was measured and computed something."""
     parser = harness.parser(
-        "trainer", __doc__, rounds=5, steps=10, warmup=3, name="trainer", output=RESULTS
-    )
+        "trainer", __doc__, rounds=5, steps=10, warmup=3, timeout=300.0, name="trainer",
+        output=RESULTS, deepspeed_python=sys.executable,
+    )  # fmt: skip
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--rank", nargs=2, default=None)
     options = harness.parsed(parser, arguments)
     harness.check_at_least(options, 1, "rounds", "steps", "warmup", "layers", "width")
-    if options.rank:
-        rank_main(options, int(options.rank[0]), options.rank[1])
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = _measured(options, folder)
-    rows = rows_of(ranks)
-    for row in rows:
-        print(_line(row))
+    sides = list(options.sides)
+    if any(kind_of(side) == "deepspeed" for side in sides) and not launch.interpreter_has(
+        options.deepspeed_python, "deepspeed"
+    ):
+        sides = [side for side in sides if kind_of(side) != "deepspeed"]
+        harness.say("DeepSpeed is not installed (--deepspeed-python): its sides are left out")
+    runs = measured(options, sides)
+    if not runs[0]:
+        return 1
     about = harness.about(options, SCHEMA)
     about["versions"] |= {n: harness.version(n) for n in ("transformers", "accelerate")}
     shape = {"layers": options.layers, "width": options.width, "tokens": BATCH * TOKENS}
-    harness.keep(options, {**about, "model": shape, "goal": GOAL, "rows": rows, "runs": ranks})
-    return 0 if all(math.isfinite(row["loss"]) for row in rows) else 1
-
-
-def _measured(options: Any, folder: str) -> list[list[dict[str, Any]]]:
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT)]),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    asked = [
-        f"--{n}={getattr(options, n)}" for n in ("rounds", "steps", "warmup", "layers", "width")
-    ]
-    work = [sys.executable, "-m", "benchmarks.trainer", *asked, "--sides", *options.sides]
-    ranks = [
-        subprocess.Popen([*work, "--rank", str(rank), folder], env=environment) for rank in (0, 1)
-    ]
-    codes = [rank.wait(3600) for rank in ranks]
-    if any(codes):
-        raise RuntimeError(f"the ranks ended with {codes}; what they said stands above")
-    return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in (0, 1)]
-
-
-def _line(row: dict[str, Any]) -> str:
-    ratios = "   ".join(
-        f"{key.removesuffix('_s_of_loop')} × {row[key]:.3f} of the loop"
-        for key in ("step_s_of_loop", "cpu_s_of_loop")
-        if key in row
-    )
-    times = f"step {1e3 * row['step_s']:7.1f} ms   cpu {1e3 * row['cpu_s']:7.1f} ms"
-    return f"{row['side']:12} {times}   loss {row['loss']:.4f}   {ratios}"
+    document = {**about, "model": shape, "goal": GOAL, "rows": rows_of(runs), "runs": runs}
+    harness.keep(options, document, page(document))
+    print(harness.text_table(COLUMNS, document["rows"]))
+    return 0 if all(math.isfinite(row["loss"]) for row in document["rows"]) else 1
 
 
 if __name__ == "__main__":

@@ -67,6 +67,18 @@ def preload(*modules: str) -> None:
         stop_fork_server()  # the next rank starts a new one
 
 
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[None]:
+    """Inside, the fork server has imported `modules` too; afterwards there is a new one without."""
+    before = list(PRELOADED)
+    preload(*modules)
+    try:
+        yield
+    finally:
+        PRELOADED[:] = before
+        stop_fork_server()
+
+
 def stop_fork_server() -> None:
     """End the fork server and wait for it: it would by itself, some seconds after this process."""
     pid = fork_server._forkserver_pid

@@ -47,12 +47,12 @@ class WholeSaves(EngineFacts):
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The whole model on rank 0's host, parameters in the compute dtype; None elsewhere. Every
-        rank must call it.
+    ) -> dict[str, Tensor]:
+        """The whole model on rank 0's host, parameters in the compute dtype; empty elsewhere, where
+        `save_pretrained` would take None for "ask the model". Every rank must call it.
         """
         whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
-        return whole if self.global_rank == 0 else None
+        return whole if self.global_rank == 0 else {}
 
     def module_state_dict(self) -> dict[str, Tensor]:
         """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
