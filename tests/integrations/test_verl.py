@@ -41,6 +41,8 @@ def test_verls_checkpoint_comes_back_and_inference_gets_whole_tensors(tmp_path: 
     assert seen["names"][0] == seen["names"][1] and len(seen["equal"]) == len(seen["names"][0])
     assert all(seen["equal"]) and all(seen["exported"]) and seen["exported"]
     assert seen["kept"] == ["global_step_2"]
+    assert seen["reference"] == pytest.approx(seen["before"], rel=1e-3)
+    assert seen["before"] != seen["evaluated"]
     assert seen["evaluated again"] == pytest.approx(seen["evaluated"], rel=1e-6)
     for what in ("loss", "grad_norm", "lr"):
         expected = pytest.approx(column(seen["second"], what), rel=1e-6)
@@ -52,7 +54,7 @@ def test_verls_checkpoint_comes_back_and_inference_gets_whole_tensors(tmp_path: 
 def test_the_engine_fits_verls_interface_and_refuses_what_it_does_not_read() -> None:
     seen = run_ranks(1, interface, fresh=True)[0]
     assert seen["registered"] == ["cpu", "cuda"]
-    assert seen["unknown"] == []
+    assert seen["unknown"] == [] and seen["composed"] == ["onefold SHARDED"] * 3
     for key, sentence in seen["refused"].items():
         assert key in sentence, (key, sentence)
     assert "names no stage" in seen["no recipe"] and "given twice" in seen["precision twice"]

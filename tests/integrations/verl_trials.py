@@ -150,6 +150,9 @@ def states(folder: str) -> dict[str, Any]:
     contents = {"save_contents": ["model", "optimizer", "extra", "hf_model"]}
     three = {"strategy": "onefold", "recipe": {"stage": 3}, "mixed_precision": FP32}
     made = worker(folder, three, checkpoint=contents)
+    out["before"] = tu.get(made.infer_batch(data=batch(7)), "metrics")["loss"]
+    reference = worker(folder, three | {"forward_only": True})
+    out["reference"] = tu.get(reference.infer_batch(data=batch(7)), "metrics")["loss"]
     train(made, 0, 2)
     made.save_checkpoint(f"{folder}/global_step_1", global_step=1, max_ckpt_to_keep=1)
     made.save_checkpoint(f"{folder}/global_step_2", global_step=2, max_ckpt_to_keep=1)
@@ -231,6 +234,7 @@ def interface() -> dict[str, Any]:
     computes = [bf16.compute_dtype, bf16.gradients.wire]
     computes.append(EngineConfig(recipe=3, mixed_precision=fp32).read().compute_dtype)
     return {
+        "composed": composed(),
         "registered": sorted(EngineRegistry._engines["language_model"]["onefold"]),
         "unknown": unknown,
         "refused": {key: raised(**{key: value}) for key, value in refused.items()},
@@ -238,3 +242,26 @@ def interface() -> dict[str, Any]:
         "precision twice": raised(recipe={"stage": 3, "precision": "bf16"}, mixed_precision=fp32),
         "computes": [str(dtype) for dtype in computes],
     }
+
+
+def composed() -> list[str]:
+    """The engines that verl's own configuration files give, with the keys of docs/launchers.md."""
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import omega_conf_to_dataclass
+
+    target = "_target_=onefold.integrations.verl.EngineConfig"
+    actor, ref = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
+    keys = ["strategy=onefold", f"fsdp_config.{target}", "ppo_micro_batch_size_per_gpu=1"]
+    more = [f"+{place}.fsdp_config.recipe={{stage: 3}}" for place in (actor, ref)]
+    more += [f"{actor}.{key}" for key in keys] + [f"{ref}.{key}" for key in keys[:2]]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        given = [f"engine.{target}", "engine.strategy=onefold", "+engine.recipe={stage: 3}"]
+        tuned = compose("sft_trainer_engine", overrides=given)
+        acted = compose("ppo_trainer", overrides=more).actor_rollout_ref
+    acted.ref.fsdp_config.strategy = "onefold"
+    engines = [
+        omega_conf_to_dataclass(tuned.engine),
+        omega_conf_to_dataclass(acted.actor).engine,
+        omega_conf_to_dataclass(acted.ref.fsdp_config),
+    ]
+    return [f"{made.strategy} {made.read().parameters.placement.name}" for made in engines]
