@@ -24,7 +24,7 @@ import torch
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.parts import PieceToWrite, RankState
-from onefold.device import current_stream, guard, has_streams, new_stream, use_stream
+from onefold.device import current_stream, has_streams, new_stream, use_stream
 from onefold.layout import round_up
 from onefold.memory import empty, nbytes_of
 from onefold.runtime.engine import Engine
@@ -75,8 +75,8 @@ class Copying:
         Raises: CheckpointError: somebody wrote to what was being copied.
         """
         try:
-            with guard(self._device), torch.no_grad():
-                stream = new_stream(self._device)
+            with torch.no_grad():
+                stream = new_stream(self._device)  # its device becomes this thread's inside it
                 if stream is not None:
                     stream.wait_event(self._event)
                 with use_stream(stream):

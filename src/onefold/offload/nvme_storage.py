@@ -133,8 +133,8 @@ class NvmeStorage(OffloadStorage):
         for a, b in self.chunks():
             whole, data = self._buffer(b - a, self.flat.dtypes.master)
             data.copy_(values[a:b])
+            # A copy up holds on to the buffer: the pool gives it to nobody else before it has ended
             self.stepped(a, b, data)
-            self.transfers.up.wait()
             self._write("master", a, data, whole)
         self.transfers.flush()
 
