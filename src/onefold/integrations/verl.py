@@ -117,6 +117,11 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
                 "the engine of Onefold does not read enable_activation_offload: leave it out and"
                 " write +engine.recipe={stage: 3, offload_activations: cpu}."
             )
+        if self.checkpoint_config.get("async_save", False):
+            raise ValueError(
+                "the engine of Onefold saves before training goes on: leave checkpoint.async_save"
+                " at false."
+            )
         recipe = self.engine_config.read()
         self._autocast_dtype = recipe.compute_dtype or torch.float32
         name = get_device_name()
