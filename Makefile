@@ -36,7 +36,7 @@ BROWSER := { command -v chromium || command -v chromium-browser || command -v go
 
 test: $(VENV)/.dev
 	@$(BROWSER)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 4 $(ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 $(ARGS)
 
 test-all: $(VENV)/.dev
 	@$(BROWSER)

@@ -279,6 +279,7 @@ TOGETHER = {
     "checkpoint/test_verify.py",
     "cli/test_checkpoint_command.py",
     "integrations/test_deepspeed.py",
+    "integrations/test_deepspeed_transformers.py",
     "observe/test_report_in_browser.py",
     "observe/test_report_page.py",
     "observe/test_what_a_run_leaves.py",

@@ -77,7 +77,7 @@ def shard(
         units: names or classes of the modules that become units; None finds the repeated block.
         init: initializes one module in place (called for modules on the meta device).
         device: where to compute; None keeps the module's device (for meta modules: CUDA if there is
-            any, else CPU).
+            any, else CPU). What lies elsewhere goes there unit by unit.
         weights: a Hugging Face folder (safetensors). Each rank reads the bytes that it will own,
             and no value is made up first. What the folder has not keeps the value it has, or gets
             one from `init` if it is on the meta device.
@@ -121,7 +121,8 @@ def shard(
         )
     held = held_elsewhere(module)  # by an optimizer, perhaps
     mend(module)
-    where, init_given = _device(module, device), init
+    alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
+    where, init_given = _device(module, device, alone or recipe.tile is not None), init
     wanted = units if units is not None else recipe.units
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
@@ -131,7 +132,6 @@ def shard(
         specs = find_units(module, wanted)
         unset: list[tuple[str, nn.Module, str]] = []
 
-        alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
         _refuse_max_norm(module, alone)
         # Else it leaves unit by unit, never whole
         stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
@@ -446,12 +446,19 @@ def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
     )
 
 
-def _device(module: nn.Module, device: torch.device | str | None) -> torch.device:
+def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:
+    """Where to compute. What lies elsewhere is moved there: parameters too if `at_once`, else they
+    are when their unit is laid out, so that the device never holds the whole model.
+    """
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:
         where = with_index(device)
-        if devices - {where}:
+        if devices - {where} and at_once:
             module.to(where)
+        elif devices - {where}:
+            for param in module.parameters():
+                param.grad = None  # `_apply` would move it
+            module._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(where))
         return where
     if len(devices) > 1:
         raise ValueError(

@@ -39,10 +39,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
         RuntimeError: it was entered inside a pass or with unreduced gradients, or another rank
             raised inside.
     """
-    engine = engine_of(module)
-    unsharding.refuse_unless_possible(engine)
-    engine.about_to_write()
-    engine.transfers.check()
+    engine = _ready(module)
     optimizers = whole.optimizers_over(engine)
     states = whole.gather(engine, optimizers)
     params = {entry.number: entry.param for entry in engine.entries}
@@ -68,6 +65,27 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
         raise
 
 
+def unshard(module: nn.Module) -> None:
+    """Make the model a plain module of whole parameters for good: another engine is to have it.
+    Collective. Optimizers of before keep the parameters, and nothing of their states.
+
+    Raises:
+        ValueError, RuntimeError: as `unsharded`.
+    """
+    engine = _ready(module)
+    unsharding.make_plain(engine)
+    _let_go(engine, module, but_group=False)
+
+
+def _ready(module: nn.Module) -> Engine:
+    """Its engine, which can be taken from it."""
+    engine = engine_of(module)
+    unsharding.refuse_unless_possible(engine)
+    engine.about_to_write()
+    engine.transfers.check()
+    return engine
+
+
 def _shard_again(engine: Engine, module: nn.Module) -> None:
     """The same call of `shard()`. Whoever holds `engine` (a meter, a scaler, a Checkpointer) has
     the new one in his hands afterwards.
@@ -84,13 +102,13 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
     engine.__dict__ = again.__dict__
 
 
-def _let_go(engine: Engine, module: nn.Module) -> None:
-    """The engine forgets the model; only its communicators stay, to leave by."""
+def _let_go(engine: Engine, module: nn.Module, but_group: bool = True) -> None:
+    """The engine forgets the model; its communicators may stay, to leave by."""
     unwatch(engine)
     if engine.finalizer is not None:
         engine.finalizer.detach()
     unregister(module)
-    engine.close(but_group=True)
+    engine.close(but_group=but_group)
 
 
 def _tell(engine: Engine, error: BaseException | None) -> None:

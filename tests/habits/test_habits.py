@@ -21,11 +21,7 @@ from habits.verdicts import CRASH, DIFFERENT, HANG, Task, sentence, surprises, v
 from ranks import preload
 
 KNOWN = everything()
-
-
-@pytest.fixture(autouse=True)
-def preloaded() -> None:
-    preload("habits.verdicts", "habits.loop", "models")
+preload("habits.verdicts", "habits.loop", "models")
 
 
 def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:

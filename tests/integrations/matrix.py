@@ -63,6 +63,16 @@ TRAINER: dict[str, Case] = {
 }  # fmt: skip
 
 
+TRL: dict[str, Case] = {
+    "SFTTrainer": {"kind": "sft"},
+    "SFTTrainer, LoRA": {"kind": "sft", "lora": True},
+    "DPOTrainer": {"kind": "dpo"},
+    "DPOTrainer, LoRA": {"kind": "dpo", "lora": True},
+    "RewardTrainer": {"kind": "reward"},
+    "GRPOTrainer, generating": {"kind": "grpo"},
+}
+
+
 def _name(case: Case, stage: int | None) -> str:
     return re.sub(r"\W+", "-", f"{case['name']} {stage}")
 
@@ -86,7 +96,7 @@ def native(case: Case, stage: int | None, folder: str) -> list[float]:
 def by_name(case: Case, stage: int | None, folder: str) -> list[float]:
     import trainer_trials
 
-    given = {k: v for k, v in case.items() if k not in ("resumed", "config")}
+    given = {k: v for k, v in case.items() if k not in ("resumed", "config", "offload")}
     given["from_pretrained"] = True
     config = dict(case.get("config", {}))
     if case.get("arguments", {}).get("bf16"):
@@ -100,6 +110,8 @@ def by_name(case: Case, stage: int | None, folder: str) -> list[float]:
         given["resume"] = f"{folder}/before-{stage}/checkpoint-2"
     if stage is not None:
         given["deepspeed"] = trainer_trials.ds(stage, **config)
+        for what in ("offload_optimizer", "offload_param") if case.get("offload") else ():
+            given["deepspeed"]["zero_optimization"][what] = {"device": "cpu"}
     name = _name(case, stage)
     return trainer_trials.runs([{**given, "name": name}], folder)[name]["losses"]
 
@@ -109,6 +121,29 @@ def tuned(case: Case, stage: int | None, folder: str) -> list[float]:
 
     name = _name(case, stage)
     return trl_trials.runs([{**case, "name": name, "recipe": stage}], folder)[name]["loss"]
+
+
+def tuned_by_name(case: Case, stage: int | None, folder: str) -> list[float]:
+    import trl_trials
+
+    name = _name(case, stage)
+    run = {**case, "name": name, "stage": stage}
+    return trl_trials.runs_under_the_name([run], folder)[name]["loss"]
+
+
+def lit_by_name(case: Case, stage: int | None, folder: str) -> list[float]:
+    import lightning_name_trials
+    import lightning_trials
+
+    given = {k: v for k, v in case.items() if k not in ("name", "offload")}
+    offload = {"offload_optimizer": True, "offload_parameters": stage == 3}
+    strategy: Any = "ddp"
+    if stage is not None:
+        more = offload if case.get("offload") else {}
+        strategy = lightning_name_trials.strategy(stage=stage, **more)
+    name = _name(case, stage)
+    run = {**given, "name": name, "strategy": strategy}
+    return lightning_trials.runs([run], folder)[name]["loss"]
 
 
 def lit(case: Case, stage: int | None, folder: str) -> list[float]:
@@ -148,20 +183,13 @@ TOOLS = (
                     }
                 }
             },
+            "states and parameters on the host": {"offload": True},
         },
         _serve,
     ),
+    Tool("TRL: `onefold.hf.TrainerMixin`", tuned, TRL),
     Tool(
-        "TRL: `onefold.hf.TrainerMixin`",
-        tuned,
-        {
-            "SFTTrainer": {"kind": "sft"},
-            "SFTTrainer, LoRA": {"kind": "sft", "lora": True},
-            "DPOTrainer": {"kind": "dpo"},
-            "DPOTrainer, LoRA": {"kind": "dpo", "lora": True},
-            "RewardTrainer": {"kind": "reward"},
-            "GRPOTrainer, generating": {"kind": "grpo"},
-        },
+        "TRL: `deepspeed={...}` under `python -m onefold.deepspeed`", tuned_by_name, TRL, _serve
     ),
     Tool(
         "Lightning: `onefold.lightning.Strategy`",
@@ -174,6 +202,18 @@ TOOLS = (
             "bf16-true": {"precision": "bf16-true"},
             "16-mixed (on the host Lightning computes in bf16)": {"precision": "16-mixed"},
         },
+    ),
+    Tool(
+        "Lightning: its own `DeepSpeedStrategy` under `python -m onefold.deepspeed`",
+        lit_by_name,
+        {
+            "fp32, validation": {"validate": True},
+            "accumulation": {"accumulate_grad_batches": 2},
+            "gradients clipped": {"gradient_clip_val": 0.1},
+            "bf16-true": {"precision": "bf16-true"},
+            "states and parameters on the host": {"offload": True},
+        },
+        _serve,
     ),
 )  # fmt: skip
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.integrations.deepspeed.names import access, optimizers, zero
+from onefold.integrations.deepspeed.names import access, gathered, init, leaves, optimizers
+from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.integrations.deepspeed.names.training import (
     DeepSpeedOptimizer,
     initialize,
@@ -41,7 +42,7 @@ def values(model: nn.Module) -> list[Any]:
 
 def init_and_shard(precision: str | None) -> dict[str, Any]:
     given = config(3, **({precision: {"enabled": True}} if precision else {}))
-    with zero.Init(config_dict_or_path={**given, "train_batch_size": "auto"}):
+    with init.Init(config_dict_or_path={**given, "train_batch_size": "auto"}):
         torch.manual_seed(dist.get_rank())  # the ranks would differ
         model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     made = list(model.parameters())
@@ -50,19 +51,19 @@ def init_and_shard(precision: str | None) -> dict[str, Any]:
         "bytes": sum(p.untyped_storage().nbytes() for p in made),
         "shapes": [tuple(p.shape) for p in made],
     }
-    with zero.GatheredParameters(set(made)):
+    with gathered.GatheredParameters(set(made)):
         out["gathered"] = values(model)
-        with zero.GatheredParameters(made[0], modifier_rank=1):  # inside another: it is written
+        with gathered.GatheredParameters(made[0], modifier_rank=1):  # inside another: it is written
             if dist.get_rank() == 1:
                 made[0].data.fill_(0.5)
         out["inside"] = made[0].mean().item()
     out["after"] = sum(p.untyped_storage().nbytes() for p in made)
-    with zero.GatheredParameters(made[1], modifier_rank=1):
+    with gathered.GatheredParameters(made[1], modifier_rank=1):
         if dist.get_rank() == 1:
             nn.init.constant_(made[1], 2.0)
     engine, *_ = initialize(model=model, config=given)
     out["same"] = all(a is b for a, b in zip(made, engine.module.parameters(), strict=True))
-    with zero.GatheredParameters(engine.module):
+    with gathered.GatheredParameters(engine.module):
         out["sharded"] = values(engine.module)
     return out
 
@@ -92,12 +93,12 @@ def change_what_is_sharded(stage: int) -> dict[str, Any]:
     plain = nn.Parameter(torch.ones(2))
     before = access.safe_get_full_fp32_param(weight).tolist()
     out: dict[str, Any] = {}
-    with zero.GatheredParameters([weight, plain]):  # read only
+    with gathered.GatheredParameters([weight, plain]):  # read only
         assert isinstance(weight, nn.Parameter) and tuple(weight.shape) == (5, 6)
         out["read"] = weight.detach().tolist() == before
         weight.data.fill_(7.0)
     out["dropped"] = access.safe_get_full_fp32_param(weight).tolist() == before
-    with zero.GatheredParameters([weight, bias], modifier_rank=1):
+    with gathered.GatheredParameters([weight, bias], modifier_rank=1):
         if dist.get_rank() == 1:
             with torch.no_grad():
                 weight.copy_(torch.arange(30.0).view(5, 6))
@@ -110,10 +111,10 @@ def change_what_is_sharded(stage: int) -> dict[str, Any]:
     loss = engine(torch.ones(2, 6)).square().mean()
     engine.backward(loss)
     engine.step()
-    with zero.GatheredParameters(weight, modifier_rank=0, enabled=False):
+    with gathered.GatheredParameters(weight, modifier_rank=0, enabled=False):
         pass
     try:
-        with zero.GatheredParameters(weight, modifier_rank=0):
+        with gathered.GatheredParameters(weight, modifier_rank=0):
             weight.data = torch.zeros(2, 2)
     except ValueError as error:
         out["shape"] = str(error)
@@ -137,6 +138,84 @@ def test_gathered_parameters_keep_the_modifiers_values_and_drop_others(stage: in
             torch.tensor(seen["forward"]), torch.tensor(seen["expected"]), rtol=1e-5, atol=1e-5
         )
         assert "was given shape (2, 2)" in seen["shape"]
+
+
+def use_a_model_that_is_gathered() -> dict[str, Any]:
+    """As TRL generates, and as scripts save what may be divided."""
+    model = build()
+    engine, optimizer, _, _ = initialize(model=model, config=config(3, bf16={"enabled": True}))
+    weight, batch = model[0].weight, torch.ones(2, 6)
+    out: dict[str, Any] = {"status": [weight.ds_status], "forward": engine(batch).tolist()}
+
+    def maybe_gathered(param: Any) -> Any:
+        """The idiom of many scripts."""
+        if hasattr(param, "ds_id"):
+            assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+            with gathered.GatheredParameters([param]):
+                return param.data.detach().cpu().clone()
+        return param.detach().cpu().clone()
+
+    out["saved"] = maybe_gathered(weight).tolist()
+    out["master"] = access.safe_get_full_fp32_param(weight).tolist()
+    with gathered.GatheredParameters(model.parameters()):
+        offload = optimizer.parameter_offload
+        assert offload.module is model and not model[0].ds_external_parameters()
+        for _, param in offload.module.named_parameters():
+            param.ds_active_sub_modules.clear()
+        out["status"].append(weight.ds_status)
+        out["inside"] = [str(weight.dtype), tuple(weight.data.shape)]
+        for _ in range(3 * (dist.get_rank() + 1)):  # texts of different lengths
+            with torch.no_grad():
+                out["generated"] = engine(batch.bfloat16()).tolist()
+        out["state"] = [str(v.dtype) for v in model.state_dict().values()]
+        try:
+            engine.backward(engine(batch.bfloat16()).float().square().mean())
+        except RuntimeError as error:
+            out["backward"] = str(error)
+        if not offload.param_coordinator.is_invalid_trace():
+            offload.param_coordinator._invalidate_trace()
+        offload._register_deepspeed_module(offload.module)
+    out["status"].append(weight.ds_status)
+    assert model[0].weight is weight and not weight.grad
+    engine.backward(engine(batch).square().mean())
+    engine.step()
+    out["trained"] = access.safe_get_full_fp32_param(weight).tolist() != out["master"]
+    return out
+
+
+def test_a_model_that_is_gathered_as_a_whole_computes_without_the_other_ranks() -> None:
+    for seen in run_ranks(2, use_a_model_that_is_gathered):
+        divided, whole = ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE
+        assert seen["status"] == [divided, whole, divided]
+        assert seen["saved"] == seen["master"]
+        assert seen["inside"] == ["torch.bfloat16", (5, 6)] and set(seen["state"]) == {
+            "torch.bfloat16"
+        }
+        assert seen["generated"] == seen["forward"]
+        assert "a context that gathers the whole model" in seen["backward"] and seen["trained"]
+
+
+def take_over(stages: list[int]) -> list[Any]:
+    """One model, and an engine for each stage, one after another; the last one trains."""
+    model = build()
+    out: list[Any] = []
+    for stage in stages:
+        engine, *_ = initialize(
+            model=model, model_parameters=model.parameters(), config=config(stage)
+        )
+        with torch.no_grad():
+            out.append(engine(torch.ones(2, 6)).tolist())
+        assert engine.zero_optimization_stage() == stage
+    engine.backward(engine(torch.ones(2, 6)).square().mean())
+    engine.step()
+    return [*out, [access.safe_get_full_fp32_param(p).tolist() for p in model.parameters()]]
+
+
+def test_a_model_is_taken_over_from_another_engine() -> None:
+    first, *_ = run_ranks(2, take_over, [3])
+    for stages in ([3, 3], [0, 3], [3, 2, 3]):
+        seen, *_ = run_ranks(2, take_over, stages)
+        assert seen == [first[0]] * len(stages) + [first[-1]], stages
 
 
 # -- accessors -------------------------------------------------------------------------------------
@@ -232,9 +311,9 @@ def test_optimizers_of_the_host_are_torchs_and_take_its_groups() -> None:
 
 def test_leaf_modules_are_noted_where_libraries_look() -> None:
     model = build()
-    assert zero.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
-    assert zero.get_z3_leaf_modules(model) == [model[0], model[2]] and model[0]._z3_leaf
-    assert zero.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
-    assert not zero.get_z3_leaf_modules(model)
+    assert leaves.set_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
+    assert leaves.get_z3_leaf_modules(model) == [model[0], model[2]] and model[0]._z3_leaf
+    assert leaves.unset_z3_leaf_modules(model, [nn.Linear]) == [model[0], model[2]]
+    assert not leaves.get_z3_leaf_modules(model)
     with pytest.raises(ValueError, match="the model has none such"):
-        zero.set_z3_leaf_modules(model, ["Attention"])
+        leaves.set_z3_leaf_modules(model, ["Attention"])

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from onefold.checkpoint.loading import source_of
 from ranks import run_ranks
 
 pytest.importorskip("accelerate")
@@ -96,6 +97,10 @@ def test_a_run_goes_on_from_its_checkpoint(stage: int, lora: bool, tmp_path: Pat
     assert (folder / "latest").read_text() == "global_step2" and (folder / "global_step2").is_dir()
     assert seen["resumed"]["losses"] == seen["whole"]["losses"]
     assert seen["resumed"]["rates"] == seen["whole"]["rates"]
+    source = source_of(folder / "global_step2")
+    held = {item.name for item in source.items() if item.kind == "parameter"}
+    source.close()
+    assert held and all("lora_" in name for name in held) == lora, "adapters alone, or all"
 
 
 def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:

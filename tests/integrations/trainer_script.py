@@ -24,12 +24,15 @@ CONFIG = {
 
 
 class Data(torch.utils.data.Dataset):
+    def __init__(self, tokens=64):
+        self.tokens = tokens
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
         generator = torch.Generator().manual_seed(index)
-        ids = torch.randint(0, 64, (16,), generator=generator)
+        ids = torch.randint(0, self.tokens, (16,), generator=generator)
         return {"input_ids": ids, "labels": ids}
 
 
@@ -72,6 +75,8 @@ def main(asked):
         "rates": [row["learning_rate"] for row in logs if "learning_rate" in row],
         "eval": [row["eval_loss"] for row in logs if "eval_loss" in row],
         "type": type(trainer.model_wrapped).__name__,
+        "skipped": getattr(trainer.model_wrapped, "skipped_steps", 0),
+        "scale": getattr(trainer.model_wrapped, "cur_scale", 1.0),
     }
     if asked.get("save"):
         trainer.save_model(str(folder / asked["save"]))

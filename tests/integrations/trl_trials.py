@@ -57,6 +57,17 @@ def data(kind: str) -> Any:
     return Dataset.from_list(rows[kind])
 
 
+def on_disk(rows: Any, place: str) -> Any:
+    """The same, where all ranks find what is computed from it."""
+    import torch.distributed as dist
+    from datasets import load_from_disk
+
+    if dist.get_rank() == 0 and not Path(place).exists():
+        rows.save_to_disk(place)
+    dist.barrier()
+    return load_from_disk(place)
+
+
 def trained(folder: str, case: dict[str, Any]) -> Any:
     """The trainer of one run, after it."""
     import torch
@@ -86,7 +97,8 @@ def trained(folder: str, case: dict[str, Any]) -> Any:
         model.config.pad_token_id = 0
     else:
         model = built(folder, case.get("lora", False))
-    options: dict[str, Any] = {"train_dataset": data(kind), "processing_class": tokenizer()}
+    rows = on_disk(data(kind), f"{folder}/{kind} data") if case.get("on_disk") else data(kind)
+    options: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
     if kind == "grpo":
         options["reward_funcs"] = lengths
     if recipe is not None:
@@ -111,4 +123,40 @@ def runs(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
             out[case["name"]]["reference sharded"] = other is not None and hasattr(
                 next(other.parameters()), "onefold"
             )
+    return out
+
+
+def runs_under_the_name(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """The same with `deepspeed` served in the process; `stage` in a case makes it DeepSpeed's by
+    name. `untied` takes a model whose head has a weight of its own.
+    """
+    import onefold.deepspeed
+
+    onefold.deepspeed.serve()
+    import torch.distributed as dist
+    import trainer_script
+    from hf_trials import fresh_state, seen_of, start
+    from trainer_trials import ds
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    start(folder)
+    if dist.get_rank() == 0:
+        config = LlamaConfig(**{**trainer_script.CONFIG, "tie_word_embeddings": False})
+        LlamaForCausalLM(config).save_pretrained(f"{folder}/untied/model")
+    dist.barrier()
+    out: dict[str, Any] = {}
+    for case in cases:
+        given = {**case, "arguments": dict(case.get("arguments", {}))}
+        if case.get("stage"):
+            given["arguments"]["deepspeed"] = ds(case["stage"])
+        unset_hf_deepspeed_config()  # the former run's, as long as its trainer is there
+        with fresh_state():
+            trainer = trained(f"{folder}/untied" if case.get("untied") else folder, given)
+            out[case["name"]] = seen_of(trainer)
+            other = getattr(trainer, "ref_model", None)
+            out[case["name"]]["types"] = [
+                type(trainer.model_wrapped).__name__,
+                type(other).__name__,
+            ]
     return out

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 import onefold
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import in_words, latest
+from onefold.checkpoint.loading import source_of
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class Found:
     has_schedule: bool
     has_scaler: bool
     client_state: dict[str, Any]
+    frozen: bool = True  # it has parameters that were not trained
 
 
 def save(
@@ -49,6 +52,7 @@ def save(
     tag: str | None,
     client_state: Mapping[str, Any],
     newest: bool,
+    frozen: bool,
 ) -> None:
     """See `DeepSpeedEngine.save_checkpoint`."""
     root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
@@ -64,6 +68,7 @@ def save(
         },
         "has_schedule": engine.lr_scheduler is not None,
         "has_scaler": engine.loss_scaler is not None,
+        "frozen": frozen,
     }
     onefold.save(
         root / tag,
@@ -74,6 +79,7 @@ def save(
         extra={"engine": own, "client_state": dict(client_state)},
         step=engine.global_steps,
         overwrite=True,
+        frozen=frozen,
     )
     if newest:
         _on_first_rank(engine, lambda: _point_to(root, tag))
@@ -89,7 +95,7 @@ def load(
     """See `DeepSpeedEngine.load_checkpoint`. `parts` of "optimizer", "scheduler" and "counts" are
     loaded beside the module.
     """
-    found = _on_first_rank(engine, lambda: _find(Path(load_dir), tag))
+    found = _on_first_rank(engine, lambda: _fitting(_find(Path(load_dir), tag), engine.module))
     if found is None:
         if engine.global_rank == 0:
             logger.warning(
@@ -116,7 +122,7 @@ def load(
         optimizer=optimizer,
         scheduler=schedule,
         scaler=scaler,
-        strict=strict,
+        strict=strict and found.frozen,
     )
     if "counts" in parts:
         engine.resume_at(**found.counts)
@@ -142,6 +148,36 @@ def _find(root: Path, tag: str | None) -> Found | None:
             " the latest."
         )
     return _from_deepspeed(folder) if is_deepspeed(folder) else _own(folder)
+
+
+def _fitting(found: Found | None, module: nn.Module) -> Found | None:
+    """What was found, which has everything that is trained here.
+
+    Raises:
+        CheckpointError: it was saved without frozen parameters, and is of another model.
+    """
+    if found is None or found.frozen:
+        return found
+    source = source_of(found.folder)
+    try:
+        held = {item.name for item in source.items() if item.kind == "parameter"}
+    finally:
+        source.close()
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    alone = [name for name, p in module.named_parameters() if p.requires_grad]
+    lacking = sorted(
+        name
+        for name in alone
+        if not held.intersection(n for n, p in parameters.items() if p is parameters[name])
+    )
+    if lacking or (unexpected := sorted(held - parameters.keys())):
+        names = lacking or unexpected
+        what = "lacks, and are trained here" if lacking else "has, and this model has not"
+        raise CheckpointError(
+            f"{found.folder} was saved with exclude_frozen_parameters=True, of another model:"
+            f" {len(names)} parameters that it {what} ({', '.join(names[:5])})."
+        )
+    return found
 
 
 def _own(folder: Path) -> Found:

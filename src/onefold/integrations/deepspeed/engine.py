@@ -17,26 +17,22 @@ import contextlib
 import logging
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import onefold
-from onefold.device import synchronize
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
-from onefold.integrations.deepspeed.saving import save_whole, whole_in
+from onefold.integrations.deepspeed.saving import WholeSaves
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
-from onefold.recipe import COMPUTE_DTYPES
 
 logger = logging.getLogger("onefold")
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(WholeSaves, nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
@@ -47,6 +43,8 @@ class DeepSpeedEngine(nn.Module):
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
         global_samples: samples of all ranks so far.
+        keeps_gradients: `step` leaves the gradients to the next pass, or `zero_grad`, to clear: what
+            looks at them after a step (AdaLoRA does) finds them.
     """
 
     def __init__(
@@ -70,6 +68,7 @@ class DeepSpeedEngine(nn.Module):
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
         self._boundary: bool | None = None
         self._inside_no_sync = self._step_applied = False
+        self.keeps_gradients = self._stepped_gradients = False
         self._norm: Tensor | None = None
         self._seconds: dict[str, float] = {}
         runtime = onefold.engine_of(module)
@@ -106,9 +105,14 @@ class DeepSpeedEngine(nn.Module):
 
         Raises:
             ValueError: `loss` is no scalar with a graph.
-            RuntimeError: the engine has no optimizer.
+            RuntimeError: the engine has no optimizer, or the model is gathered as a whole.
         """
         self._needs_optimizer("backward")
+        if onefold.engine_of(self.module).whole_depth:
+            raise RuntimeError(
+                "engine.backward() was called inside a context that gathers the whole model, where"
+                " no gradient is reduced: leave GatheredParameters or full_params first."
+            )
         if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
             given = (
                 f"a tensor of shape {tuple(loss.shape)}"
@@ -153,7 +157,9 @@ class DeepSpeedEngine(nn.Module):
         if not overflow:
             self.optimizer.step()
             self._step_applied = True
-        self.module.zero_grad()
+        self._stepped_gradients = self.keeps_gradients and not overflow
+        if not self._stepped_gradients:
+            self.module.zero_grad()
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -190,6 +196,11 @@ class DeepSpeedEngine(nn.Module):
             )
         return finite
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; `step` does that, or the pass that follows it."""
+        self._stepped_gradients = False
+        self.module.zero_grad(set_to_none)
+
     # -- accumulation ------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -223,6 +234,8 @@ class DeepSpeedEngine(nn.Module):
             self._inside_no_sync = False
 
     def _micro_batch(self) -> contextlib.AbstractContextManager[Any]:
+        if self._stepped_gradients:
+            self.zero_grad()
         waits = (
             torch.is_grad_enabled()
             and not self._inside_no_sync
@@ -231,63 +244,6 @@ class DeepSpeedEngine(nn.Module):
         return onefold.no_sync(self.module) if waits else contextlib.nullcontext()
 
     # -- saving ------------------------------------------------------------------------------------
-
-    def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write the whole model, parameters in the compute dtype, at every stage; every rank must
-        call it.
-
-        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or
-        not at all.
-
-        Returns:
-            True, on every rank, when the file is there.
-
-        Raises:
-            RuntimeError: rank 0 could not write it (raised on every rank).
-        """
-        save_whole(
-            self.module,
-            Path(save_dir) / save_filename,
-            self.compute_dtype(),
-            exclude_frozen_parameters,
-            self.global_rank,
-            self.world_size,
-        )
-        return True
-
-    def compute_dtype(self) -> torch.dtype | None:
-        """What the configuration enables; None where the model stays as it came."""
-        return (
-            COMPUTE_DTYPES[self.settings.precision] if self.settings.precision is not None else None
-        )
-
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save of the model gathers it: always, unless the configuration says no."""
-        zero = self.config.get("zero_optimization") or {}
-        said = [
-            zero.get(f"stage3_gather_{dtype}_weights_on_model_save") for dtype in ("16bit", "fp16")
-        ]
-        return False not in said
-
-    def _zero3_consolidated_16bit_state_dict(
-        self, exclude_frozen_parameters: bool = False
-    ) -> dict[str, Tensor] | None:
-        """The whole model on rank 0's host, parameters in the compute dtype; None elsewhere. Every
-        rank must call it.
-        """
-        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
-        return whole if self.global_rank == 0 else None
-
-    def module_state_dict(self) -> dict[str, Tensor]:
-        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
-        must call it.
-        """
-        return onefold.full_state_dict(self.module)
 
     def save_checkpoint(
         self,
@@ -305,8 +261,8 @@ class DeepSpeedEngine(nn.Module):
                 replaced when the new one is whole.
             client_state: values to come back from `load_checkpoint`; the first rank's count.
             save_latest: have `save_dir`/latest name this one.
-            exclude_frozen_parameters: accepted; frozen parameters are written too, so that the
-                checkpoint loads under `load_module_strict`.
+            exclude_frozen_parameters: leave out parameters that take no gradient (the base of
+                adapters). What is loaded of it leaves them as they are.
 
         Returns:
             True, on every rank, when it is there.
@@ -314,11 +270,8 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             CheckpointError: it could not be written; raised on every rank.
         """
-        if exclude_frozen_parameters and self.global_rank == 0:
-            logger.warning(
-                "save_checkpoint(exclude_frozen_parameters=True): frozen parameters are written too"
-            )
-        checkpoints.save(self, save_dir, tag, client_state or {}, save_latest)
+        frozen = not exclude_frozen_parameters
+        checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, frozen)
         return True
 
     def load_checkpoint(
@@ -375,7 +328,7 @@ class DeepSpeedEngine(nn.Module):
         )
         self.micro_steps = global_steps * self._accumulation
 
-    # -- what it says of itself --------------------------------------------------------------------
+    # -- what else may be asked of it ----------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -391,43 +344,6 @@ class DeepSpeedEngine(nn.Module):
                 f" {name!r}."
             ) from None
 
-    def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
-        return (
-            []
-            if self.optimizer is None
-            else [float(group["lr"]) for group in self.optimizer.param_groups]
-        )
-
-    def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each parameter group."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping, over all ranks; None if there was
-        none.
-        """
-        return None if self._norm is None else float(self._norm)
-
-    @property
-    def cur_scale(self) -> float:
-        """The current loss scale; 1.0 outside fp16."""
-        return self.loss_scaler.scale if self.loss_scaler else 1.0
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes; parameters may rest elsewhere."""
-        return onefold.engine_of(self.module).device
-
-    @property
-    def dp_world_size(self) -> int:
-        return self.world_size
-
-    def was_step_applied(self) -> bool:
-        """Whether the latest `step()` changed the parameters."""
-        return self._step_applied
-
     def compile(self, backend: Any = None, compile_kwargs: Any = None, **others: Any) -> None:
         """Compile the module's forward pass by `torch.compile`."""
         options = dict(compile_kwargs or {}) | others
@@ -439,76 +355,10 @@ class DeepSpeedEngine(nn.Module):
         """Let go of the optimizer, the schedule and the loader; the module stays usable."""
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
-    def get_batch_info(self) -> tuple[int | None, int | None, int]:
-        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
-        return self.settings.batch.train, self.settings.batch.micro, self._accumulation
-
     def set_lr(self, lr: float) -> None:
         """Give every parameter group this learning rate; a schedule sets its own again."""
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             group["lr"] = lr
-
-    def train_batch_size(self) -> int | None:
-        return self.settings.batch.train
-
-    def train_micro_batch_size_per_gpu(self) -> int | None:
-        return self.settings.batch.micro
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._accumulation
-
-    def gradient_clipping(self) -> float:
-        return self.settings.gradient_clipping
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.stage
-
-    def zero_optimization(self) -> bool:
-        return self.settings.stage > 0
-
-    def fp16_enabled(self) -> bool:
-        return self.settings.precision == "fp16"
-
-    def bfloat16_enabled(self) -> bool:
-        return self.settings.precision == "bf16"
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.loss_scaler is not None and self.loss_scaler.dynamic
-
-    def steps_per_print(self) -> int | None:
-        return self.settings.steps_per_print
-
-    def wall_clock_breakdown(self) -> bool:
-        return self.settings.wall_clock_breakdown
-
-    # -- progress ----------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _timed(self, phase: str) -> Iterator[None]:
-        if not self.settings.wall_clock_breakdown:
-            yield
-            return
-        synchronize(self.device)
-        begin = time.perf_counter()
-        yield
-        synchronize(self.device)
-        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
-
-    def _report(self) -> None:
-        """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a
-        step.
-        """
-        every = self.settings.steps_per_print or (1 if self.settings.wall_clock_breakdown else 0)
-        if not every or self.global_steps % every:
-            return
-        if self.global_rank == 0:
-            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-            times = "".join(
-                f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items()
-            )
-            counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
-            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}{times}", flush=True)
-        self._seconds.clear()
 
     def _needs_optimizer(self, call: str) -> None:
         if self.optimizer is None:

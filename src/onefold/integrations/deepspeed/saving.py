@@ -11,6 +11,54 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
+from onefold.integrations.deepspeed.facts import EngineFacts
+
+
+class WholeSaves(EngineFacts):
+    """The part of `DeepSpeedEngine` that gathers the model."""
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole model, parameters in the compute dtype, at every stage; every rank must
+        call it.
+
+        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or
+        not at all.
+
+        Returns:
+            True, on every rank, when the file is there.
+
+        Raises:
+            RuntimeError: rank 0 could not write it (raised on every rank).
+        """
+        save_whole(
+            self.module,
+            Path(save_dir) / save_filename,
+            self.compute_dtype(),
+            exclude_frozen_parameters,
+            self.global_rank,
+            self.world_size,
+        )
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Tensor] | None:
+        """The whole model on rank 0's host, parameters in the compute dtype; None elsewhere. Every
+        rank must call it.
+        """
+        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
+        return whole if self.global_rank == 0 else None
+
+    def module_state_dict(self) -> dict[str, Tensor]:
+        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
+        must call it.
+        """
+        return onefold.full_state_dict(self.module)
 
 
 def save_whole(

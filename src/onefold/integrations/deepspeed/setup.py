@@ -25,6 +25,8 @@ from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspee
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
+from onefold.runtime.registry import engine_of, is_sharded
+from onefold.unsharded import unshard
 
 logger = logging.getLogger("onefold")
 OptimizerLike = torch.optim.Optimizer | Callable[[list[Any]], torch.optim.Optimizer]
@@ -116,11 +118,13 @@ def assemble(
     group: Any = None,
     units: Sequence[str | type] | None = None,
     must_train: bool = True,
+    again: bool = False,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """The four-tuple of `initialize`, from a configuration that was read.
 
     Args:
         must_train: refuse a model in training mode that has no optimizer.
+        again: the model may be another engine's already; it is taken over from that.
     """
     if read.batch.train is None:
         raise ValueError(
@@ -130,9 +134,11 @@ def assemble(
     _check_parameters(model, optimizer, model_parameters)
     if must_train:
         _check_optimizer(model, read, optimizer, lr_scheduler)
-    onefold.shard(
-        model, Recipe.zero(**read.recipe_arguments), group=group, units=units, device=_device()
-    )
+    recipe = Recipe.zero(**read.recipe_arguments)
+    if again and is_sharded(model) and engine_of(model).recipe != recipe:
+        unshard(model)
+    if not (again and is_sharded(model)):
+        onefold.shard(model, recipe, group=group, units=units, device=_device())
     trained = (
         model_parameters
         if model_parameters is not None

@@ -1,5 +1,5 @@
-"""The reader of DeepSpeed configurations; `read_deepspeed` is the way in, `keys` the table of what
-is known.
+"""The reader of DeepSpeed configurations; `read_deepspeed` is the way in, `keys` the tables of the
+keys that are known, `classes` those of the schedules and optimizers.
 """
 
 from onefold.integrations.deepspeed.config.auto import OF_RECIPES, refuse_auto

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 
-from onefold.integrations.deepspeed.config.keys import (
+from onefold.integrations.deepspeed.config.classes import (
     ADAM_EXTRAS,
     ELEMENTWISE_OPTIMIZERS,
     REFUSED_OPTIMIZERS,
     SCHEDULES,
-    Key,
-    Section,
 )
+from onefold.integrations.deepspeed.config.keys import Key, Section
 from onefold.integrations.deepspeed.config.reading import Reading
 from onefold.integrations.deepspeed.config.values import check_arguments, nearest
 

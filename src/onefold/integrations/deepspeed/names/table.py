@@ -1,6 +1,6 @@
 """Names under `deepspeed`: {module: {name: where it is found}}, and the names that are refused.
 
-"zero:Init" is `Init` in the file `zero` of this package; "torch.distributed:barrier" has a dot, and
+"init:Init" is `Init` in the file `init` of this package; "torch.distributed:barrier" has a dot, and
 is a name of another package. Modules without a row of their own are there because their children
 are. Nothing is imported before it is asked for.
 """
@@ -15,11 +15,11 @@ VERSION = "0.18.1+onefold"
 
 _ENGINE = "onefold.integrations.deepspeed:DeepSpeedEngine"
 _ZERO = {
-    "Init": "zero:Init",
-    "GatheredParameters": "zero:GatheredParameters",
-    "register_external_parameter": "zero:register_external_parameter",
-    "unregister_external_parameter": "zero:unregister_external_parameter",
-    "ZeroParamStatus": "zero:ZeroParamStatus",
+    "Init": "init:Init",
+    "GatheredParameters": "gathered:GatheredParameters",
+    "register_external_parameter": "gathered:register_external_parameter",
+    "unregister_external_parameter": "gathered:unregister_external_parameter",
+    "ZeroParamStatus": "parameter_offload:ZeroParamStatus",
 }
 _ACCESS = {
     name: f"access:{name}"
@@ -36,7 +36,7 @@ _ACCESS = {
     )
 }
 _LEAVES = {
-    name: f"zero:{name}"
+    name: f"leaves:{name}"
     for name in (
         "get_z3_leaf_modules",
         "set_z3_leaf_module",
@@ -74,30 +74,30 @@ _OF_TORCH = (
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "DeepSpeedEngine": _ENGINE,
-        "OnDevice": "zero:OnDevice",
-        "__version__": "small:VERSION",
+        "OnDevice": "accelerator:OnDevice",
+        "__version__": "table:VERSION",
         "add_config_arguments": "onefold.integrations.deepspeed:add_config_arguments",
-        "get_accelerator": "small:get_accelerator",
-        "init_distributed": "small:init_distributed",
+        "get_accelerator": "accelerator:get_accelerator",
+        "init_distributed": "communication:init_distributed",
         "initialize": "training:initialize",
     },
-    "deepspeed.accelerator": {"get_accelerator": "small:get_accelerator"},
+    "deepspeed.accelerator": {"get_accelerator": "accelerator:get_accelerator"},
     "deepspeed.checkpoint.utils": {
-        "clone_tensors_for_torch_save": "small:clone_tensors_for_torch_save"
+        "clone_tensors_for_torch_save": "data:clone_tensors_for_torch_save"
     },
     "deepspeed.checkpointing": {
-        "checkpoint": "small:checkpoint",
-        "configure": "small:configure_checkpointing",
-        "is_configured": "small:checkpointing_is_configured",
-        "reset": "small:reset_checkpointing",
+        "checkpoint": "recompute:checkpoint",
+        "configure": "recompute:configure_checkpointing",
+        "is_configured": "recompute:checkpointing_is_configured",
+        "reset": "recompute:reset_checkpointing",
     },
     "deepspeed.comm": {
-        "get_local_rank": "small:get_local_rank",
-        "get_rank": "small:get_rank",
-        "init_distributed": "small:init_distributed",
+        "get_local_rank": "communication:get_local_rank",
+        "get_rank": "communication:get_rank",
+        "init_distributed": "communication:init_distributed",
         **{name: f"torch.distributed:{name}" for name in _OF_TORCH},
     },
-    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "small:ENVIRONMENT_FILE"},
+    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "communication:ENVIRONMENT_FILE"},
     "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": "optimizers:DeepSpeedCPUAdagrad"},
     "deepspeed.ops.adam": {
         "DeepSpeedCPUAdam": "optimizers:DeepSpeedCPUAdam",
@@ -110,33 +110,33 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer": "training:DeepSpeedOptimizer"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE},
     "deepspeed.runtime.lr_schedules": {
-        "VALID_LR_SCHEDULES": "small:VALID_LR_SCHEDULES",
-        **{name: f"small:{name}" for name in _SCHEDULES},
+        "VALID_LR_SCHEDULES": "lr_schedules:VALID_LR_SCHEDULES",
+        **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
     },
-    "deepspeed.runtime.utils": {"move_to_device": "small:move_to_device"},
+    "deepspeed.runtime.utils": {"move_to_device": "data:move_to_device"},
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "_orig_torch_arange": "torch:arange",
-        "get_accelerator": "small:get_accelerator",
-        "zero_wrapper_for_fp_tensor_constructor": "zero:zero_wrapper_for_fp_tensor_constructor",
+        "get_accelerator": "accelerator:get_accelerator",
+        "zero_wrapper_for_fp_tensor_constructor": "init:zero_wrapper_for_fp_tensor_constructor",
     },
     "deepspeed.utils": {
         **_ACCESS,
         **_LEAVES,
-        "RepeatingLoader": "small:RepeatingLoader",
+        "RepeatingLoader": "data:RepeatingLoader",
         "is_initialized": "torch.distributed:is_initialized",
-        "log_dist": "small:log_dist",
-        "logger": "small:logger",
+        "log_dist": "logs:log_dist",
+        "logger": "logs:logger",
     },
-    "deepspeed.utils.logging": {"log_dist": "small:log_dist", "logger": "small:logger"},
+    "deepspeed.utils.logging": {"log_dist": "logs:log_dist", "logger": "logs:logger"},
     "deepspeed.utils.zero_to_fp32": {
         "get_fp32_state_dict_from_zero_checkpoint": (
-            "small:get_fp32_state_dict_from_zero_checkpoint"
+            "whole_model:get_fp32_state_dict_from_zero_checkpoint"
         ),
-        "load_state_dict_from_zero_checkpoint": "small:load_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint": "whole_model:load_state_dict_from_zero_checkpoint",
     },
-    "deepspeed.runtime.dataloader": {"RepeatingLoader": "small:RepeatingLoader"},
+    "deepspeed.runtime.dataloader": {"RepeatingLoader": "data:RepeatingLoader"},
     "deepspeed.zero": _ZERO,
 }
 

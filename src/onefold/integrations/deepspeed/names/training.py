@@ -10,6 +10,7 @@ in, and some of it arrives late or in odd forms. So it is read more loosely:
 | "auto" for what does not decide the training         | counts as not set                                     |
 | a model in training mode and no optimizer            | an engine that only computes, as for reference models |
 | the very dict that they keep                         | is left as it was                                     |
+| a model that another engine has, to evaluate or train | is taken over from that engine                       |
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from onefold.integrations.deepspeed.config.file import loaded
 from onefold.integrations.deepspeed.config.keys import ZERO, ZERO_ALIASES
 from onefold.integrations.deepspeed.config.values import AUTO, is_unset
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
-from onefold.integrations.deepspeed.names.small import logger
+from onefold.integrations.deepspeed.names.logs import logger
+from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffload, mark
 from onefold.integrations.deepspeed.names.table import VERSION
 from onefold.integrations.deepspeed.saving import whole_in
 from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
@@ -101,12 +103,29 @@ def initialize(
         lr_scheduler=lr_scheduler if optimizer is not None or read.optimizer is not None else None,
         collate_fn=collate_fn,
         must_train=False,
+        again=True,
     )
+    made[0].keeps_gradients = True  # callbacks of Trainer look at them after the step
     if made[0].zero_optimization_stage() < 3:
         _give_whole_state_dicts(made[0])
+    else:
+        mark(model)
+        if made[1] is not None:
+            made[1].parameter_offload = ParameterOffload(model)
     if made[1] is not None:
         _of_engines.add(made[1])
+    _spare_lightning(model)
     return made
+
+
+def _spare_lightning(model: nn.Module) -> None:
+    """Lightning's DeepSpeedStrategy asks for the states of model and optimizer at each checkpoint,
+    and throws them away: the engine writes them. It is given none, and nothing is gathered.
+    """
+    strategy: Any = getattr(getattr(model, "_trainer", None), "strategy", None)
+    if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
+        strategy.lightning_module_state_dict = dict
+        strategy.optimizer_state = lambda optimizer: {}
 
 
 def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:

@@ -1,0 +1,95 @@
+"""The classes that a configuration may name: schedules with their parameters, and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from onefold.integrations.deepspeed.config.keys import REMOVED, Key, Section
+
+_WARMUP: Section = {
+    "warmup_min_lr": Key("numbers", low=0),
+    "warmup_max_lr": Key("numbers", low=0),
+    "warmup_num_steps": Key("count", low=0),
+    "warmup_type": Key("text", choices=("log", "linear")),
+    "last_batch_iteration": Key("count", low=-1),
+}
+
+# DeepSpeed's own schedules; any class of torch.optim.lr_scheduler may be named as well.
+SCHEDULES: Mapping[str, Section] = {
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": {**_WARMUP, "total_num_steps": Key("count", low=1, required=True)},
+    "WarmupCosineLR": {
+        "total_num_steps": Key("count", low=1, required=True),
+        "warmup_min_ratio": Key("number", low=0),
+        "warmup_num_steps": Key("count", low=0),
+        "cos_min_ratio": Key("number", low=0),
+        "warmup_type": Key("text", choices=("log", "linear")),
+        "last_batch_iteration": Key("count", low=-1),
+    },
+    "OneCycle": {
+        "cycle_min_lr": Key("numbers", low=0, required=True),
+        "cycle_max_lr": Key("numbers", low=0, required=True),
+        "decay_lr_rate": Key("number", low=0),
+        "cycle_first_step_size": Key("count", low=1),
+        "cycle_second_step_size": Key("count", low=0),
+        "cycle_first_stair_count": Key("count", low=0),
+        "cycle_second_stair_count": Key("count", low=0),
+        "decay_step_size": Key("count", low=0),
+        "cycle_momentum": Key("flag"),
+        "cycle_min_mom": Key("numbers", low=0),
+        "cycle_max_mom": Key("numbers", low=0),
+        "decay_mom_rate": Key("number", low=0),
+        "last_batch_iteration": Key("count", low=-1),
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": Key("numbers", low=0),
+        "lr_range_test_step_size": Key("count", low=1),
+        "lr_range_test_step_rate": Key("number", low=0),
+        "lr_range_test_staircase": Key("flag"),
+        "last_batch_iteration": Key("count", low=-1),
+    },
+}
+
+ELEMENTWISE_OPTIMIZERS = (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
+
+_MATRIX = (
+    "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
+)
+_OWN = "it is not part of torch: build it yourself and pass it to initialize(optimizer=...)"
+
+REFUSED_OPTIMIZERS: Mapping[str, str] = {
+    "lamb": _MATRIX,
+    "muon": _MATRIX,
+    "adafactor": _MATRIX,
+    "lbfgs": _MATRIX,
+    "sparseadam": "it needs sparse gradients, and reduced gradients are dense",
+    "lion": _OWN,
+    "muadam": _OWN,
+    "muadamw": _OWN,
+    "musgd": _OWN,
+    "onebitadam": REMOVED,
+    "onebitlamb": REMOVED,
+    "zerooneadam": REMOVED,
+}
+
+# Keys of DeepSpeed's Adam that torch's does not have; adam_w_mode and torch_adam are read by the
+# reader itself.
+ADAM_EXTRAS: Section = {
+    "adam_w_mode": Key("flag"),
+    "torch_adam": Key("flag"),
+    "bias_correction": Key("flag"),
+    "set_grad_none": Key("flag", inert="gradients are dropped after each step"),
+    "fp32_optimizer_states": Key("flag"),
+}

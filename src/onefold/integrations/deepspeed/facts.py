@@ -1,0 +1,152 @@
+"""What an engine says of itself: rates, sizes, what is enabled, progress."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import onefold
+from onefold.device import synchronize
+from onefold.integrations.deepspeed.config import DeepSpeedConfig
+from onefold.integrations.deepspeed.scaling import LossScaler
+from onefold.recipe import COMPUTE_DTYPES
+
+
+class EngineFacts:
+    """The reading half of `DeepSpeedEngine`, which has these attributes."""
+
+    module: nn.Module
+    settings: DeepSpeedConfig
+    config: Mapping[str, Any]
+    optimizer: Any
+    loss_scaler: LossScaler | None
+    global_rank: int
+    world_size: int
+    global_steps: int
+    skipped_steps: int
+    _accumulation: int
+    _step_applied: bool
+    _norm: Tensor | None
+    _seconds: dict[str, float]
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each parameter group."""
+        return (
+            []
+            if self.optimizer is None
+            else [float(group["lr"]) for group in self.optimizer.param_groups]
+        )
+
+    def get_mom(self) -> list[Any]:
+        """The momentum, or the betas, of each parameter group."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the last step's gradients before clipping, over all ranks; None if there was
+        none.
+        """
+        return None if self._norm is None else float(self._norm)
+
+    @property
+    def cur_scale(self) -> float:
+        """The current loss scale; 1.0 outside fp16."""
+        return self.loss_scaler.scale if self.loss_scaler else 1.0
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes; parameters may rest elsewhere."""
+        return onefold.engine_of(self.module).device
+
+    @property
+    def dp_world_size(self) -> int:
+        return self.world_size
+
+    def was_step_applied(self) -> bool:
+        """Whether the latest `step()` changed the parameters."""
+        return self._step_applied
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
+        return self.settings.batch.train, self.settings.batch.micro, self._accumulation
+
+    def train_batch_size(self) -> int | None:
+        return self.settings.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        return self.settings.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulation
+
+    def gradient_clipping(self) -> float:
+        return self.settings.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.stage
+
+    def zero_optimization(self) -> bool:
+        return self.settings.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.precision == "fp16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.precision == "bf16"
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler is not None and self.loss_scaler.dynamic
+
+    def steps_per_print(self) -> int | None:
+        return self.settings.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.settings.wall_clock_breakdown
+
+    def compute_dtype(self) -> torch.dtype | None:
+        """What the configuration enables; None where the model stays as it came."""
+        return (
+            COMPUTE_DTYPES[self.settings.precision] if self.settings.precision is not None else None
+        )
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a save of the model gathers it: always, unless the configuration says no."""
+        zero = self.config.get("zero_optimization") or {}
+        said = [
+            zero.get(f"stage3_gather_{dtype}_weights_on_model_save") for dtype in ("16bit", "fp16")
+        ]
+        return False not in said
+
+    # -- progress ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _timed(self, phase: str) -> Iterator[None]:
+        if not self.settings.wall_clock_breakdown:
+            yield
+            return
+        synchronize(self.device)
+        begin = time.perf_counter()
+        yield
+        synchronize(self.device)
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
+
+    def _report(self) -> None:
+        """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a
+        step.
+        """
+        every = self.settings.steps_per_print or (1 if self.settings.wall_clock_breakdown else 0)
+        if not every or self.global_steps % every:
+            return
+        if self.global_rank == 0:
+            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+            times = "".join(
+                f", {phase} {1e3 * s / every:.1f} ms" for phase, s in self._seconds.items()
+            )
+            counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
+            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}{times}", flush=True)
+        self._seconds.clear()

@@ -1,0 +1,61 @@
+"""`deepspeed.comm` beside the names that are torch.distributed's, and what launchers tell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.device import backend_name, default_device
+
+#: A file of `NAME=value` lines that launchers of several nodes read.
+ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group that the launcher's environment describes, unless there is one.
+
+    Args:
+        dist_backend: None takes the one of the accelerator, gloo without one.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    os.environ.setdefault("RANK", str(max(rank, 0)))
+    os.environ.setdefault("WORLD_SIZE", str(max(world_size, 1)))
+    dist.init_process_group(
+        dist_backend or backend_name(default_device()),
+        timeout=timeout,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+    )
+
+
+def get_rank(group: Any = None) -> int:
+    """0 before there is a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_local_rank() -> int:
+    return local_rank()
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """This rank's number on its machine, as launchers tell it."""
+    return int(environment.get("LOCAL_RANK", 0))

@@ -1,0 +1,229 @@
+"""`zero.GatheredParameters`, before the engine and behind it.
+
+| a parameter                      | on rank 0   | on the other ranks            | inside `GatheredParameters`          |
+|----------------------------------|-------------|-------------------------------|--------------------------------------|
+| made under `Init`, no engine yet | whole       | its shape, one element of NaN | whole, rank 0's values               |
+| of an engine, divided            | an interval | an interval                   | whole, in master precision           |
+| with all others of its engine    | an interval | an interval                   | whole, in the dtype it computes in   |
+| in a forward or backward pass    |             |                               | as it is: it is gathered when used   |
+| any other                        | whole       | whole                         | as it is                             |
+
+On leaving, the values of `modifier_rank` are everybody's, and masters are gathered for it; without
+one, what was changed is dropped. A model whose parameters are all inside sends nothing in its forward
+passes: ranks may generate texts of different lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onefold.integrations.deepspeed.names.first_rank import NUMBER, broadcast, drop, lend
+from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
+from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameter import ShardedParameter, bare, face
+from onefold.runtime.whole import whole_masters
+
+_DEPTH = "_onefold_gathered"
+
+
+class GatheredParameters:
+    """Inside, the parameters are whole on every rank. Collective.
+
+    Args:
+        params: a parameter, several, or a module. Those that are whole already are left alone.
+        modifier_rank: the rank whose changes are kept on leaving; None keeps none.
+        fwd_module: accepted; see `register_external_parameter`.
+        enabled: False does nothing.
+
+    Raises:
+        ValueError: on leaving: a sharded parameter was given another shape.
+        NotImplementedError: `modifier_rank` with parameters that rest on NVMe or encoded.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.modifier_rank = modifier_rank
+        self._held: list[tuple[nn.Parameter, bool, Any]] = []
+        self._wholes: list[Engine] = []
+        self._params = _ordered(params, modifier_rank is not None) if enabled else []
+
+    def __enter__(self) -> None:
+        fresh: list[nn.Parameter] = []
+        for param in self._params:
+            depth = param.__dict__.get(_DEPTH, 0)  # if any, an outer context has gathered it
+            param.__dict__[_DEPTH] = depth + 1
+            if depth or not isinstance(param, ShardedParameter):
+                if not depth:
+                    lend(param)
+                self._held.append((param, depth > 0, None))
+            else:
+                fresh.append(param)
+        for engine, entries in _by_engine(fresh):
+            self._gather(engine, entries)
+
+    def _gather(self, engine: Engine, entries: list[Entry]) -> None:
+        """Make these plain whole parameters."""
+        if self.modifier_rank is not None:
+            _refuse_unwritable(entries)
+        if engine.unset:
+            engine.unset.look(engine)
+        all_of_it = len(entries) == len(engine.entries)
+        for flat, wanted in _by_flat(entries):
+            full = whole_masters(engine, flat)
+            for entry in wanted:
+                engine.unset.refuse_entry(entry)
+                whole = flat.view(full, entry)
+                if all_of_it and self.modifier_rank is None:
+                    whole = whole.to(flat.dtypes.compute)
+                elif len(wanted) < len(flat.entries):
+                    whole = whole.clone()
+                with disable_torch_function():
+                    local = entry.param.data
+                    bare([entry.param])
+                    entry.param.data = whole
+                _say(entry.param, ZeroParamStatus.AVAILABLE)
+                self._held.append((entry.param, False, local))
+        if all_of_it:
+            engine.whole_depth += 1
+            self._wholes.append(engine)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        held, self._held = self._held, []
+        while self._wholes:
+            self._wholes.pop().whole_depth -= 1
+        writes = self.modifier_rank is not None and error is None
+        with torch.no_grad():
+            for param, nested, kept in held:
+                param.__dict__[_DEPTH] -= 1
+                if writes:
+                    broadcast(param.data, self.modifier_rank or 0)
+                if nested:
+                    continue
+                param.__dict__.pop(_DEPTH)
+                if kept is not None:
+                    _put_back(param, kept, writes)
+                elif dist.get_rank() != 0:
+                    drop(param)
+
+
+def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
+    """Those that are not whole everywhere, each once, in an order that all ranks share: callers
+    may have collected them in a set.
+    """
+    given: Iterable[Any] = (
+        params.parameters()
+        if isinstance(params, nn.Module)
+        else [params]
+        if isinstance(params, Tensor)
+        else params
+    )
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return []
+    found: dict[int, nn.Parameter] = {}
+    for p in given:
+        own = getattr(p, "__dict__", {})
+        entry = _entry_of(p)
+        if entry is None:
+            if NUMBER in own:
+                found[id(p)] = p
+        elif (engine := entry.engine()) is not None and engine.computing:
+            if writes:
+                raise RuntimeError(
+                    f"GatheredParameters(modifier_rank=...) was given parameter"
+                    f" {entry.slot.name!r} inside a pass of its model: change it outside."
+                )
+        elif isinstance(p, ShardedParameter) or _DEPTH in own:
+            found[id(p)] = p
+    return sorted(found.values(), key=_number)
+
+
+def _entry_of(param: Any) -> Entry | None:
+    """What its engine knows of it; None if it has none."""
+    known = getattr(param, "__dict__", {}).get("_onefold_entry")
+    entry: Entry | None = known() if known is not None else None
+    return entry
+
+
+def _number(param: nn.Parameter) -> tuple[int, int]:
+    entry = _entry_of(param)
+    return (0, param.__dict__.get(NUMBER, 0)) if entry is None else (1, entry.number)
+
+
+def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]]]:
+    """The engines of these parameters, in the order of their first, with the entries of each."""
+    entries: dict[int, tuple[Engine, list[Entry]]] = {}
+    for param in params:
+        entry = _entry_of(param)
+        assert entry is not None
+        engine = entry.engine()
+        assert engine is not None
+        entries.setdefault(id(engine), (engine, []))[1].append(entry)
+    yield from entries.values()
+
+
+def _by_flat(entries: list[Entry]) -> Iterator[tuple[Any, list[Entry]]]:
+    """What is gathered at once."""
+    flats: dict[int, tuple[Any, list[Entry]]] = {}
+    for entry in entries:
+        flats.setdefault(id(entry.flat), (entry.flat, []))[1].append(entry)
+    yield from flats.values()
+
+
+def _refuse_unwritable(entries: list[Entry]) -> None:
+    for entry in entries:
+        if not entry.flat.storage.in_place:
+            raise NotImplementedError(
+                f"GatheredParameters: parameter {entry.slot.name!r} rests on NVMe or encoded, and"
+                " cannot be changed there with modifier_rank: change it before initialize, or with"
+                " onefold.full_params(model, write=True)."
+            )
+
+
+def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
+    whole = param.data
+    param.data = local
+    face([param])
+    info: Any = param.onefold  # type: ignore[attr-defined]
+    _say(param, ZeroParamStatus.NOT_AVAILABLE if info.sharded else ZeroParamStatus.AVAILABLE)
+    if not writes:
+        return
+    if whole.shape != info.shape:
+        raise ValueError(
+            f"GatheredParameters: parameter {info.name!r} of shape {tuple(info.shape)} was given"
+            f" shape {tuple(whole.shape)}. Change shapes before initialize, or inside `with"
+            " onefold.unsharded(engine.module):`."
+        )
+    with disable_torch_function():
+        held = param.dtype
+    param.data = whole.to(held)
+
+
+def _say(param: nn.Parameter, status: ZeroParamStatus) -> None:
+    if "ds_status" in param.__dict__:
+        param.__dict__["ds_status"] = status
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing: a parameter that another module's forward pass uses is gathered when it is used."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Nothing; see `register_external_parameter`."""
