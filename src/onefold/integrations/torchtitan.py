@@ -1,0 +1,269 @@
+"""torchtitan on Onefold: its trainer and its configurations, by a recipe.
+
+torchrun ... -m torchtitan.train --module onefold.integrations.torchtitan
+    --config llama3_8b --recipe '{"stage": 3}'       # any configuration of torchtitan's dense models
+
+Data, model, optimizer, schedule, loss and metrics are torchtitan's; Onefold divides the training
+state, reduces gradients and takes the norm. Imports torchtitan; nothing else imports this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtitan.trainer
+from torch import nn
+from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.models import _supported_models
+from torchtitan.protocols.module import Module
+from torchtitan.tools import utils
+
+import onefold
+from onefold.recipe import Recipe
+
+#: Keys of torchtitan's checkpoints that Onefold's read.
+_READ = (
+    "enable",
+    "folder",
+    "interval",
+    "keep_latest_k",
+    "load_step",
+    "load_only",
+    "enable_first_step_checkpoint",
+)
+_DEGREES = (
+    "data_parallel_replicate_degree",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "expert_parallel_degree",
+)
+
+
+class Checkpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]
+    """Saves and loads by `onefold.Checkpointer`, at torchtitan's intervals: all of the training
+    state, for any number of ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]
+        """Of torchtitan's keys these are read: `enable`, `folder`, `interval`, `keep_latest_k`,
+        `load_step`, `load_only`, `enable_first_step_checkpoint`.
+
+        Attributes:
+            asynchronous: save behind the training.
+        """
+
+        last_save_model_only: bool = False
+        asynchronous: bool = False
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str,
+    ) -> None:
+        self.enable, self.save_future, self.config = config.enable, None, config
+        if not self.enable:
+            return
+        self.progress = states["train_state"]
+        self.parts = {
+            "optimizer": optimizers.optimizers,
+            "scheduler": lr_schedulers,
+            "data": dataloader,
+        }
+        self.checkpointer = onefold.Checkpointer(
+            Path(base_folder) / config.folder,
+            model=model_parts[0],
+            keep=config.keep_latest_k or sys.maxsize,
+            asynchronous=config.asynchronous,
+        )
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        config = self.config
+        first = curr_step == 1 and config.enable_first_step_checkpoint
+        if config.load_only or not (last_step or first or curr_step % config.interval == 0):
+            return False
+        self.checkpointer.save(curr_step, **self.parts, extra=self.progress.state_dict())
+        return True
+
+    def _load(self, step: int = -1) -> bool:
+        if step < 0:
+            loaded = self.checkpointer.load(**self.parts)
+        else:
+            path = self.checkpointer.root / f"step-{step:08d}"
+            loaded = onefold.load(path, model=self.checkpointer.model, **self.parts)
+        if loaded is None:
+            return False
+        self.progress.load_state_dict(loaded.extra)
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Not needed: a step waits by itself for what a save still reads."""
+
+    def _wait_for_saving(self) -> None:
+        self.checkpointer.wait()
+
+    def _close(self) -> None:
+        self.checkpointer.close()
+
+
+class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
+    """torchtitan's trainer; see this module. Every rank makes the same calls."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(torchtitan.trainer.Trainer.Config):  # type: ignore[misc, unused-ignore]
+        """torchtitan's configuration, and the recipe.
+
+        Attributes:
+            recipe: `Recipe.zero`'s options as JSON.
+        """
+
+        recipe: str = '{"stage": 3}'
+
+    def __init__(self, config: Any) -> None:
+        recipe = _recipe(config)
+        _refuse(config)
+        spec = config.model_spec
+
+        def parallelize(model: nn.Module, *, ac_config: Any, dump_folder: str, **_: Any) -> Any:
+            if ac_config is not None:
+                ac_config.build(dump_folder=dump_folder).apply(model)
+            return _shard(model, recipe)
+
+        config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
+        super().__init__(config)
+        optimizers = self.optimizers
+        # Itself one of torch's optimizers, over all parameters, whose update Onefold cannot try out
+        optimizers.step = lambda *_: [each.step() for each in optimizers.optimizers]
+
+    def forward_backward_step(
+        self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """torchtitan adds up the ranks' gradients where Onefold takes their mean: the loss is that
+        many times as large in the backward pass.
+        """
+        ranks = torch.distributed.get_world_size()
+        loss = super().forward_backward_step(
+            input_dict=input_dict,
+            labels=labels,
+            global_valid_tokens=global_valid_tokens / ranks,
+        )
+        return loss / ranks
+
+
+def __getattr__(name: str) -> Callable[[], Trainer.Config]:
+    """torchtitan's configuration of that name, to be trained by Onefold: what `--config` asks for."""
+    for model in sorted(_supported_models) if not name.startswith("_") else ():
+        if name.startswith(model):
+            registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
+            if hasattr(registry, name):
+                return lambda: by_onefold(getattr(registry, name)())
+    raise AttributeError(f"torchtitan has no configuration {name!r}.")
+
+
+def by_onefold(config: Any, recipe: str = '{"stage": 3}') -> Trainer.Config:
+    """A configuration of torchtitan's trainer for Onefold's.
+
+    What Onefold does otherwise is set: no CUDA graphs, no SPMD types, the loss in one piece,
+    checkpoints that all hold the whole training state.
+    """
+    if type(config) is not torchtitan.trainer.Trainer.Config:
+        raise ValueError(
+            f"this configuration is one of {type(config).__qualname__}, expected"
+            " torchtitan.trainer.Trainer.Config: Onefold does not know other trainers."
+        )
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    values["training"] = dataclasses.replace(config.training, disable_cuda_graphs=True)
+    values["parallelism"] = dataclasses.replace(config.parallelism, spmd_backend="partial_dtensor")
+    if isinstance(config.loss, ChunkedLossWrapper.Config):
+        values["loss"] = config.loss.loss_fn
+    kept = {name: getattr(config.checkpoint, name) for name in _READ}
+    waits = getattr(config.checkpoint, "async_mode", "disabled") == "disabled"
+    values["checkpoint"] = Checkpoints.Config(**kept, asynchronous=not waits)
+    return Trainer.Config(**values, recipe=recipe)
+
+
+def _recipe(config: Any) -> Recipe:
+    """In torchtitan's precision, unless the recipe names one."""
+    try:
+        options = json.loads(config.recipe)
+    except ValueError as error:
+        raise ValueError(
+            f"recipe={config.recipe!r} is no JSON ({error}): write --recipe '{{\"stage\": 3}}'."
+        ) from None
+    if not isinstance(options, dict) or "stage" not in options:
+        raise ValueError(
+            f"recipe={config.recipe!r} names no stage: write --recipe '{{\"stage\": 3}}'."
+        )
+    if config.training.mixed_precision_param == "bfloat16":
+        options = {"precision": "bf16", "wire": "fp32"} | options
+    return Recipe.zero(**options)
+
+
+def _refuse(config: Any) -> None:
+    """Raise ValueError for what Onefold does not do here."""
+    parallelism, training = config.parallelism, config.training
+    asked = {
+        f"parallelism.{n}={getattr(parallelism, n)}": getattr(parallelism, n) > 1 for n in _DEGREES
+    }
+    asked |= {
+        "parallelism.data_parallel_shard_degree": parallelism.data_parallel_shard_degree > 0,
+        "parallelism.fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward != "default",
+        "parallelism.enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
+        f"parallelism.spmd_backend={parallelism.spmd_backend!r}": parallelism.spmd_backend != "partial_dtensor",
+        "training.enable_cpu_offload (the recipe's offload_optimizer does it)": training.enable_cpu_offload,
+        "CUDA graphs (training.disable_cuda_graphs=False)": not training.disable_cuda_graphs,
+        f"training.dtype={training.dtype!r} (masters are the recipe's)": training.dtype != "float32",
+        "compile of the model": config.compile.enable and "model" in config.compile.components,
+        "ChunkedLossWrapper (use its loss_fn)": isinstance(config.loss, ChunkedLossWrapper.Config),
+        "a validator": config.validator.enable,
+        "other checkpoints than its own": not isinstance(config.checkpoint, Checkpoints.Config),
+        "a hook behind the optimizer (mixtures of experts)": config.model_spec.post_optimizer_build_fn is not None,
+    }  # fmt: skip
+    plain = Checkpoints.Config()
+    for field in dataclasses.fields(config.checkpoint):
+        differs = getattr(config.checkpoint, field.name) != getattr(plain, field.name, None)
+        asked[f"checkpoint.{field.name}"] = field.name not in (*_READ, "asynchronous") and differs
+    if found := [name for name, there in asked.items() if there]:
+        raise ValueError(
+            f"Onefold in torchtitan's trainer has no {', no '.join(found)}: leave it out, or train"
+            " with `onefold train`."
+        )
+
+
+def _shard(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Shard a model on the meta device, with torchtitan's initial values. Collective."""
+
+    device = utils.get_local_device()
+
+    def draw(module: nn.Module) -> None:
+        if isinstance(module, Module):
+            module._init_self_parameters()
+            module._init_self_buffers(buffer_device=device)
+
+    for module in model.modules():
+        if isinstance(module, Module):
+            # They split fused weights (wqkv into wq, wk, wv), which no rank has whole
+            module._state_dict_hooks.clear()
+            module._load_state_dict_pre_hooks.clear()
+    onefold.shard(model, recipe, init=draw, device=device)
+    # torchtitan calls both next, for a model without memory and without values
+    model.to_empty = lambda **_: model  # type: ignore[method-assign]
+    model.init_weights = lambda **_: None  # type: ignore[assignment]
+    return model
