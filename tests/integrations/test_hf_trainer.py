@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,19 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_losses_are_those_of_ddp_at_every_stage(tmp_path: Path) -> None:
+def test_losses_are_those_of_ddp_at_every_stage(
+    tmp_path: Path, sample: Callable[[Iterable[Any], int], list[Any]]
+) -> None:
+    kinds = {"accumulating", *sample(KINDS, 3)}
     stages: dict[str, Any] = {"ddp": None, "1": 1, "2": {"stage": 2}, "3": "3"}
     cases = [
         {"name": f"{kind} {stage}", "recipe": recipe, "save": f"saved {kind} {stage}", **asked}
         for kind, asked in KINDS.items()
         for stage, recipe in stages.items()
-        if stage == "ddp" or stage in STAGES.get(kind, "123")
+        if kind in kinds and (stage == "ddp" or stage in STAGES.get(kind, "123"))
     ]
     seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
-    for kind in KINDS:
+    for kind in kinds:
         ddp = seen[f"{kind} ddp"]
         assert len(ddp["loss"]) == 4 and not ddp["sharded"]
         assert len(ddp["eval_loss"]) == (2 if kind == "accumulating" else 0)

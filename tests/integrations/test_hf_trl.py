@@ -5,6 +5,7 @@ host.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +29,30 @@ KINDS: dict[tuple[str, bool], tuple[int, ...]] = {
 }
 
 
-def test_losses_are_those_of_ddp(tmp_path: Path) -> None:
+def test_losses_are_those_of_ddp(
+    tmp_path: Path, sample: Callable[[Iterable[Any], int], list[Any]]
+) -> None:
     """SFT, DPO (reference model divided too, or adapters off), reward, GRPO with generation."""
+    kinds = dict(sample(KINDS.items(), 3))
     cases: list[dict[str, Any]] = [
         {"name": f"{kind} {lora} {stage}", "kind": kind, "lora": lora, "recipe": stage}
-        for (kind, lora), stages in KINDS.items()
+        for (kind, lora), stages in kinds.items()
         for stage in (None, *stages)
     ]
     quantized = {"stage": 3, "frozen": "nf4"}
     cases += [
         {"name": f"{kind} nf4", "kind": kind, "lora": True, "recipe": quantized}
         for kind in ("dpo", "grpo")
+        if (kind, True) in kinds
     ]
     seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
     for kind in ("dpo", "grpo"):  # the second with its reference as an idle adapter
+        if (kind, True) not in kinds:
+            continue
         plain = seen[f"{kind} True 3"]["loss"]
         assert seen[f"{kind} nf4"]["loss"] == pytest.approx(plain, abs=1e-3)
         assert seen[f"{kind} nf4"]["loss"] != plain
-    for (kind, lora), stages in KINDS.items():
+    for (kind, lora), stages in kinds.items():
         ddp = seen[f"{kind} {lora} None"]
         assert len(ddp["loss"]) == 4 and len(set(ddp["loss"])) == 4 and not ddp["sharded"]
         for stage in stages:

@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,15 @@ KINDS: dict[str, tuple[dict[str, Any], float]] = {
 ONCE = {"double": "3", "bf16": "2", "scaled": "3"}
 
 
-def test_losses_are_those_of_ddp_at_every_stage(tmp_path: Path) -> None:
+def test_losses_are_those_of_ddp_at_every_stage(
+    tmp_path: Path, sample: Callable[[Iterable[Any], int], list[Any]]
+) -> None:
+    kinds = {"plain", "clipped", *sample(KINDS, 4)}
     cases = [
         {"name": f"{kind} {stage}", "strategy": strategy, **asked}
         for kind, (asked, _) in KINDS.items()
         for stage, strategy in STAGES.items()
-        if stage == "ddp" or ONCE.get(kind, stage) == stage
+        if kind in kinds and (stage == "ddp" or ONCE.get(kind, stage) == stage)
     ]
     seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
     assert seen["clipped ddp"]["loss"][1:] != seen["plain ddp"]["loss"][1:]
