@@ -82,6 +82,10 @@ def dropped_reductions(folder: str, options: dict[str, Any]) -> tuple[int, int, 
             gathered += len(sums)
             like = [(t.numel(), t.dtype) for t in sums]
             del sums
+            # What has been moved is held by nobody else, and yet only a wait orders it
+            deadline = time.monotonic() + 0.5
+            while virtual.pending() and time.monotonic() < deadline:
+                time.sleep(0.01)
             drop()
             filled += fill_what_is_free(engine)
             # And what went back to the device's own allocator
