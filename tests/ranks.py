@@ -69,9 +69,12 @@ def preload(*modules: str) -> None:
 
 @contextlib.contextmanager
 def preloaded(*modules: str) -> Iterator[None]:
-    """Inside, the fork server has imported `modules` too; afterwards there is a new one without."""
+    """Inside, the fork server has imported `modules` too, before all others (which may serve names
+    that these look for); afterwards there is a new one without.
+    """
     before = list(PRELOADED)
-    preload(*modules)
+    PRELOADED[:0] = modules
+    stop_fork_server()
     try:
         yield
     finally:

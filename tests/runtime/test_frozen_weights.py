@@ -428,3 +428,34 @@ def test_recomputed_adapters_see_the_dtype_that_the_forward_pass_saw() -> None:
         expected = found["1 None 0"]
         assert len(set(expected)) == 3
         assert all(losses == expected for losses in found.values()), found
+
+
+class Distilled(nn.Module):
+    """Reads the dtype of another sharded model in what is recomputed."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.teacher = [teacher]  # no part of this model
+        self.seen: list[torch.dtype] = []
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = next(self.teacher[0].parameters()).dtype
+        self.seen.append(dtype)
+        return torch.tanh(self.own(x)).to(dtype).exp().to(x.dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.part, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def dtypes_of_another() -> list[torch.dtype]:
+    recipe = onefold.Recipe.zero(3, precision="bf16")
+    model = Distilled(onefold.shard(nn.Linear(8, 8), recipe))
+    shard = onefold.shard(model, recipe)
+    x = features_of(0, 4, 8).bfloat16().requires_grad_(True)
+    shard(x).float().square().mean().backward()
+    return model.seen
+
+
+def test_another_models_dtype_is_the_same_in_a_recomputation() -> None:
+    assert run_ranks(2, dtypes_of_another) == [[torch.float32] * 2] * 2

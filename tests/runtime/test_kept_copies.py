@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -132,3 +133,41 @@ def all_three(cases: list[tuple[str, Any]]) -> tuple[list[tuple[str, str]], tupl
 def test_what_is_kept_follows_every_write_and_ranks_agree_on_where_nodes_end(sample: Any) -> None:
     cases = sample([(name, write) for name in RECIPES for write in WRITES], 3)
     assert run_ranks(4, all_three, cases) == [([], (1, True), True)] * 4
+
+
+class OfOneRank(nn.Module):
+    """Of so few elements that they lie on one rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 40)
+        self.outer = nn.Linear(40, 4)
+        self.small = nn.LayerNorm(4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.small(self.outer(torch.tanh(self.inner(x))))
+
+
+def frozen_after_a_step(stage: int, precision: str) -> list[float]:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(stage, precision=precision, stall_timeout=20.0)
+    model = onefold.shard(OfOneRank(), recipe, units=("small",))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(5):
+        model.small.weight.requires_grad_(step < 1)
+        generator = torch.Generator().manual_seed(2 * step + torch.distributed.get_rank())
+        loss = model(torch.randn(3, 4, generator=generator)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_unit_of_one_rank_that_is_frozen_after_a_step_is_refreshed_by_all(precision: str) -> None:
+    whole, *divided = (
+        run_ranks(2, frozen_after_a_step, stage, precision) for stage in (0, 1, 2, 3)
+    )
+    assert divided == [whole] * 3

@@ -131,6 +131,21 @@ def test_gradients_dropped_between_micro_batches_are_gone_as_in_ddp(case: type[C
     assert run_ranks(2, compare_drops, case, list(MODES)) == [[], []]
 
 
+def drops_in_groups_of_one() -> list[str]:
+    reference = train_reference(DropsOneMicroBatch())
+    return differences(
+        "groups of one",
+        reference,
+        train_sharded(DropsOneMicroBatch(), 3, shard_group=1),
+        1e-5,
+        1e-6,
+    )
+
+
+def test_groups_of_one_rank_hold_no_sums_that_dropping_would_miss() -> None:
+    assert run_ranks(2, drops_in_groups_of_one) == [[], []]
+
+
 def dropping_matters() -> bool:
     """Whether the case tells a dropped micro-batch from a kept one: DDP's own curves differ."""
 
@@ -587,6 +602,11 @@ class FreezesAtTheEnd(Freezes):
 FROZEN_BETWEEN: dict[str, tuple[int, dict[str, Any]]] = {
     **MODES,
     "groups": (3, {"shard_group": 2}),
+    "groups of one": (3, {"shard_group": 1}),
+    "stepped behind the backward pass": (
+        1,
+        {"offload_optimizer": "cpu", "overlap": False, "step_in_backward": True},
+    ),
     "groups, optimizer over all": (3, {"shard_group": 2, "optimizer_over": "all"}),
 }
 

@@ -130,7 +130,7 @@ def small(recipe: Recipe, model: Path, text: Path, ranks: int) -> dict[str, Any]
     return {
         **taken,
         "model": str(model), "data": str(text), "tokenizer": "bytes", "output": "unused",
-        "device": "cpu", "seq": 32, "global_batch": 2 * micro * ranks, "steps": 3, "lr": 1e-3,
+        "device": "cpu", "seq": 32, "global_batch": 2 * micro * ranks, "steps": 4, "lr": 3e-2,
         "eval_every": 0, "sample_tokens": 0, "precision": "bf16",
         # Eight machines of eight: here two of two
         **({"group": 2} if ranks == 4 else {}),
@@ -159,7 +159,7 @@ def test_each_recipe_trains_a_small_llama_as_without_it(tmp_path: Path, ranks: i
     for recipe, (losses, said), (plain_losses, plain_said) in zip(
         wanted, found[::2], found[1::2], strict=True
     ):
-        assert len(losses) == 3 and losses[-1] < losses[0], (recipe.title, losses)
+        assert len(losses) == 4 and losses[-1] < 0.99 * losses[0], (recipe.title, losses)
         # Weights rounded to 4 bits begin elsewhere
         near = 0.05 if "frozen" in recipe.train else 0.005
         assert losses == pytest.approx(plain_losses, rel=near), recipe.title
@@ -168,9 +168,9 @@ def test_each_recipe_trains_a_small_llama_as_without_it(tmp_path: Path, ranks: i
         on_host = "offload_optimizer" in recipe.train
         assert (said["tiers"]["optimizer"] == "host") is on_host
         assert (said["tiers"]["parameters"] == "host") is on_host
-        assert ("nf4" in json.dumps(said["recipe"])) is ("frozen" in recipe.train)
+        assert ("nf4" in said["recipe"]) is ("frozen" in recipe.train)
         if "moments" in recipe.train:
-            assert "bf16" in json.dumps(said["recipe"]["optimizer"])
+            assert f"moments in {recipe.train['moments']}" in said["recipe"]
         share = said["trained"] / said["parameters"]
         assert share < 0.6 if "lora" in recipe.train else share == 1
 

@@ -124,9 +124,10 @@ class Merging:
         CheckpointError: no adapters of peft, or they do more than add B·A to weights of linear
             layers.
         """
-        if not hasattr(model, "active_adapter"):
+        if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
             raise CheckpointError(
-                f"merge_adapters=True: {type(model).__name__} has no adapters of peft. Leave it out."
+                f"merge_adapters=True: {type(model).__name__} is no PeftModel. Make it one with"
+                " peft.get_peft_model, or leave merge_adapters out."
             )
         _, names, inside = _base_of(model)
         layers = _layers(model, names, inside)
@@ -193,9 +194,26 @@ def _whole(source: HuggingFaceSource, key: str) -> torch.Tensor:
     return out
 
 
-def active_of(model: Any) -> Any:
-    """The name of the active adapter: an attribute in peft, a method in transformers."""
-    return model.active_adapter() if callable(model.active_adapter) else model.active_adapter
+def active_of(model: Any) -> str:
+    """The name of the adapter that all LoRA layers compute with.
+    Raises: CheckpointError: several do, or none, or adapters are in the weights already.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")]
+    if any(layer.merged_adapters for layer in layers):
+        raise CheckpointError(
+            "adapters are in the weights already (merge_adapter() was called): they would be added"
+            " twice. Call unmerge_adapter() before onefold.shard."
+        )
+    names = sorted(
+        {name for layer in layers for name in layer.active_adapters if name in layer.lora_A}
+    )
+    if len(names) != 1 or any(layer.disable_adapters for layer in layers):
+        raise CheckpointError(
+            f"merging adds one adapter that is switched on; active are {names or 'none'}"
+            + (", and adapters are disabled" if any(x.disable_adapters for x in layers) else "")
+            + ". Call set_adapter(NAME), or enable_adapter_layers()."
+        )
+    return str(names[0])
 
 
 def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Layer]:
@@ -215,6 +233,14 @@ def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Lay
             raise CheckpointError(
                 f"the adapter at {path!r} does more than add B·A to a linear layer's weight: merge"
                 " it by peft's merge_and_unload(), inside onefold.full_params(model, write=True)."
+            )
+        if tied := next(
+            (names for names in inside.ties if weight in names and len(names) > 1), None
+        ):
+            raise CheckpointError(
+                f"the adapter at {path!r} is on a weight that is tied ({', '.join(tied)}): what is"
+                " added to the one would be missing in the other. Leave that layer out of"
+                " --lora-targets, or untie it."
             )
         out[weight] = Layer(
             in_file.pop(a),

@@ -85,11 +85,13 @@ class InBackwardStepper:
 
     def takes(self, flat: Flat, which: list[bool]) -> bool:
         """Whether the flat buffer is stepped as soon as the gradients of the entries `which` are
-        there: they are all of its own, and in memory.
+        there: they are all of its own, and in memory. Not where what was frozen meanwhile gets the
+        gradient of earlier micro-batches: its weights may still be read in this pass.
         """
         engine, storage = self._engine(), flat.storage
         if (
             not storage.offloaded
+            or flat.lingering
             or len(flat.runs) != 1
             or not all(which[e.index] for e in flat.entries if e.active)
         ):

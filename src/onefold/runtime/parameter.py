@@ -164,7 +164,9 @@ class ShardedParameter(nn.Parameter):
             # Code of a recomputation must come to what it came to in the forward pass, where its
             # module had the whole parameter: adapters cast their input to this
             entry = self.__dict__["_onefold_entry"]()
-            if entry is not None and entry.engine().computing:
+            engine = None if entry is None else entry.engine()
+            # Its own model's pass: another's is looked at from outside in both passes
+            if engine is not None and (engine.stack or engine.progress.backward_open):
                 return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
 

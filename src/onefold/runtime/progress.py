@@ -44,8 +44,12 @@ class Progress:
         self.failure: BaseException | None = None
         self.closed = False
         self._defers = recipe.reduce_at == "boundary"
+        # In groups of one rank there is no sum to hold
         self._holds = (
-            not self._defers and recipe.gradients.over == GROUP and group.inter_group.size > 1
+            not self._defers
+            and recipe.gradients.over == GROUP
+            and group.inter_group.size > 1
+            and group.topology.inner > 1
         )
 
     @property

@@ -37,7 +37,8 @@ def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
     looked_at = unit.resident or stays or any(f.gather.secondary is not None for f in unit.flats)
     for flat in unit.flats if looked_at else ():
         versions = sum(written(e.param) for e in flat.entries)
-        written_to = versions != flat.versions or (trained and _stepped(flat))
+        stepped = trained and _stepped(flat)  # looked at on every rank, whatever its counters say
+        written_to = versions != flat.versions or stepped
         flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
         if written_to:
             flat.gather.masters_written()
