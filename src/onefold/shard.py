@@ -457,7 +457,7 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
             module.to(where)
         elif devices - {where}:
             for param in module.parameters():
-                param.grad = None  # `_apply` would move it
+                param.grad = None  # laying out drops it; `_apply` would move it first
             module._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(where))
         return where
     if len(devices) > 1:

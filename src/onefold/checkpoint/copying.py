@@ -76,7 +76,8 @@ class Copying:
         """
         try:
             with torch.no_grad():
-                stream = new_stream(self._device)  # its device becomes this thread's inside it
+                # Whoever is on a stream is on its device: this thread needs no guard besides
+                stream = new_stream(self._device)
                 if stream is not None:
                     stream.wait_event(self._event)
                 with use_stream(stream):

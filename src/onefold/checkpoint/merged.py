@@ -240,7 +240,7 @@ def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Lay
             raise CheckpointError(
                 f"the adapter at {path!r} is on a weight that is tied ({', '.join(tied)}): what is"
                 " added to the one would be missing in the other. Leave that layer out of"
-                " --lora-targets, or untie it."
+                " the adapters' target modules, or untie it."
             )
         out[weight] = Layer(
             in_file.pop(a),

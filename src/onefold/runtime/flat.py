@@ -452,9 +452,9 @@ class Flat:
         """Follow `requires_grad` as the user has set it on the parameters; True if anything is
         trainable, or travels all the same.
 
-        waiting: gradients of earlier micro-batches wait for the boundary, on this rank or another.
-            What was trainable then travels with them, though it is frozen now, so that the runs
-            are the same on ranks that have used it and on those that have not.
+        waiting: gradients of earlier micro-batches wait for the boundary. What was trainable then
+            travels with them, though it is frozen now, so that the runs are the same on ranks that
+            have used it and on those that have not. (All ranks make the same passes.)
         """
         changed, self.followed = self.lingering or not self.followed, True
         for entry in self.entries:
