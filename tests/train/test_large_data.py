@@ -5,6 +5,7 @@ mixed by weights, and its documents kept apart.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -30,7 +31,7 @@ from started_runs import alone, this_rank
 
 from onefold.train import sources, token_cache
 from onefold.train.config import resolve
-from onefold.train.data import IGNORE, Data, DataOrder, Samples, Share, load_data, shares
+from onefold.train.data import IGNORE, Data, DataOrder, Samples, Share, eval_batches, load_data, shares
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
@@ -245,6 +246,38 @@ def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> 
     ) == list(range(320))
     with pytest.raises(TrainError, match="made on other data"):
         data.order(20, 5).load_state_dict(without.order(20, 5).state_dict())
+
+
+def letters_held_out(data: Data, limit: int) -> str:
+    """The first letters of the samples that ranks 0 and 1 read of `limit` held-out ones."""
+    cut = [eval_batches(len(data.held_out), limit, rank, 2, micro_batch=2) for rank in (0, 1)]
+    ids = [
+        data.held_out.batch(indices[:real])["input_ids"][:, 0].tolist()
+        for indices, real in itertools.chain(*cut)
+        if real
+    ]
+    return "".join(map(chr, itertools.chain(*ids)))
+
+
+def test_held_out_samples_have_the_shares_of_the_training_samples(tmp_path: Path) -> None:
+    one = lines(tmp_path / "a.jsonl", [{"text": "a" * 15}] * 900)
+    two = lines(tmp_path / "b.jsonl", [{"text": "b" * 15}] * 100)
+    data = cached(f"{one}:0.25,{two}:0.75", tmp_path)
+    assert len(data.held_out) == 200 and len(data.train) == 800
+    for limit in (4, 16, 100, 200):
+        assert Counter(letters_held_out(data, limit)) == {"a": limit // 4, "b": limit * 3 // 4}
+    # Each part gives the same fraction of its own samples, and none of them is trained on
+    assert data.train.chosen is not None and data.held_out.chosen is not None
+    held, trained = set(data.held_out.chosen.tolist()), set(data.train.chosen.tolist())
+    assert not held & trained and len(held & set(range(900, 1000))) == 20
+    assert len(trained & set(range(900, 1000))) == 80
+    # Without shares the first ones are of all parts too, as large as those are
+    without = letters_held_out(cached(f"{one},{two}", tmp_path), 100)
+    assert 80 <= without.count("a") < 100
+    lonely = lines(tmp_path / "c.jsonl", [{"text": "c" * 15}])
+    data = cached(f"{one}:0.5,{lonely}:0.5", tmp_path)
+    assert data.notes == [f"{lonely} has one sample only: nothing of it is held out"]
+    assert set(letters_held_out(data, 16)) == {"a"}
 
 
 def test_shares_are_counted_among_the_training_samples() -> None:

@@ -24,14 +24,12 @@ import torch
 
 from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
-from onefold.train.order import DataOrder, Share, shares
+from onefold.train.order import DataOrder, Share, shares, split
 from onefold.train.rows import IGNORE, Conversations, Indices, Joined
 from onefold.train.sources import Documents, parts_of, read_documents
 from onefold.train.text import Tokenizer, encode_chat
 from onefold.train.token_cache import Tokens
 
-#: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
-_SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
 Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
 
@@ -150,15 +148,19 @@ def load_data(
         samples = _conversations(found, tokenizer, seq, notes)
     else:
         samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
-    # Drawn from the seed alone; sorted, so that the data order stays a matter of `DataOrder` only.
-    count = len(samples)
-    shuffled = np.random.default_rng([seed, _SPLIT]).permutation(count)
-    held = max(1, round(eval_fraction * count)) if count > 1 else 0
-    if not held:
+    parts = parts_of(name)
+    weights = [part.weight for part in parts]
+    chosen, held_out = split(counts or [len(samples)], weights, eval_fraction, seed)
+    mix = shares(chosen, counts, weights)
+    if not len(held_out):
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
-    chosen_held, chosen = (np.sort(part) for part in np.split(shuffled, [held]))
-    mix = shares(chosen, counts, [part.weight for part in parts_of(name)])
-    return Data(samples.pick(chosen), samples.pick(chosen_held), name, notes, mix)
+    elif mix:
+        notes += [
+            f"{part.name} has one sample only: nothing of it is held out"
+            for part, count in zip(parts, counts, strict=True)
+            if count == 1
+        ]
+    return Data(samples.pick(chosen), samples.pick(held_out), name, notes, mix)
 
 
 def _held(documents: list[str], tokenizer: Tokenizer, name: str) -> Tokens:

@@ -9,7 +9,8 @@ epoch). Ranks and micro-batches only cut that list:
                                         └ micro-batch 0 ┴ micro-batch 1 ┘
 
 Where the parts of the data have weights, an epoch has as many samples as all parts together, and
-each part gives its share: over and over if it is small, some of it, drawn anew, if it is large.
+each part gives its share: over and over if it is small, some of it, drawn anew, if it is large. Any
+number of held-out samples, read from the first on, has the same shares.
 
 Another number of ranks with the same B sees the same samples at every step. A checkpoint keeps the
 step, B, the seed, and how many global batches a rollback has skipped.
@@ -26,6 +27,8 @@ import numpy as np
 from onefold.train.errors import TrainError
 from onefold.train.rows import Indices
 
+#: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
+_SPLIT = 1 << 40
 #: What a checkpoint keeps of a `DataOrder`.
 _STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
 
@@ -50,7 +53,7 @@ def shares(
         chosen: the training samples, sorted, of all. counts: of each part, in their order.
         weights: of each part; (None, ...) reads each sample once.
     """
-    if len(weights) < 2 or None in weights:
+    if not _weighed(weights):
         return ()
     edges = np.searchsorted(chosen, np.cumsum([0, *counts])).tolist()
     given = np.array(weights, np.float64)
@@ -60,6 +63,50 @@ def shares(
         Share(first, last - first, number if last > first else 0)
         for first, last, number in zip(edges, edges[1:], taken, strict=False)
     )
+
+
+def split(
+    counts: Sequence[int], weights: Sequence[float | None], fraction: float, seed: int
+) -> tuple[Indices, Indices]:
+    """(training samples, sorted; held-out samples, in the order in which they are read).
+
+    With weights each part gives that fraction of its own samples, and the held-out ones are
+    interleaved by their shares; those of a small part are read over and over.
+
+    Args:
+        counts: samples of each part, in their order. weights: as in `shares`.
+    """
+    shuffled = np.random.default_rng([seed, _SPLIT]).permutation(sum(counts))
+    if not _weighed(weights):
+        counts, weights = [sum(counts)], [1.0]
+    ends = np.cumsum(counts)
+    held, rest = [], []
+    for first, end in zip([0, *ends], ends, strict=False):
+        part = shuffled[(shuffled >= first) & (shuffled < end)]
+        size = max(1, round(fraction * len(part))) if len(part) > 1 else 0
+        held.append(part[:size])
+        rest.append(part[size:])
+    return np.sort(np.concatenate(rest)), _interleaved(held, weights)
+
+
+def _interleaved(parts: Sequence[Indices], weights: Sequence[float | None]) -> Indices:
+    """As many samples as all parts have, such that any beginning of them has the parts' shares.
+
+    The n-th sample of a part of weight w stands at (n + 1/2) / w:
+
+        weights 2 and 1     a at 0.25 0.75 1.25 1.75 ...   b at 0.5 1.5 ...   ─►  a b a a b a
+    """
+    total = sum(map(len, parts))
+    samples, places = [np.empty(0, np.int64)], [np.empty(0)]
+    for part, weight in zip(parts, weights, strict=True):
+        if len(part) and weight:
+            samples.append(np.resize(part, total))
+            places.append((np.arange(total) + 0.5) / weight)
+    return np.concatenate(samples)[np.argsort(np.concatenate(places), kind="stable")[:total]]
+
+
+def _weighed(weights: Sequence[float | None]) -> bool:
+    return len(weights) > 1 and None not in weights
 
 
 @dataclass
