@@ -31,7 +31,16 @@ from started_runs import alone, this_rank
 
 from onefold.train import sources, token_cache
 from onefold.train.config import resolve
-from onefold.train.data import IGNORE, Data, DataOrder, Samples, Share, eval_batches, load_data, shares
+from onefold.train.data import (
+    IGNORE,
+    Data,
+    DataOrder,
+    Samples,
+    Share,
+    eval_batches,
+    load_data,
+    shares,
+)
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
@@ -110,36 +119,79 @@ def test_tables_lines_and_folders_of_datasets_hold_the_same(tmp_path: Path) -> N
     assert [row for _, row, _ in rows_of(str(tmp_path / "c.parquet"))] == CHATS
 
 
-@needs_datasets
-def test_a_dataset_in_the_cache_is_read_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of `datasets` that has org/name: its configurations default and short, each with the
+    splits train and validation. The network is forbidden.
+    """
     import datasets
 
-    datasets.Dataset.from_list([{"text": t} for t in TEXTS]).to_parquet(tmp_path / "d.parquet")
-    made = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "d.parquet"), cache_dir=str(tmp_path / "made")
-    )
-    built = Path(made["train"].cache_files[0]["filename"]).parent
-    home = tmp_path / "hub" / "datasets" / "org___name" / "default" / "0.0.0"
-    home.mkdir(parents=True)
-    shutil.copytree(built, home / ("0" * 40))
-    for file in (home / ("0" * 40)).glob("parquet-train*"):
-        file.rename(file.with_name(file.name.replace("parquet-", "name-")))
-    info = home / ("0" * 40) / "dataset_info.json"
-    said = json.loads(info.read_text())
-    info.write_text(json.dumps({**said, "dataset_name": "name"}))
+    home = tmp_path / "datasets"
+    for config, texts in (("default", TEXTS), ("short", TEXTS[:9])):
+        splits = {"train": texts, "validation": [text + "!" for text in texts]}
+        files = {}
+        for split, rows in splits.items():
+            file = tmp_path / f"{config}-{split}.parquet"
+            datasets.Dataset.from_list([{"text": text} for text in rows]).to_parquet(file)
+            files[split] = str(file)
+        made = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "made"))
+        place = home / "org___name" / config / "0.0.0" / ("0" * 40)
+        shutil.copytree(Path(made["train"].cache_files[0]["filename"]).parent, place)
+        for file in place.glob("parquet-*"):
+            file.rename(file.with_name(file.name.replace("parquet-", "name-")))
+        info = place / "dataset_info.json"
+        said = {**json.loads(info.read_text()), "dataset_name": "name", "config_name": config}
+        info.write_text(json.dumps(said))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(home.parents[2]))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home.parents[2])
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(home))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    sources.check_data("org/name", 16)
-    assert [text for _, text, _ in rows_of("org/name")] == TEXTS
-    assert not is_small("org/name")
-    with pytest.raises(TrainError, match="no such dataset in the cache of `datasets`"):
-        sources.check_data("org/other", 16)
-    with pytest.raises(TrainError, match="`datasets` cannot open it"):
-        list(rows_of("org/other"))
+    return home
+
+
+@needs_datasets
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_dataset_in_the_cache_is_read_without_a_network() -> None:
+    held_out = [text + "!" for text in TEXTS]
+    for name, expected in (
+        ("org/name/default", TEXTS),
+        ("org/name/default:train", TEXTS),
+        ("org/name/default:validation", held_out),
+        ("org/name/short", TEXTS[:9]),
+        ("org/name/short:validation", held_out[:9]),
+        ("org/name/default:train[10:20]", TEXTS[10:20]),
+        ("org/name/short:validation[:3]+train", held_out[:3] + TEXTS[:9]),
+    ):
+        sources.check_data(name, 16)
+        assert [text for _, text, _ in rows_of(name)] == expected, name
+        assert not is_small(name)
+
+
+@needs_datasets
+@pytest.mark.usefixtures("datasets_cache")
+def test_of_a_dataset_of_the_hub_what_is_missing_is_named() -> None:
+    for name in ("org/other", "org/name/long", "org/name/long:validation"):
+        with pytest.raises(TrainError, match="no such dataset in the cache of `datasets`"):
+            sources.check_data(name, 16)
+    for name, said in (
+        ("org/other", "`datasets` cannot open it"),
+        ("org/name/short:test", r"validation.*Name one as org/name/CONFIG:SPLIT"),
+        ("org/name", r"default.*short.*Name one as org/name/CONFIG:SPLIT"),  # which of the two?
+    ):
+        with pytest.raises(TrainError, match=said):
+            list(rows_of(name))
+
+
+@needs_datasets
+def test_two_splits_of_a_dataset_are_two_parts_with_tokens_of_their_own(
+    datasets_cache: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(datasets_cache / "org___name" / "short")
+    data = cached("org/name:0.5,org/name:validation:0.5", tmp_path)  # one configuration: no name
+    assert [share.count for share in data.mix] and len(list((tmp_path / "tokens").iterdir())) == 2
+    first = cached("org/name:validation", tmp_path).train.tokens
+    assert bytes(np.asarray(first[0]).astype(np.uint8)) == b"document 0 !\x00doc"
+    assert len(list((tmp_path / "tokens").iterdir())) == 2
 
 
 def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
@@ -299,6 +351,11 @@ def test_names_with_weights_are_read_as_such(tmp_path: Path) -> None:
     assert parts_of("a.jsonl:0.7, org/name:3") == [
         sources.Part("a.jsonl", 0.7), sources.Part("org/name", 3.0)
     ]  # fmt: skip
+    assert parts_of("org/name:test:0.5,org/name/en:train[5:9]:2,org/name:test[:1%]:1") == [
+        sources.Part("org/name:test", 0.5),
+        sources.Part("org/name/en:train[5:9]", 2.0),
+        sources.Part("org/name:test[:1%]", 1.0),
+    ]
     assert parts_of("a,b") == [sources.Part("a"), sources.Part("b")]
     for wrong, said in (("a:1,b", "b has no weight"), ("a:0,b:1", "weights above 0")):
         with pytest.raises(TrainError, match=said):

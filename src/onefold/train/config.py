@@ -124,7 +124,8 @@ class TrainConfig(_RecipeOptions):
     """auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."""
     data: str = "topics"
     """topics (Python's reference text), a text file, a folder, JSON lines, Parquet or Arrow with
-    `text` or `messages`, org/name in the hub, or several with shares: a.jsonl:0.7,b.parquet:0.3."""
+    `text` or `messages`, org/name, org/name:SPLIT or org/name/CONFIG:SPLIT in the hub (default split:
+    train), or several with shares: a.jsonl:0.7,b.parquet:0.3."""
     text_field: str | None = None
     """The key or column that is read, text or messages (default: whichever of those is there)."""
     data_cache: str | None = None

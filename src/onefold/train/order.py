@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from onefold.train.errors import TrainError
 from onefold.train.rows import Indices
@@ -97,7 +98,8 @@ def _interleaved(parts: Sequence[Indices], weights: Sequence[float | None]) -> I
         weights 2 and 1     a at 0.25 0.75 1.25 1.75 ...   b at 0.5 1.5 ...   ─►  a b a a b a
     """
     total = sum(map(len, parts))
-    samples, places = [np.empty(0, np.int64)], [np.empty(0)]
+    samples: list[Indices] = [np.empty(0, np.int64)]
+    places: list[npt.NDArray[np.float64]] = [np.empty(0)]
     for part, weight in zip(parts, weights, strict=True):
         if len(part) and weight:
             samples.append(np.resize(part, total))

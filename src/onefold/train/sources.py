@@ -6,7 +6,7 @@ anything is loaded.
     a file of JSON lines          `text` or `messages` of each line, or --text-field
     a Parquet or Arrow file       the same of each row
     any other file                one document
-    org/name                      the split `train` of a dataset of the hub, by way of `datasets`
+    org/name/CONFIG:SPLIT         a dataset of the hub, by way of `datasets`; without :SPLIT its split `train`
 
 Several are written a.jsonl:0.7,b.parquet:0.3: the numbers say which share of the samples each gives.
 """
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from onefold.train.errors import TrainError
-from onefold.train.folders import is_hub_name
 from onefold.train.tables import (
+    HubData,
     Row,
     check_hub_data,
     column_of,
@@ -110,8 +110,8 @@ def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1
         if part.name == "topics":
             kinds["text"] = part.name
             continue
-        if _of_hub(part.name):
-            check_hub_data(part.name)
+        if hub := _of_hub(part.name):
+            check_hub_data(part.name, hub)
             continue
         most, whole = 0, False
         for kind, row, _ in rows_of(part.name, field, only_look=True):
@@ -159,8 +159,8 @@ def rows_of(
         if path.is_dir():
             yield from _folder(path, field, only_look, piecewise)
         elif not path.is_file():
-            if _of_hub(name):
-                yield from dataset_rows(name, field)
+            if hub := _of_hub(name):
+                yield from dataset_rows(name, hub, field)
                 return
             raise TrainError(
                 f"--data {path}: expected topics, a text file, a folder, a .jsonl, .parquet or .arrow"
@@ -328,12 +328,14 @@ def _json(where: str, raw: bytes) -> Any:
         raise TrainError(f"{where} nested too deeply.") from None
 
 
-def _of_hub(name: str) -> bool:
-    path = Path(name)
-    known = path.suffix.lower() in (*TEXT_ENDINGS, *LINES, *TABLES)
-    return is_hub_name(name) and not known and not os.path.exists(name) and "@" not in name
+def _of_hub(name: str) -> HubData | None:
+    """The dataset of the hub that it names: not a file that is missing."""
+    file = Path(name.partition(":")[0])
+    if file.suffix.lower() in (*TEXT_ENDINGS, *LINES, *TABLES) or os.path.exists(name):
+        return None
+    return HubData.of(name)
 
 
 def needs_hub(data: str) -> bool:
     """Whether a part of `--data` is a dataset of the hub."""
-    return any(_of_hub(part.name) for part in parts_of(data))
+    return any(_of_hub(part.name) is not None for part in parts_of(data))
