@@ -34,16 +34,14 @@ from onefold.train.config import resolve
 from onefold.train.data import (
     IGNORE,
     Data,
-    DataOrder,
     Samples,
-    Share,
     eval_batches,
     load_data,
-    shares,
 )
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
+from onefold.train.order import DataOrder, Share, shares
 from onefold.train.prepare import prepare
 from onefold.train.sources import is_small, parts_of, rows_of
 from onefold.train.text import ByteTokenizer
@@ -319,8 +317,9 @@ def test_held_out_samples_have_the_shares_of_the_training_samples(tmp_path: Path
     for limit in (4, 16, 100, 200):
         assert Counter(letters_held_out(data, limit)) == {"a": limit // 4, "b": limit * 3 // 4}
     # Each part gives the same fraction of its own samples, and none of them is trained on
-    assert data.train.chosen is not None and data.held_out.chosen is not None
-    held, trained = set(data.held_out.chosen.tolist()), set(data.train.chosen.tolist())
+    held, trained = (
+        set(some._rows(np.arange(len(some))).tolist()) for some in (data.held_out, data.train)
+    )
     assert not held & trained and len(held & set(range(900, 1000))) == 20
     assert len(trained & set(range(900, 1000))) == 80
     # Without shares the first ones are of all parts too, as large as those are
@@ -333,11 +332,10 @@ def test_held_out_samples_have_the_shares_of_the_training_samples(tmp_path: Path
 
 
 def test_shares_are_counted_among_the_training_samples() -> None:
-    chosen = np.array([0, 2, 3, 7, 8, 9])
-    assert shares(chosen, [4, 6], [1.0, 1.0]) == (Share(0, 3, 3), Share(3, 3, 3))
-    assert shares(chosen, [4, 6], [1.0, 5.0]) == (Share(0, 3, 1), Share(3, 3, 5))
-    assert shares(chosen, [4, 6], [None, None]) == ()
-    order = DataOrder(6, 3, 1, mix=shares(chosen, [4, 6], [1.0, 5.0]))
+    assert shares([3, 3], [1.0, 1.0]) == (Share(0, 3, 3), Share(3, 3, 3))
+    assert shares([3, 3], [1.0, 5.0]) == (Share(0, 3, 1), Share(3, 3, 5))
+    assert shares([3, 3], [None, None]) == ()
+    order = DataOrder(6, 3, 1, mix=shares([3, 3], [1.0, 5.0]))
     assert sorted(np.concatenate([order.at(0), order.at(1)]))[1:] in (
         [3, 3, 4, 4, 5], [3, 3, 4, 5, 5], [3, 4, 4, 5, 5],
     )  # fmt: skip

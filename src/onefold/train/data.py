@@ -24,11 +24,12 @@ import torch
 
 from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
-from onefold.train.order import DataOrder, Share, shares, split
-from onefold.train.rows import IGNORE, Conversations, Indices, Joined
+from onefold.train.order import DataOrder, Share, split
+from onefold.train.rows import IGNORE, Conversations, Joined
+from onefold.train.shuffle import LARGE, Indices, Numbers
 from onefold.train.sources import Documents, parts_of, read_documents
 from onefold.train.text import Tokenizer, encode_chat
-from onefold.train.token_cache import Tokens
+from onefold.train.token_cache import Tokens, encoded
 
 Batch = dict[str, torch.Tensor]
 Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
@@ -52,7 +53,7 @@ class Samples:
     tokens: Rows
     labels: Rows
     padding: int = 0
-    chosen: Indices | None = None
+    chosen: Numbers | None = None
     starts: Callable[[int], Indices] | None = None
 
     def __len__(self) -> int:
@@ -87,10 +88,6 @@ class Samples:
                 total -= int((self.starts(row) > 0).sum())
         return total
 
-    def pick(self, indices: Indices) -> Samples:
-        """These samples alone, in this order."""
-        return replace(self, chosen=self._rows(indices))
-
     def _rows(self, indices: Indices) -> Indices:
         return indices if self.chosen is None else self.chosen[indices]
 
@@ -117,6 +114,8 @@ class Data:
         fingerprint = fingerprint_of(self.train)
         if self.mix:
             fingerprint += f"-{zlib.crc32(repr(self.mix).encode()):08x}"
+        if self.epoch >= LARGE:
+            fingerprint += "-computed"  # another order than an array of so many would give
         return DataOrder(self.epoch, global_batch, seed, fingerprint, mix=self.mix)
 
 
@@ -150,8 +149,7 @@ def load_data(
         samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
     parts = parts_of(name)
     weights = [part.weight for part in parts]
-    chosen, held_out = split(counts or [len(samples)], weights, eval_fraction, seed)
-    mix = shares(chosen, counts, weights)
+    chosen, held_out, mix = split(counts or [len(samples)], weights, eval_fraction, seed)
     if not len(held_out):
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
     elif mix:
@@ -160,16 +158,14 @@ def load_data(
             for part, count in zip(parts, counts, strict=True)
             if count == 1
         ]
-    return Data(samples.pick(chosen), samples.pick(held_out), name, notes, mix)
+    train, held = (replace(samples, chosen=some) for some in (chosen, held_out))
+    return Data(train, held, name, notes, mix)
 
 
 def _held(documents: list[str], tokenizer: Tokenizer, name: str) -> Tokens:
     """All documents in a row with an end token after each, in memory."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces = [
-        np.asarray(tokenizer.encode(text, add_special_tokens=False) + end, np.int32)
-        for text in documents
-    ]
+    end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], np.int32)
+    pieces = [np.concatenate([ids, end]) for ids in encoded(tokenizer, documents)]
     row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
     ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
     return Tokens(name, "text", row, ends, np.empty(0, np.uint8), np.empty(0, np.int64))
