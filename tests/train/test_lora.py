@@ -23,6 +23,7 @@ from hf_folders import (
 )
 from started_runs import alone, this_rank
 
+from onefold.checkpoint.folder import newest_first
 from onefold.checkpoint.manifest import FolderSource
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
@@ -138,7 +139,7 @@ def runs(root: Path) -> dict[str, Any]:
             halted = config.model_copy(update={"output": str(root / "again" / name)})
             first = losses_of(*start(halted, ranks), most=4)
             assert first + losses_of(*start(halted, ranks)) == whole, name
-            (newest, *_) = checkpoints.newest_first(Path(halted.output) / checkpoints.CHECKPOINTS)
+            (newest, *_) = newest_first(Path(halted.output) / checkpoints.CHECKPOINTS)
             found["checkpoint"] = newest
             _refused(halted, ranks, root)
     return found

@@ -11,7 +11,7 @@ from torch import nn
 
 from onefold.checkpoint.background import Background, running, settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import Lock, checkpoints, in_words, latest, prune, remove_litter
+from onefold.checkpoint.folder import Lock, in_words, latest, newest_first, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
@@ -167,10 +167,9 @@ class Checkpointer:
         meet(self._engine, "Checkpointer.load")
         self.wait()
         first = self._together.rank == 0
-        listed = sorted((n, p.name, p) for n, p in checkpoints(self.root)) if first else []
-        found = [path for _, _, path in self._together.from_first(listed)]
+        found = newest_first(self.root, damaged=True) if first else []
         errors = []
-        for path in reversed(found):
+        for path in self._together.from_first(found):
             try:
                 return load(path, model=self.model, **parts)
             except DamagedCheckpoint as error:

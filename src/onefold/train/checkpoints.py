@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +29,7 @@ import onefold
 from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.checkpoint.errors import DamagedCheckpoint
-from onefold.checkpoint.folder import OF_RUN, checkpoints
+from onefold.checkpoint.folder import OF_RUN, newest_first, remove
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST, FolderSource
 from onefold.recipe.options import NODES
@@ -123,12 +122,6 @@ def find(config: TrainConfig, restarted: bool) -> Point | None:
             " on from the newest, or remove those that you do not want any more."
         )
     return read_point(given)
-
-
-def newest_first(root: Path) -> list[Path]:
-    """The whole checkpoints in `root`."""
-    found = [(step, path.name, path) for step, path in checkpoints(root) if step >= 0]
-    return [path for _, _, path in sorted(found, reverse=True)]
 
 
 def next_sound(paths: Sequence[Path]) -> Point | None:
@@ -415,9 +408,7 @@ class Keeper:
             return None
         nth = min(times, len(found)) - 1
         for path in found[:nth]:
-            aside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.removed")
-            path.rename(aside)  # out of sight in one step, as when old ones are pruned
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(path)
         return read_point(found[nth])
 
 

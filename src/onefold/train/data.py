@@ -28,8 +28,8 @@ from onefold.train.order import DataOrder, Share, split
 from onefold.train.rows import IGNORE, Conversations, Joined
 from onefold.train.shuffle import LARGE, Indices, Numbers
 from onefold.train.sources import Documents, parts_of, read_documents
-from onefold.train.text import Tokenizer, encode_chat
-from onefold.train.token_cache import Tokens, encoded
+from onefold.train.text import Tokenizer
+from onefold.train.token_cache import Tokens, in_memory
 
 Batch = dict[str, torch.Tensor]
 Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
@@ -138,18 +138,12 @@ def load_data(
         TrainError: data that is not there, not readable, or too little for one sequence.
     """
     notes: list[str] = []
-    counts: list[int] = []
     if tokens is None:
-        kind, found = documents or read_documents(name)
-        if kind == "text":
-            tokens = [_held(found, tokenizer, name)]
-    if tokens is None:
-        samples = _conversations(found, tokenizer, seq, notes)
-    else:
-        samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
+        tokens = [in_memory(name, *(documents or read_documents(name)), tokenizer)]
+    samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
     parts = parts_of(name)
     weights = [part.weight for part in parts]
-    chosen, held_out, mix = split(counts or [len(samples)], weights, eval_fraction, seed)
+    chosen, held_out, mix = split(counts, weights, eval_fraction, seed)
     if not len(held_out):
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
     elif mix:
@@ -160,32 +154,6 @@ def load_data(
         ]
     train, held = (replace(samples, chosen=some) for some in (chosen, held_out))
     return Data(train, held, name, notes, mix)
-
-
-def _held(documents: list[str], tokenizer: Tokenizer, name: str) -> Tokens:
-    """All documents in a row with an end token after each, in memory."""
-    end = np.array([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], np.int32)
-    pieces = [np.concatenate([ids, end]) for ids in encoded(tokenizer, documents)]
-    row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    return Tokens(name, "text", row, ends, np.empty(0, np.uint8), np.empty(0, np.int64))
-
-
-def _conversations(
-    documents: list[Any], tokenizer: Tokenizer, seq: int, notes: list[str]
-) -> Samples:
-    """A sample each; those without a word of an assistant within `seq` tokens are left out."""
-    tokens, labels, whole = [], [], 0
-    for messages in documents:
-        ids, said = encode_chat(tokenizer, messages)
-        whole += said is None
-        row = np.asarray(ids[:seq], np.int32)
-        label = row if said is None else np.where(said[:seq], row, np.int32(IGNORE))
-        if len(row) > 1 and (label[1:] != IGNORE).any():
-            tokens.append(row)
-            labels.append(label)
-    note_conversations(notes, len(documents), len(tokens), whole, seq)
-    return Samples(tokens, labels, tokenizer.eos_token_id or 0)
 
 
 def note_conversations(notes: list[str], given: int, taken: int, whole: int, seq: int) -> None:

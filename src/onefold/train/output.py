@@ -251,7 +251,7 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
     With --overwrite, checkpoints of the run that is replaced are removed. `restarted`: this is
     the same run once more. Raises TrainError for an earlier run's folder, or a file.
     """
-    from onefold.train.checkpoints import newest_first
+    from onefold.checkpoint.folder import newest_first
 
     if config.output is None:
         return name_output(config)
