@@ -22,7 +22,8 @@ from models import TinyGPT, tokens_of
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint import reshard as resharding
 from onefold.checkpoint.diff import Difference, Tolerance, differences
-from onefold.checkpoint.manifest import MANIFEST, FolderSource, read_manifest
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.reshard import reshard
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.verify import verify

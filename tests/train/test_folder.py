@@ -33,7 +33,7 @@ from onefold.train import models, worker
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.worker import export, sample
+from onefold.train.results import export, sample
 from ranks import preload, run_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -24,17 +24,17 @@ from hf_folders import (
 from started_runs import alone, this_rank
 
 from onefold.checkpoint.folder import newest_first
-from onefold.checkpoint.manifest import FolderSource
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.train import checkpoints
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
-from onefold.train.worker import export
+from onefold.train.results import export
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(

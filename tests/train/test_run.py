@@ -19,7 +19,7 @@ from onefold.train.loop import Row, train
 from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.worker import export, sample
+from onefold.train.results import export, sample
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60

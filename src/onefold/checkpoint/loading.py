@@ -26,8 +26,9 @@ from onefold.checkpoint.apply import (
 from onefold.checkpoint.background import Background, settle
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import checkpoints, latest, of_run
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
-from onefold.checkpoint.manifest import MANIFEST, FolderSource
+from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
 from onefold.checkpoint.source import Item, Source, closed_on_error, read_by_another
