@@ -4,6 +4,8 @@ ranks and micro-batches.
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from onefold.train import shuffle
 from onefold.train.data import DataOrder, eval_batches
 from onefold.train.early import accumulation_steps
 from onefold.train.errors import TrainError
-from onefold.train.order import Share, split
+from onefold.train.order import HELD_OUT, Share, split
 
 sizes = st.tuples(
     st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30)
@@ -111,6 +113,18 @@ def test_large_data_is_split_and_ordered_as_small_data_is(
                 assert first == 180 and np.bincount(epoch[epoch >= mix[1].first]).max() == 3
             else:
                 assert np.array_equal(np.sort(epoch), np.arange(900))
+
+
+def test_a_billion_samples_are_ordered_in_little_memory() -> None:
+    tracemalloc.start()
+    training, held_out, mix = split([9 * 10**8, 10**8], (0.5, 0.5), 0.05, seed=1)
+    order = DataOrder(len(training), 64, seed=1, mix=mix)
+    read = training[np.concatenate([order.at(step) for step in (0, 7, 10**7)])]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 64 << 20, peak  # 8 GB as an array
+    assert len(np.unique(read)) == 192 and 60 < (read < 9 * 10**8).sum() < 132
+    assert len(held_out) == 2 * HELD_OUT and not np.isin(read, held_out).any()
 
 
 def test_steps_can_be_asked_for_in_any_order() -> None:

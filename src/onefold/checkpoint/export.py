@@ -159,8 +159,7 @@ def stream(
                 for name, start, stop in _intervals(engine, model)
             )
             mine: Pieces = (
-                (names.get(name, name), start, data)
-                for name, start, data in _in_memory(_own(engine, model))
+                (names.get(name, name), start, data) for name, start, data in _own(engine, model)
             )
             planned.write(there, mine if change is None else change(mine), total, progress)
         with together.each_rank():
@@ -220,15 +219,16 @@ def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int
         yield name, 0, value.numel()
 
 
-def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
+def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers. What
-    rests encoded is decoded one flat buffer at a time.
+    rests encoded is decoded one flat buffer at a time, what rests on NVMe read a piece at a time.
     """
     flat, decoded = None, torch.empty(0)
     for entry in engine.entries:
         start, stop = entry.accounted()
         if stop > start:
             held: torch.Tensor | OnDisk
+            name, at = entry.part.names[0], entry.part.first + start
             if entry.flat.storage.encoded:
                 if flat is not entry.flat:
                     flat, decoded = entry.flat, entry.flat.storage.load()
@@ -236,22 +236,11 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
                 held = decoded[first + start : first + stop]
             else:
                 held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
-            yield entry.part.names[0], entry.part.first + start, held
+            for piece in held.pieces() if isinstance(held, OnDisk) else (held,):
+                yield name, at, piece
+                at += piece.numel()
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
-
-
-def _in_memory(
-    mine: Iterable[tuple[str, int, torch.Tensor | OnDisk]],
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """`mine` with what rests on NVMe read a piece at a time."""
-    for name, start, data in mine:
-        if isinstance(data, OnDisk):
-            for piece in data.pieces():
-                yield name, start, piece
-                start += piece.numel()
-        else:
-            yield name, start, data
 
 
 def finish(made: Export, overwrite: bool) -> None:

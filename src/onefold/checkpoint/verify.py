@@ -280,14 +280,12 @@ def _check_file(
 
 def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool) -> None:
     """A file with one checksum. `named`: say so if it is wrong; otherwise that is clear already."""
-    digest = hashlib.sha256()
     with (out.folder / name).open("rb") as file:
-        while block := file.read(CHUNK):
-            digest.update(block)
-            out.nbytes += len(block)
-    if digest.hexdigest() != recorded.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        out.nbytes += file.tell()
+    if digest != recorded.sha256:
         if named:
-            sums = f"(SHA-256 {digest.hexdigest()}, saved {recorded.sha256})"
+            sums = f"(SHA-256 {digest}, saved {recorded.sha256})"
             out.add(name, f"its bytes are not those that were saved {sums}.")
     elif name == STATE:
         try:

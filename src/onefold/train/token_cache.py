@@ -7,7 +7,7 @@
                first.bin       int64: the first that does, or -1   }
 
 The key says of which content by which tokenizer. Nothing here depends on the length of a sequence.
-Documents are read, tokenized and written some at a time, so 10 GB of text take the memory of 10 MB.
+Documents are read, tokenized and written some at a time, so the memory that it takes does not grow with the text (benchmarks/large_data.py).
 """
 
 from __future__ import annotations
