@@ -218,7 +218,7 @@ def test_a_saved_run_can_be_trained_further(text: str, tmp_path: Path) -> None:
     last = steps(run)[-1]["loss"]
     export(run, tmp_path / "model")
     again = make(text, model=str(tmp_path / "model"), steps=2)
-    assert again.loaded.pretrained
+    assert again.loaded.weights == tmp_path / "model"
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name]), name
     assert steps(again)[0]["loss"] < last + 0.1

@@ -46,7 +46,6 @@ class Loaded:
             gives it its weights.
         tokenizer: None if the model takes something else than text (a factory's).
         name: what to call it.
-        pretrained: False if its weights were drawn at random just now.
         weights: the folder that its weights are to be read from, None where rank 0 has them.
         notes: what the user should know about how it was loaded.
     """
@@ -54,7 +53,6 @@ class Loaded:
     module: nn.Module
     tokenizer: Tokenizer | None
     name: str
-    pretrained: bool
     weights: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -88,9 +86,9 @@ def load_model(
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
             label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
-            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
+            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label)
         words = load_tokenizer(tokenizer, None)
-        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
+        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name)
 
 
 def load_on_first_rank(
@@ -179,7 +177,7 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         except (RuntimeError, TypeError, AttributeError) as error:
             reason = f"its code cannot be built without memory ({error})."
         if not reason:
-            return Loaded(module, words, str(path), True, weights=path)
+            return Loaded(module, words, str(path), weights=path)
         notes = (f"the whole model is read on the first rank: {reason}",)
     from transformers import AutoModelForCausalLM
 
@@ -189,7 +187,7 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         )
     except (OSError, ValueError, ImportError) as error:
         raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
-    return Loaded(whole.train(), words, str(path), True, notes=notes)
+    return Loaded(whole.train(), words, str(path), notes=notes)
 
 
 @contextmanager
@@ -328,7 +326,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
-    return Loaded(module.train(), own, name, False)
+    return Loaded(module.train(), own, name)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,11 @@ def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1
                 f"--data {part.name} has at most {most} tokens, less than one sequence of --seq"
                 f" {seq}: more text or a shorter --seq."
             )
+    refuse_two_kinds(data, kinds)
+
+
+def refuse_two_kinds(data: str, kinds: Mapping[str, str]) -> None:
+    """Raise TrainError for text beside conversations. `kinds`: {kind: a part of that kind}."""
     if len(kinds) > 1:
         raise TrainError(
             f"--data {data}: {kinds['text']} holds text and {kinds['messages']} conversations; use"
