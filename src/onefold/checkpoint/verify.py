@@ -88,13 +88,8 @@ class Examination:
         self.notes.append(Problem(file, tensor, what))
 
 
-def verify(folder: Path | str, advance: Advance | None = None) -> list[Problem]:
-    """What is wrong with the checkpoint in `folder`, nothing if it is whole. See `examine`."""
-    return examine(folder, advance).problems
-
-
 def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
-    """Read every byte of the checkpoint in `folder`.
+    """Read every byte of the checkpoint in `folder`; without `problems` it is what was saved.
 
     Args:
         advance: called, from several threads, with the bytes of tensor files read since its last

@@ -243,7 +243,7 @@ class TrainConfig(_RecipeOptions):
     eval_every: CountFrom0 = 10
     """Steps between held-out losses; 0 measures none."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the data that is held out."""
+    """Share of the data that is held out, 262,144 samples at most."""
     eval_samples: Count = 16
     """Held-out sequences a measurement reads, at most."""
     prompt: str | None = None
