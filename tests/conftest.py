@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Until all tests are collected: what their imports make stays
+gc.disable()
 from hypothesis import HealthCheck, settings
 
 # Speed is judged in benchmarks: a busy machine must not fail a property.
@@ -429,6 +432,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:

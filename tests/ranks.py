@@ -347,7 +347,7 @@ def _own_frames(error: BaseException) -> str:
 
 def _context(name: str) -> Any:
     """multiprocessing's, which from now on forks from the server `name`, which runs."""
-    modules = (*SERVERS[name], *PRELOADED, "frozen")
+    modules = ("uncollected", *SERVERS[name], *PRELOADED, "frozen")
     if modules not in _servers:
         shared = os.path.join(os.environ.get(SHARED, ""), name)
         started = os.environ.get(SHARED) and os.path.exists(shared)
