@@ -255,7 +255,7 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
     joint = None
     if bucket.tiled:
         numel = bucket.stretches[0].entries[0].part.numel
-        joint = torch.empty(numel, dtype=dtype, device=engine.device)
+        joint = _room(numel, dtype, engine.device)
     under_way, out = [], []
     with disable_torch_function(), torch.no_grad():
         for stretch in bucket.stretches:
@@ -264,7 +264,7 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
             if joint is not None:
                 into = joint[first.part.first : first.part.first + first.slot.numel]
             else:
-                into = torch.empty(end - start, dtype=stretch.dtype, device=engine.device)
+                into = _room(end - start, stretch.dtype, engine.device)
             under_way.append(_start(engine, stretch, into))
             for entry in stretch.entries if joint is None else ():
                 at = entry.slot.start - start
@@ -276,6 +276,10 @@ def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
         for pending in under_way:
             pending.wait()
     return out
+
+
+def _room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
 
 
 def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
