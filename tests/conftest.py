@@ -71,6 +71,9 @@ SLOW_FILES = {
         "test_native_reduce.py",
         "test_native_virtual.py",
     ],
+    "doctor": [
+        "test_measure.py",
+    ],
     "habits": [
         "test_habits.py",
     ],
@@ -116,7 +119,6 @@ SLOW_FILES = {
     "plan": [
         "test_code.py",
         "test_matrix.py",
-        "test_measure.py",
         "test_planned_for.py",
         "test_planner.py",
         "test_replay.py",

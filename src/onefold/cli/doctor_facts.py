@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.memory.host import free_host_memory
-from onefold.plan.calibrate import Calibration, default_path
-from onefold.plan.measured import cpu_name, total_host_memory, usable_cpus
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES
+from onefold.doctor.calibration import Calibration, default_path
+from onefold.doctor.identity import cpu_name, usable_cpus
+from onefold.memory.host import free_host_memory, total_host_memory
 from onefold.train.config import resolve
 from onefold.train.errors import readable
 from onefold.train.launch import physical_cores, ranks_to_start

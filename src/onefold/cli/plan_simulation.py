@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.cli.tables import plain_table
+from onefold.comm import MOVES
 from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
-from onefold.plan.schema import CATEGORIES, MOVES
+from onefold.plan.schema import CATEGORIES
 from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
 from onefold.recipe.rows import NODE

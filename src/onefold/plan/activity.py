@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from onefold.doctor.kernels import Kernels
 from onefold.offload.activations import SMALLEST
-from onefold.plan.fit import Kernels
 from onefold.plan.formulas import (
     beside_gradient,
     block_bytes,

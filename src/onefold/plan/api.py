@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.device import available, default_device, device_count, free_memory, with_index
+from onefold.doctor.calibration import Calibration, CalibrationError
 from onefold.memory.host import free_host_memory
 from onefold.plan import hardware
-from onefold.plan.calibrate import Calibration, CalibrationError
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import Job
@@ -43,8 +43,9 @@ def machine_here(
     """
     beside = beside or Beside.here(())
     try:
-        found = hardware.calibrated(Calibration.load(), ranks)
-        measured = getattr(found.measured, "device", "") == device and ranks == local_ranks
+        calibration = Calibration.load()
+        found = hardware.calibrated(calibration, ranks)
+        measured = calibration.device == device and ranks == local_ranks
     except (CalibrationError, ValueError, OSError):
         measured = False
     if not measured:

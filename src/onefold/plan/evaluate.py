@@ -20,6 +20,7 @@ from onefold.device.copies import WINDOW
 from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
+from onefold.plan.efficiency import measured_software
 from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
@@ -133,7 +134,7 @@ def evaluate(
         carried=carried,
         behind=recipe.step_in_backward,
     )
-    times = step_times(work, machine, software)
+    times = step_times(work, machine, software or measured_software(work, machine))
     account = Account(
         rest={k: v for k, v in engine.rest.items() if v},
         peak={k: v for k, v in peak.items() if v},
@@ -169,9 +170,9 @@ def evaluate(
 
 def on_nccl(machine: Machine) -> bool:
     """Whether moves are operations of NCCL's, on the device."""
-    return bool(
-        getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
-    )
+    if machine.measured is not None:
+        return machine.measured.backend != "gloo"
+    return not machine.shared
 
 
 def states_of(

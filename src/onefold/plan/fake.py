@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from onefold.plan.kernels import STAND_INS
+from onefold.plan.cuda_kernels import STAND_INS
 
 #: Integer tensors above this many elements (a whole attention mask) are not computed.
 LARGEST = 1 << 24

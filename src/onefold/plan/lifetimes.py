@@ -33,9 +33,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from onefold.doctor.kernels import Kernels, flop_formulas, kernels_of
 from onefold.offload.activations import SMALLEST
-from onefold.plan.fit import Kernels
-from onefold.plan.kernels import flop_formulas, kernels_of
 
 _aten = torch.ops.aten
 _IGNORED = {torch.ops.prim.device.default}

@@ -146,7 +146,8 @@ class Plan:
         recipe = self.recommended.scheme.recipe(self.job)
         if SOMEWHERE not in recipe.nvme:
             return recipe
-        disk = getattr(self.machine.measured, "disk", None)
+        measured = self.machine.measured
+        disk = measured.disk if measured is not None else None
         if disk is None:
             raise ValueError(
                 f"the plan is {self.recommended.scheme}, and no folder for it is known: give"

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onefold.plan.fit import Kernels
+from onefold.doctor.kernels import Kernels
+from onefold.plan.efficiency import measured_software
 from onefold.plan.hardware import Machine
 from onefold.plan.times import (
     SUMMING_ON_A_GPU,
@@ -22,7 +23,6 @@ from onefold.plan.times import (
     Traffic,
     Work,
     compute_seconds,
-    measured_software,
 )
 
 Link = Literal["inside", "between"]

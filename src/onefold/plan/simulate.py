@@ -33,16 +33,17 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from onefold.comm import MOVES
 from onefold.device import clocked
 from onefold.memory import nbytes_of
+from onefold.plan.cuda_kernels import CudaKernels
 from onefold.plan.fake import Integers, fake_batch, passing_as_real
 from onefold.plan.from_module import _quietly, model_shape, module_of
 from onefold.plan.hardware import Machine
-from onefold.plan.kernels import CudaKernels
 from onefold.plan.prices import Prices
 from onefold.plan.repeat import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
-from onefold.plan.schema import MOMENTS, MOVES, Account
+from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.stand_in import code_of, stand_in
 from onefold.plan.states import at_rest, units_of, wire

@@ -82,10 +82,11 @@ from typing import Literal
 
 import torch
 
+from onefold.comm import MOVES
 from onefold.comm.topology import inner_of
 from onefold.layout import Dtypes, Hop, Level, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.schema import MOMENTS, MOVES
+from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe

@@ -216,7 +216,8 @@ def _traced(
         shape = replace(shape, units=model_shape(module, job.units).units)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
-    on_cpu = getattr(machine.measured, "device", "cpu") == "cpu" and machine.gpu.name == "here"
+    measured_on = machine.measured.device if machine.measured is not None else "cpu"
+    on_cpu = measured_on == "cpu" and machine.gpu.name == "here"
     options: dict[str, Any] = {
         "precision": job.precision,
         "device": "cpu" if on_cpu else "cuda",

@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import onefold.runtime
+from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
-from onefold.plan.kernels import flop_formulas, kernels_of, name_of
 from onefold.plan.prices import Link, Prices
 
 #: What spans on the compute stream are, beside waits.

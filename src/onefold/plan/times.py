@@ -2,7 +2,7 @@
 
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
-                   (`onefold.plan.fit`) ÷ step_share; and what encoding, decoding and adding up
+                   (`onefold.doctor.fit`) ÷ step_share; and what encoding, decoding and adding up
                    and the engine's own copies and casts read and write (plan/states.py)
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
                    groups is two, each on its level. A ring takes N−1 hops, one after another;
@@ -41,8 +41,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onefold.doctor.kernels import Kernels
 from onefold.layout import Topology
-from onefold.plan.fit import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.offloaded import Carried
 from onefold.plan.schema import SECONDS
@@ -53,7 +53,8 @@ from onefold.plan.states import Leg, Phase, elsewhere
 #: Codecs). SUMMING_ON_A_GPU: the same of adding up, an assumption.
 CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 SUMMING_ON_A_GPU = 0.8
-_DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+#: torch's name of what products of a precision are computed in.
+DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Software:
         step_share, move_share: on a calibrated machine, what a step of the engine reaches of the
             rates of its passes and of its moves, which were each measured alone; handed_s: seconds
             that taking over one element of a gradient takes, in each micro-batch. From reference
-            steps (`onefold.plan.calibrate`); 1, 1 and 0 without them.
+            steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
     """
 
     kernel_share: float = 0.77
@@ -341,11 +342,11 @@ def slowest_of(ranks: int, straggler: float) -> float:
 
 def compute_seconds(work: Work, machine: Machine, software: Software) -> float:
     """Of forward, backward and recompute, all micro-batches."""
-    measured, dtype = machine.measured, _DTYPES[work.precision]
+    measured, dtype = machine.measured, DTYPES[work.precision]
     handed = work.handed * software.handed_s
-    if measured is not None and knows_passes(work, machine):
-        passes = measured.pass_seconds(work.kernels, dtype, machine.ranks)  # type: ignore[attr-defined]
-        return float(passes) / software.step_share + handed
+    if measured is not None and work.kernels is not None and knows_passes(work, machine):
+        passes = measured.pass_seconds(work.kernels, dtype, machine.ranks)
+        return passes / software.step_share + handed
     if measured is not None and work.hidden and work.micro_tokens:
         rate = measured.block_rate(work.hidden, work.micro_tokens, dtype, machine.ranks)
         return work.flops / (rate * software.step_share) + handed
@@ -407,11 +408,10 @@ def _hideable(
 def step_times(work: Work, machine: Machine, software: Software | None = None) -> Times:
     """Seconds of a step of this work on one rank of this machine.
 
-    A calibrated machine's figures stand for its block rate, its moves and its optimizer. `software`
-    None takes the defaults; on a calibrated machine what its reference steps showed
-    (`measured_software`).
+    A calibrated machine's figures stand for its block rate, its moves and its optimizer; what its
+    reference steps showed is a `software` too (`onefold.plan.efficiency`).
     """
-    soft, memory = software or measured_software(work, machine), machine.gpu.memory_bandwidth
+    soft, memory = software or Software(), machine.gpu.memory_bandwidth
     compute = compute_seconds(work, machine, soft)
     if machine.measured is None:  # else its reference steps have them
         compute += (work.handled_bytes + work.summed_bytes / SUMMING_ON_A_GPU) / memory
@@ -438,22 +438,11 @@ def knows_passes(work: Work, machine: Machine) -> bool:
     """Whether compute is priced operation by operation: what runs is known, and this machine was
     measured with passes of this dtype.
     """
-    known = getattr(machine.measured, "knows_passes", None)
-    return work.kernels is not None and known is not None and bool(known(_DTYPES[work.precision]))
-
-
-def measured_software(work: Work, machine: Machine) -> Software:
-    """The defaults; on a calibrated machine everything that was measured to overlap does (its
-    `contention` says how much that is), and steps reach what its reference steps reached.
-    """
-    if machine.measured is None:
-        return Software()
-    shares = getattr(machine.measured, "shares", None)
-    if shares is None or not (work.kernels is not None or (work.hidden and work.micro_tokens)):
-        return Software(overlap=1.0)
-    found = shares(_DTYPES[work.precision], machine.ranks, traced=knows_passes(work, machine))
-    return Software(
-        overlap=1.0, step_share=found.step, move_share=found.move, handed_s=found.handed_s
+    measured = machine.measured
+    return (
+        work.kernels is not None
+        and measured is not None
+        and measured.knows_passes(DTYPES[work.precision])
     )
 
 

@@ -30,9 +30,9 @@ from torch import nn
 from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from onefold.doctor.kernels import Kernels
+from onefold.plan.cuda_kernels import CudaKernels
 from onefold.plan.fake import Integers, fake_batch, faked, passing_as_real
-from onefold.plan.fit import Kernels
-from onefold.plan.kernels import CudaKernels
 from onefold.plan.lifetimes import Log, Read, Span, Watch, read
 from onefold.plan.repeat import (
     Checkpointing,
@@ -152,7 +152,7 @@ def trace(
         precision: parameters and floating-point inputs are cast to it, as the engine casts them;
             None leaves them as they are; "autocast-bf16" leaves them fp32 and runs the forward pass
             under autocast.
-        device: whose kernels are chosen, "cpu" or "cuda" (see plan/kernels.py); no such device is
+        device: whose kernels are chosen, "cpu" or "cuda" (see plan/cuda_kernels.py); no such device is
             needed.
         units: names or classes of units, as `onefold.shard` takes them.
         loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a

@@ -30,30 +30,7 @@ from functools import cached_property
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Kernels:
-    """What runs in a stretch of a step.
-
-    Attributes:
-        flops: of matrix products (attention among them), as torch counts them.
-        products: their number, each group of a grouped product counted. product_bytes: read and
-            written by them.
-        others: operations of any other kind that do work (views do none). other_bytes: read and
-            written by them.
-    """
-
-    flops: int = 0
-    products: int = 0
-    product_bytes: int = 0
-    others: int = 0
-    other_bytes: int = 0
-
-    def __add__(self, other: Kernels) -> Kernels:
-        return Kernels(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    def __mul__(self, times: int) -> Kernels:
-        return Kernels(*(times * n for n in astuple(self)))
+from onefold.doctor.kernels import Kernels
 
 
 @dataclass(frozen=True)

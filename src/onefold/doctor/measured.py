@@ -1,28 +1,19 @@
-"""The figures of one machine as they were measured, and which machine it was; `Calibration` holds
-them and answers questions.
-"""
+"""The figures of one machine as they were measured; `Calibration` holds them and answers questions."""
 
 from __future__ import annotations
 
-import math
-import os
-import platform
-import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from math import inf
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
-from onefold.device import device_names
-from onefold.plan.fit import Curve, Kernels
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES
+from onefold.doctor.fit import Costs, Curve
+from onefold.doctor.kernels import Kernels
 
 #: Bytes that a fused AdamW moves for each fp32 element: it reads parameter, gradient and two
 #: moments, and writes all but the gradient.
@@ -92,7 +83,7 @@ class Overlap:
 @dataclass(frozen=True)
 class PassPoint:
     """Forward and backward pass of something, on its own: what ran and the seconds it took. See
-    `onefold.plan.fit`.
+    `onefold.doctor.fit`.
     """
 
     dtype: str
@@ -186,6 +177,14 @@ class AtRanks:
         points = {**self.moves, "copy": self.copies, "optimizer": self.optimizer}
         return {name: Curve(of) for name, of in points.items()}
 
+    @cached_property
+    def costs(self) -> dict[str, Costs]:
+        """What each part of a pass costs, by dtype."""
+        by_dtype: dict[str, list[tuple[Kernels, float]]] = {}
+        for p in self.passes:
+            by_dtype.setdefault(p.dtype, []).append((p.kernels, p.seconds))
+        return {dtype: Costs.of(passes) for dtype, passes in by_dtype.items()}
+
 
 @dataclass(frozen=True)
 class HostLink:
@@ -235,90 +234,6 @@ def _positive(record: Any, *names: str) -> None:
         value = getattr(record, name)
         if not 0 < value < inf:
             raise ValueError(f"{name} is {value}: expected a positive, finite number.")
-
-
-# -- which machine it was -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What speeds depend on. Host names are left out: a container gets a new one at each start.
-
-    Attributes:
-        cpu: the processor's name.
-        cores: CPUs this process may run on, affinity and cgroup quota counted in.
-        gpus: names of the GPUs that torch sees.
-        torch: its version; another one makes a measurement stale, not foreign.
-    """
-
-    cpu: str
-    cores: int
-    gpus: tuple[str, ...]
-    torch: str
-
-    def differences(self, other: Identity) -> list[str]:
-        """What makes `other` another machine, a phrase each; [] for the same one."""
-        out = []
-        if self.cpu != other.cpu:
-            out.append(f"a processor {self.cpu!r} where {other.cpu!r} is")
-        if self.cores != other.cores:
-            out.append(f"{self.cores} cores where {other.cores} may be used")
-        if self.gpus != other.gpus:
-            out.append(f"{_gpus(self.gpus)} where {_gpus(other.gpus)} there")
-        return out
-
-
-def this_machine() -> Identity:
-    """The machine this process runs on, as this process may use it."""
-    return Identity(cpu_name(), usable_cpus(), device_names(), torch.__version__)
-
-
-def cpu_name() -> str:
-    """The processor's name as the kernel has it, else its architecture."""
-    try:
-        found = re.search(
-            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
-        )
-        if found:
-            return found.group(1).strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or "unknown"
-
-
-def usable_cpus() -> int:
-    """CPUs that the scheduler gives this process: the affinity mask, limited by the cgroup's
-    quota.
-    """
-    count = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-    except (OSError, ValueError):
-        return count
-    return count if quota == "max" else max(1, min(count, math.ceil(float(quota) / float(period))))
-
-
-def total_host_memory() -> int:
-    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0
-    where neither is known.
-    """
-    found = (
-        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
-    )
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        found += [] if limit == "max" else [int(limit)]
-    except (OSError, ValueError):
-        pass
-    return min(found, default=0)
-
-
-def _gpus(names: tuple[str, ...]) -> str:
-    if not names:
-        return "no GPU was"
-    return " and ".join(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)) + " were"
 
 
 # -- from JSON ----------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.plan.fit import Costs, Kernels
-from onefold.plan.kernels import count
+from onefold.doctor.fit import Costs
+from onefold.doctor.kernels import Kernels, count
 
 RAN = (
     Kernels(10**9, 10, 10**6, 50, 10**5),

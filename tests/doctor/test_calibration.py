@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from calibrations import BANDWIDTH, LATENCY, calibration, elsewhere
-from onefold.plan.calibrate import FRESH_DAYS, Calibration, CalibrationError, default_path
-from onefold.plan.measured import AtRanks, Overlap
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES
+from onefold.doctor.calibration import FRESH_DAYS, Calibration, CalibrationError, default_path
+from onefold.doctor.measured import AtRanks, Overlap
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:

@@ -1,25 +1,13 @@
 """What a machine was measured to do, and questions to it: what do these operations cost, how long
-does this gather take, what of that does a training step reach?
+does this gather take?
 
-    onefold doctor --calibrate ──► plan/measure.py on N ranks ──► Calibration ──► ~/.cache/onefold/doctor.json
-                                                                       │
-                                                    plan --here: pass_seconds, seconds_for, shares, ...
+    onefold doctor --calibrate ──► measure.py on N ranks ──► Calibration ──► ~/.cache/onefold/doctor.json
+                                                                  │
+                                               plan --here: pass_seconds, seconds_for, ...
 
 Every rate is that of one rank while `ranks` ranks of this machine are at work: ranks on a CPU share
 its memory and its cores, so a figure is worth nothing without their number. Between two measured
 numbers of ranks, values are interpolated.
-
-[Note: shares of a step] Passes, moves and the optimizer are each measured alone. Then the engine
-trains a small transformer (`StepPoint`), and three figures make the sum of the parts equal to what
-those steps took, for each dtype and number of ranks:
-
-    seconds of a step = passes ÷ step + gradients · handed_s + moves exposed ÷ move + optimizer
-
-    step        hooks, cold caches, the wait for the slowest of ranks that share cores       as much as there is compute
-    handed_s    gradients cast, copied and added up, parameters cast                         told by few tokens for each weight
-    move        waiting in each unit instead of once, sending beside computing               told by stage 3, which sends in every unit
-
-A share above 1 says that parts overlap, or that alone they were slower.
 """
 
 from __future__ import annotations
@@ -28,59 +16,27 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
-from onefold.plan.fit import Costs, Fit, Kernels, nearest_mean
-from onefold.plan.hardware import Machine, calibrated
-from onefold.plan.measured import (
-    ADAMW_BYTES,
-    AtRanks,
-    Disk,
-    HostLink,
-    Identity,
-    StepPoint,
-    decode,
-    this_machine,
-)
-from onefold.plan.schema import MOVES
-from onefold.plan.times import Software, Work, step_times, traffic_of
-from onefold.recipe import Placement, Recipe
-from onefold.recipe.options import Precision
+from onefold.comm import MOVES
+from onefold.doctor.fit import Fit, nearest_mean
+from onefold.doctor.identity import Identity, this_machine
+from onefold.doctor.kernels import Kernels
+from onefold.doctor.measured import ADAMW_BYTES, AtRanks, Disk, HostLink, decode
 
 KIND, VERSION = "onefold-calibration", 1
 #: Days after which a file says that it is old: drivers, kernels and neighbours change.
 FRESH_DAYS = 90
 #: Share of the processors above which other programs make figures doubtful.
 BUSY = 0.15
-#: A calibrated machine before any reference step: everything that was measured to overlap does (its
-#: `contention` says how much that is).
-PARTS = Software(overlap=1.0)
-#: Factors by which, one deviation each, a measured step may be off; and shares off 1, handing over
-#: off one copy of each element.
-NOISE, SPREAD = 1.05, (2.0, 2.0, 5.0)
-#: Bytes of one element that is copied: read and written.
-COPIED = 8
-_PRECISION: dict[str, Precision] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Of the rates of passes and of moves, what a step reaches; and the seconds that taking over an
-    element of a gradient takes.
-    """
-
-    step: float = 1.0
-    move: float = 1.0
-    handed_s: float = 0.0
 
 
 class CalibrationError(ValueError):
@@ -154,16 +110,18 @@ class Calibration:
         """FLOP/s of the best matrix product measured: the denominator of MFU on a machine without a
         data sheet.
         """
-        self._check_dtype(dtype)
-        return self._at(ranks, lambda a: max(p.flops_per_s for p in a.matrices if p.dtype == dtype))
+        self.check_dtype(dtype)
+        return self.between(
+            ranks, lambda a: max(p.flops_per_s for p in a.matrices if p.dtype == dtype)
+        )
 
     def block_rate(self, hidden: int, tokens: int, dtype: str = "float32", ranks: int = 1) -> float:
         """Model FLOP/s of a transformer block's forward and backward pass (convention:
         `BlockPoint`).
         """
-        self._check_dtype(dtype)
+        self.check_dtype(dtype)
         place = (float(hidden), float(tokens))
-        return self._at(
+        return self.between(
             ranks,
             lambda a: nearest_mean(
                 [((p.hidden, p.tokens), p.flops_per_s) for p in a.blocks if p.dtype == dtype], place
@@ -181,42 +139,15 @@ class Calibration:
         Raises:
             CalibrationError: no pass of that dtype, or not that number of ranks, was measured.
         """
-        self._check_dtype(dtype)
+        self.check_dtype(dtype)
         if not self.knows_passes(dtype):
             raise CalibrationError(
                 f"no pass in {dtype} was measured. Measure again: onefold doctor --calibrate"
             )
-        return self._at(ranks, lambda a: self._costs(a, dtype).seconds(kernels))
+        return self.between(ranks, lambda a: a.costs[dtype].seconds(kernels))
 
-    def shares(self, dtype: str = "float32", ranks: int = 1, traced: bool = True) -> Shares:
-        """What a step of the engine reaches of the rates of its parts, as the reference steps
-        showed; see [Note: shares of a step].
-
-        Args:
-            traced: passes are priced operation by operation, else by their blocks' rate.
-        """
-        self._check_dtype(dtype)
-
-        def between(name: str) -> float:
-            return self._at(ranks, lambda a: getattr(self._shares(a, dtype, traced), name))
-
-        return Shares(between("step"), between("move"), between("handed_s"))
-
-    def _costs(self, at: AtRanks, dtype: str) -> Costs:
-        return self._once(
-            ("costs", at.ranks, dtype),
-            lambda: Costs.of([(p.kernels, p.seconds) for p in at.passes if p.dtype == dtype]),
-        )
-
-    def _shares(self, at: AtRanks, dtype: str, traced: bool) -> Shares:
-        steps = [s for s in at.steps if s.dtype == dtype]
-        return self._once(
-            ("shares", at.ranks, dtype, traced),
-            lambda: shares(steps, calibrated(self, at.ranks), traced),
-        )
-
-    def _once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What is worked out once."""
+    def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
+        """What `make` works out from these figures, once for a `key`."""
         if key not in self._answers:
             self._answers[key] = make()
         found: T = self._answers[key]
@@ -228,11 +159,11 @@ class Calibration:
 
     def copy_rate(self, ranks: int = 1) -> float:
         """Bytes per second, read and written ones counted, of a large copy within memory."""
-        return self._at(ranks, lambda a: max(a.copies)[0] / max(a.copies)[1])
+        return self.between(ranks, lambda a: max(a.copies)[0] / max(a.copies)[1])
 
     def optimizer_seconds(self, numel: int, ranks: int = 1) -> float:
         """Seconds of a fused AdamW step over a flat fp32 shard of `numel` elements."""
-        return self._at(ranks, lambda a: a.curves["optimizer"].seconds(numel * ADAMW_BYTES))
+        return self.between(ranks, lambda a: a.curves["optimizer"].seconds(numel * ADAMW_BYTES))
 
     def seconds_for(self, move: str, nbytes: float, ranks: int) -> float:
         """Seconds of one move of which each rank sends `nbytes` payload bytes, as the traffic
@@ -257,7 +188,7 @@ class Calibration:
         """Share of a move, 0 to 1, that vanishes behind compute; see `Overlap`. 1 for one rank,
         which moves nothing.
         """
-        return self._at(ranks, lambda a: a.overlap.hidden if a.overlap else 1.0)
+        return self.between(ranks, lambda a: a.overlap.hidden if a.overlap else 1.0)
 
     def _move(self, move: str, ranks: int, value: Callable[[AtRanks], float]) -> float:
         """A lone rank moves nothing."""
@@ -265,9 +196,9 @@ class Calibration:
             raise CalibrationError(f"unknown move {move!r}: expected one of {', '.join(MOVES)}.")
         if ranks == 1:
             return 0.0
-        return self._at(ranks, value, [a for a in self.at if a.ranks > 1])
+        return self.between(ranks, value, [a for a in self.at if a.ranks > 1])
 
-    def _at(
+    def between(
         self, ranks: int, value: Callable[[AtRanks], float], among: list[AtRanks] | None = None
     ) -> float:
         """`value` at that number of ranks: as measured, or on the line between its neighbours over
@@ -291,7 +222,8 @@ class Calibration:
         )
         return below + (above - below) * share
 
-    def _check_dtype(self, dtype: str) -> None:
+    def check_dtype(self, dtype: str) -> None:
+        """Raise CalibrationError for a dtype that was not measured."""
         if dtype not in self.dtypes:
             raise CalibrationError(
                 f"dtype {dtype!r} was not measured: known are {', '.join(self.dtypes)}."
@@ -417,73 +349,3 @@ def default_path() -> Path:
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"
     return folder / "onefold" / "doctor.json"
-
-
-# -- shares of a step --------------------------------------------------------------------------
-
-
-def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) -> Shares:
-    """The likeliest figures for which the time model says of these steps, all of one dtype, what
-    was measured.
-
-    Each step's error and each figure's distance from 1 (for gradients, from one copy) are taken to
-    be log-normal, `NOISE` and `SPREAD` wide. So a figure that the steps say nothing about (moves
-    that are hidden, or a lone rank's) stays there rather than explain what noise there is. Found by
-    Gauss and Newton's steps, halved where they do not lead downhill.
-
-    Args:
-        traced: passes are priced operation by operation, else by their blocks' rate.
-    """
-    if not steps:
-        return Shares()
-    works = [(work_of(step, machine, traced), step.seconds) for step in steps]
-    copy = COPIED / machine.gpu.memory_bandwidth
-
-    def figures(x: np.ndarray) -> Shares:
-        return Shares(math.exp(x[0]), math.exp(x[1]), copy * math.exp(x[2]))
-
-    def residuals(x: np.ndarray) -> np.ndarray:
-        found = figures(x)
-        software = replace(
-            PARTS, step_share=found.step, move_share=found.move, handed_s=found.handed_s
-        )
-        errors = [
-            math.log(step_times(work, machine, software).step / seconds) / math.log(NOISE)
-            for work, seconds in works
-        ]
-        return np.array([*errors, *(x / np.log(SPREAD))])
-
-    at = np.zeros(3)
-    now = residuals(at)
-    for _ in range(30):
-        slopes = np.stack(
-            [(residuals(at + 1e-4 * np.eye(3)[i]) - now) / 1e-4 for i in range(3)], axis=1
-        )
-        change = np.clip(np.linalg.lstsq(slopes, -now, rcond=None)[0], -1, 1)
-        while (after := residuals(at + change)) @ after > now @ now and abs(change).max() > 1e-4:
-            change = change / 2
-        if abs(change).max() <= 1e-4:
-            break
-        at, now = at + change, after
-    return figures(at)
-
-
-def work_of(step: StepPoint, machine: Machine, traced: bool = True) -> Work:
-    """A reference step as the time model takes it."""
-    recipe = Recipe.zero(step.stage, precision=_PRECISION[step.dtype])
-    kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
-    nccl = getattr(machine.measured, "backend", "nccl") != "gloo"
-    return Work(
-        flops=step.flops,
-        traffic=tuple(
-            traffic_of(step.wire, step.calls, machine, kept=kept, at_boundary=late, nccl=nccl)
-        ),
-        precision=_PRECISION[step.dtype],
-        tokens=float(step.tokens * step.micro_batches * machine.ranks),
-        micro_batches=step.micro_batches,
-        optimizer_numel=step.stepped,
-        hidden=step.hidden,
-        micro_tokens=step.tokens,
-        kernels=step.kernels if traced else None,
-        handed=float(step.numel * step.micro_batches),
-    )

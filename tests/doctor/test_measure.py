@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from onefold.comm import Group
-from onefold.plan.benchmark_blocks import MIB, Block, Gated, Sizes, block_flops, gated_flops
-from onefold.plan.measure import Bench, FlatMoves, measure, measure_disk, says
-from onefold.plan.measured import ADAMW_BYTES, AtRanks
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES, Group
+from onefold.doctor.bench import Bench
+from onefold.doctor.benchmark_blocks import MIB, Block, Gated, Sizes, block_flops, gated_flops
+from onefold.doctor.disk import measure_disk
+from onefold.doctor.measure import measure, says
+from onefold.doctor.measured import ADAMW_BYTES, AtRanks
+from onefold.doctor.moves import FlatMoves
 from ranks import run_ranks
 
 TINY = Sizes(
