@@ -16,7 +16,8 @@ from onefold.doctor.kernels import Kernels
 from onefold.doctor.measured import AtRanks, middle
 from onefold.plan.efficiency import COPIED, PARTS, Shares, shares, shares_of, work_of
 from onefold.plan.hardware import calibrated
-from onefold.plan.times import Software, step_times
+from onefold.plan.times import step_times
+from onefold.plan.traffic import Software
 
 #: What one copy of an element takes in the calibration of one rank.
 COPY = COPIED / 1e10

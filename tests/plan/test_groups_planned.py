@@ -24,14 +24,8 @@ from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.replay import Replay
-from onefold.plan.states import (
-    at_rest,
-    elsewhere,
-    legs_of,
-    topology_of,
-    units_of,
-    wire,
-)
+from onefold.plan.states import at_rest, topology_of, units_of
+from onefold.plan.wire import elsewhere, legs_of, wire
 from onefold.recipe import Recipe
 from ranks import run_ranks
 

@@ -17,9 +17,9 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES
-from onefold.plan.simulate import Event, Simulation, simulate
 from onefold.recipe import Tier
 from onefold.recipe.rows import NODE
+from onefold.simulation.simulate import Event, Simulation, simulate
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3

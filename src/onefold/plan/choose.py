@@ -32,7 +32,7 @@ from onefold.plan.job import (
     Scheme,
 )
 from onefold.plan.shapes import ModelShape
-from onefold.plan.times import Software
+from onefold.plan.traffic import Software
 
 
 def shares_of(sizes: Sequence[int]) -> list[float]:

@@ -24,7 +24,7 @@ several nodes the all-to-all also sends as many times the bytes over a node's bo
 ranks. Sources: Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective
 Communication Operations in MPICH), section 3.1 for α and B, and 4.3 for the ring's reduce-scatter;
 Patarasuk and Yuan 2009 (Bandwidth optimal all-reduce algorithms), section 4;
-`onefold.plan.states.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
+`onefold.plan.copies.added_bytes` for the pass. What NCCL does besides rings (trees, sums in the
 switch) is not in it.
 """
 
@@ -37,11 +37,14 @@ from typing import Any
 
 from onefold.layout import adds_of, hops_of
 from onefold.plan.choose import Question
+from onefold.plan.copies import added_bytes
 from onefold.plan.evaluate import Candidate, on_nccl
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, as_options, as_recipe
-from onefold.plan.states import Leg, added_bytes, topology_of, units_of
-from onefold.plan.times import SUMMING_ON_A_GPU, Software, traffic_over
+from onefold.plan.states import topology_of, units_of
+from onefold.plan.times import SUMMING_ON_A_GPU
+from onefold.plan.traffic import Software, traffic_over
+from onefold.plan.wire import Leg
 from onefold.recipe import Recipe
 
 #: Share of a step that waits for communication from which on links are slow; by how much a way has

@@ -20,6 +20,7 @@ from onefold.device.copies import WINDOW
 from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
+from onefold.plan.copies import coded_bytes, handled_bytes, summed_bytes
 from onefold.plan.efficiency import measured_software
 from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
@@ -28,21 +29,11 @@ from onefold.plan.offloaded import HOST, OffloadedBytes, OnHost, moved_by, offlo
 from onefold.plan.replay import Moment, Replay, outer
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import (
-    MOMENTS_OF,
-    Leg,
-    UnitPlan,
-    at_rest,
-    coded_bytes,
-    handled_bytes,
-    legs_of,
-    summed_bytes,
-    topology_of,
-    units_ahead,
-    units_of,
-    wire,
-)
-from onefold.plan.times import Software, Work, node_links, step_times, traffic_over
+from onefold.plan.states import MOMENTS_OF, UnitPlan, at_rest, topology_of, units_ahead, units_of
+from onefold.plan.times import step_times
+from onefold.plan.traffic import Software, node_links, traffic_over
+from onefold.plan.wire import Leg, legs_of, wire
+from onefold.plan.work import Work
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP

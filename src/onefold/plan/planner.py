@@ -35,13 +35,13 @@ from onefold.plan.choose import (
 )
 from onefold.plan.communication import SlowLinks, Sums, slow_links, sums_of
 from onefold.plan.evaluate import Candidate
-from onefold.plan.from_module import is_in_tiles
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import subject_of
-from onefold.plan.times import Software
+from onefold.plan.tiles import is_in_tiles
+from onefold.plan.traffic import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.plan.from_module import lists_of_tiles
 from onefold.plan.lifetimes import Read, Span
+from onefold.plan.tiles import lists_of_tiles
 
 Checkpointing = Literal["none", "full", "selective"]
 

@@ -30,13 +30,16 @@ from onefold.plan.activity import (
     is_routed,
     stretched,
 )
+from onefold.plan.architectures import architecture, find, known
 from onefold.plan.choose import Activities
 from onefold.plan.formulas import CODES
-from onefold.plan.from_module import in_tiles, model_shape, module_of, shape_in_tiles
+from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
+from onefold.plan.model_code import module_of
 from onefold.plan.repeat import repeated_blocks
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.plan.tiles import in_tiles, shape_in_tiles
 from onefold.plan.trace import trace_at
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers

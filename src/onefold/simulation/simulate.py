@@ -11,7 +11,7 @@ knows that it is a simulation, but that a group of the "fake" backend stays sile
 stands for all] in comm/group.py).
 
 With a machine the run is timed as well: the room `device` gives the engine streams of a clock
-(plan/timeline.py), and every operation, collective and wait takes its place on them.
+(simulation/clock.py), and every operation, collective and wait takes its place on them.
 """
 
 from __future__ import annotations
@@ -36,25 +36,29 @@ from torch.utils._pytree import tree_leaves
 from onefold.comm import MOVES
 from onefold.device import clocked
 from onefold.memory import nbytes_of
+from onefold.plan.architectures import architecture, known
 from onefold.plan.cuda_kernels import CudaKernels
 from onefold.plan.fake import Integers, fake_batch, passing_as_real
-from onefold.plan.from_module import _quietly, model_shape, module_of
+from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
-from onefold.plan.prices import Prices
+from onefold.plan.model_code import module_of, quietly
 from onefold.plan.repeat import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
-from onefold.plan.shapes import ModelShape, architecture, known
-from onefold.plan.stand_in import code_of, stand_in
-from onefold.plan.states import at_rest, units_of, wire
+from onefold.plan.shapes import ModelShape
+from onefold.plan.states import at_rest, units_of
 from onefold.plan.subject import dtype_of, tokens
-from onefold.plan.timeline import Clock, Recording, Timeline
-from onefold.plan.times import Software
 from onefold.plan.trace import backward, call, loss_of
+from onefold.plan.traffic import Software
+from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.forward_writes import FIRST
 from onefold.runtime.interval import disable_torch_function
+from onefold.simulation.clock import Clock, Recording
+from onefold.simulation.prices import Prices
+from onefold.simulation.stand_in import code_of, stand_in
+from onefold.simulation.timeline import Timeline
 
 #: Ranks up to which a simulation is asked for; more would work.
 MOST_RANKS = 4096
@@ -207,7 +211,7 @@ def simulate(
         stack.enter_context(passing_as_real())
         stack.enter_context(_one_of(ranks, rank))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_quietly())
+        stack.enter_context(quietly())
         if clock is not None:
             stack.enter_context(clocked(clock))
         twin = _twin(module, integers).train()
@@ -348,7 +352,7 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
         return torch.empty(1, device="meta")
     if batch is not None:
         return batch
-    return tokens(module, seq, "onefold.plan.simulate.simulate")(samples)
+    return tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
 
 
 # -- the world of one rank -------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from torch import nn
 import onefold
 from models import TinyGPT
 from onefold.observe import resident_memory
+from onefold.plan.architectures import model_of as shape_of
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
-from onefold.plan.shapes import model_of as shape_of
-from onefold.plan.simulate import Simulation, simulate
-from onefold.plan.stand_in import stand_in
+from onefold.simulation.simulate import Simulation, simulate
+from onefold.simulation.stand_in import stand_in
 from ranks import run_ranks
 
 RESETS_PEAK = os.access("/proc/self/clear_refs", os.W_OK)
@@ -307,7 +307,7 @@ def test_a_stand_in_has_the_units_of_its_shape() -> None:
         (8, {"rank": 8}, "rank 8 of 8"),
         (8, {"steps": 1}, "learns the order"),
         (8, {"optimizer": "lion"}, "expected one of adamw"),
-        (8, {}, "give onefold.plan.simulate.simulate a batch"),
+        (8, {}, "give onefold.simulation.simulate.simulate a batch"),
     ],
     ids=str,
 )

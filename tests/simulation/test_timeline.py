@@ -13,23 +13,26 @@ from typing import Any
 
 import pytest
 import torch
+from onefold.simulation.clock import Clock
 from torch import nn
 
 import onefold
 from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
+from onefold.plan.copies import handled_bytes, summed_bytes
 from onefold.plan.evaluate import evaluate
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.prices import Prices
 from onefold.plan.repeat import Checkpointing
-from onefold.plan.simulate import Simulation, simulate
-from onefold.plan.states import handled_bytes, summed_bytes, units_of
+from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
-from onefold.plan.timeline import COMPUTE, Clock, Timeline
-from onefold.plan.times import SUMMING_ON_A_GPU, Software
+from onefold.plan.times import SUMMING_ON_A_GPU
+from onefold.plan.traffic import Software
+from onefold.simulation.prices import Prices
+from onefold.simulation.simulate import Simulation, simulate
+from onefold.simulation.timeline import COMPUTE, Timeline
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -223,7 +226,7 @@ def test_levels_use_different_links_at_the_same_time_with_one_unit_ahead_for_eac
 def test_the_engines_own_ledger_tells_the_same_exposed_seconds() -> None:
     """The timing events around its waits are read as they are on CUDA."""
     clock_seen: list[float] = []
-    import onefold.plan.simulate as module
+    import onefold.simulation.simulate as module
 
     before = module._events
 
@@ -254,7 +257,7 @@ def test_streams_are_a_clocks_inside_and_the_devices_own_outside() -> None:
 
 
 def test_a_collective_fills_a_gap_of_its_link_and_waits_for_no_gap_that_is_too_short() -> None:
-    from onefold.plan.timeline import _Line
+    from onefold.simulation.clock import _Line
 
     line = _Line()
     for begin, seconds in ((0.0, 2.0), (3.0, 2.0), (8.0, 1.0)):

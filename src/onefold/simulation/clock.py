@@ -6,8 +6,8 @@ which nothing is computed.
     gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream for each communicator: it begins when what was launched before it is done
     link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and when the link is free: two collectives on one link follow one another
 
-A `Clock` stands in for the device's streams (`onefold.device.clocked`) while plan/simulate.py runs
-a step. Seconds are those of the plan's own time model (plan/prices.py), so what differs from the
+A `Clock` stands in for the device's streams (`onefold.device.clocked`) while simulation/simulate.py runs
+a step. Seconds are those of the plan's own time model (simulation/prices.py), so what differs from the
 plan's figure is the order: what the plan assumes to overlap (`Software.overlap`, the two ends of a
 micro-batch) happens here, or does not.
 
@@ -20,11 +20,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,158 +31,10 @@ from torch.utils._pytree import tree_iter
 import onefold.runtime
 from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
-from onefold.plan.prices import Link, Prices
+from onefold.simulation.prices import Link, Prices
+from onefold.simulation.timeline import COMPUTE, Kind, Span, Timeline, parts_of
 
-#: What spans on the compute stream are, beside waits.
-Kind = Literal["model", "engine", "optimizer", "collective", "wait"]
-COMPUTE = "compute"
 LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link between nodes"}
-
-
-@dataclass(slots=True)
-class Span:
-    """Something that a stream did.
-
-    Attributes:
-        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective"; "wait": the stream
-            stood still.
-        name: of the operation, or the move. unit: whose it is, "" if nobody's. phase: "forward",
-            "backward" or "optimizer".
-        begin, end: seconds.
-        nbytes: sent by a collective.
-        after: the number of the span that a wait waited for, or that a collective came after; -1
-            for none.
-    """
-
-    stream: str
-    kind: Kind
-    name: str
-    unit: str
-    phase: str
-    begin: float
-    end: float
-    nbytes: int = 0
-    after: int = -1
-
-    @property
-    def seconds(self) -> float:
-        return self.end - self.begin
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of the compute stream, which together are a step's.
-
-    Attributes:
-        model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the
-            update.
-        exposed: waits by what was waited for: a move ("all-gather", "reduce-scatter", "all-reduce",
-            "state"), or a kernel beside.
-        host: idle, since the host had not launched anything yet.
-    """
-
-    model: float = 0.0
-    engine: float = 0.0
-    optimizer: float = 0.0
-    exposed: Mapping[str, float] = field(default_factory=dict)
-    host: float = 0.0
-
-    @property
-    def step(self) -> float:
-        return self.model + self.engine + self.optimizer + self.waits + self.host
-
-    @property
-    def waits(self) -> float:
-        return sum(self.exposed.values())
-
-    def plus(self, other: Parts, times: int) -> Parts:
-        """These, and `times` times those."""
-        names = {**self.exposed, **other.exposed}
-        exposed = {k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0) for k in names}
-        model, engine, optimizer, host = (
-            getattr(self, name) + times * getattr(other, name)
-            for name in ("model", "engine", "optimizer", "host")
-        )
-        return Parts(model, engine, optimizer, exposed, host)
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A step in the steady state; time 0 is the end of the step before it.
-
-    Attributes:
-        spans: of all streams, in the order of their launch. streams: their names, the compute
-            stream's first.
-        parts: of the step.
-        exposed: seconds of waiting on the compute stream, by unit and by what was waited for.
-        busy: seconds in which the kernels, each link and the host had work.
-        middle: parts of one micro-batch between the first and the last; None where fewer than three
-            were run.
-        micro_batches: that were run.
-    """
-
-    spans: tuple[Span, ...]
-    streams: tuple[str, ...]
-    parts: Parts
-    exposed: Mapping[str, Mapping[str, float]]
-    busy: Mapping[str, float]
-    middle: Parts | None = None
-    micro_batches: int = 1
-
-    @property
-    def step(self) -> float:
-        """Seconds."""
-        return self.parts.step
-
-    @property
-    def bound(self) -> str:
-        """What is busy longest: "compute", a link, or "host"."""
-        return max(self.busy, key=lambda name: self.busy[name])
-
-    def of(self, micro_batches: int) -> Parts:
-        """Parts of a step of more micro-batches than were run: those in the middle are alike.
-
-        Raises:
-            ValueError: fewer than three were run, so that nothing is known of one in the middle.
-        """
-        if micro_batches == self.micro_batches:
-            return self.parts
-        if self.middle is None or micro_batches < self.micro_batches:
-            raise ValueError(
-                f"a timeline of {self.micro_batches} micro-batches says nothing of {micro_batches}:"
-                " run 3."
-            )
-        return self.parts.plus(self.middle, micro_batches - self.micro_batches)
-
-    def units(self) -> Iterator[tuple[str, str, float, float]]:
-        """(unit, phase, begin, end) of each stretch in which the compute stream ran one unit's
-        kernels and waits, in order.
-        """
-        now: tuple[str, str] | None = None
-        begin = end = 0.0
-        for span in self.spans:
-            if span.stream != COMPUTE or span.kind == "engine":
-                continue
-            its = (span.unit or span.phase, span.phase)
-            if its != now:
-                if now is not None:
-                    yield *now, begin, end
-                now, begin = its, span.begin
-            end = span.end
-        if now is not None:
-            yield *now, begin, end
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, without the spans."""
-        return {
-            "step": self.step,
-            "parts": asdict(self.parts),
-            "exposed_by_unit": {unit: dict(kinds) for unit, kinds in self.exposed.items()},
-            "busy": dict(self.busy),
-            "bound": self.bound,
-            "micro_batches": self.micro_batches,
-            "spans": len(self.spans),
-        }
 
 
 class Stream:
@@ -481,29 +331,15 @@ class Clock:
         busy |= {
             LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken
         }
-        middle = _parts(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
+        middle = parts_of(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
         for span in kept:
             # A stream beside may have waited since the step before
             span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero
             span.after = span.after - first if span.after >= first else -1
         streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
         return Timeline(
-            tuple(kept), tuple(streams), _parts(own, 0.0, end - zero), exposed, busy, middle, max(len(self._marks), 1)
+            tuple(kept), tuple(streams), parts_of(own, 0.0, end - zero), exposed, busy, middle, max(len(self._marks), 1)
         )  # fmt: skip
-
-
-def _parts(spans: list[Span], begin: float, end: float) -> Parts:
-    """Of the compute stream's `spans`, those that end in (begin, end]."""
-    seconds, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
-    for span in spans:
-        if begin < span.end <= end + 1e-12:
-            if span.kind == "wait":
-                exposed[span.name] += span.seconds
-            else:
-                seconds[span.kind] += span.seconds
-    model, engine, optimizer = (seconds[kind] for kind in ("model", "engine", "optimizer"))
-    idle = end - begin - (model + engine + optimizer) - sum(exposed.values())
-    return Parts(model, engine, optimizer, dict(exposed), max(idle, 0.0))
 
 
 class Recording(TorchDispatchMode):

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.from_module import _build, _class_for, model_shape
-from onefold.plan.shapes import ModelShape, Transformer, UnitShape, architecture, find
+from onefold.plan.architectures import architecture, find
+from onefold.plan.from_module import model_shape
+from onefold.plan.model_code import build, class_for
+from onefold.plan.shapes import ModelShape, Transformer, UnitShape
 
 
 class _Read(torch.autograd.Function):
@@ -122,7 +124,7 @@ def code_of(name: str) -> nn.Module | None:
     except ModuleNotFoundError:
         return None
     config = _config(transformers, row.family, row.dims)
-    module: nn.Module = _build(_class_for(config), config)
+    module: nn.Module = build(class_for(config), config)
 
     def sizes(shape: ModelShape) -> list[tuple[str, list[tuple[int, ...]]]]:
         return [(u.name, [p.shape for p in u.parameters]) for u in shape.units]
