@@ -24,9 +24,9 @@ from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
 from onefold.plan.api import plan_here
+from onefold.plan.bound import bound_of
 from onefold.plan.communication import reduction_seconds
 from onefold.plan.copies import summed_bytes
-from onefold.plan.evaluate import bound_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job

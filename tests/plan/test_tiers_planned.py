@@ -22,7 +22,7 @@ from onefold.offload import preflight
 from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity
 from onefold.plan.architectures import architecture
-from onefold.plan.evaluate import bound_of
+from onefold.plan.bound import bound_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.offloaded import moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Replay

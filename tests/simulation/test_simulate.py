@@ -21,7 +21,8 @@ from models import TinyGPT
 from onefold.observe import resident_memory
 from onefold.plan.architectures import model_of as shape_of
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
-from onefold.simulation.simulate import Simulation, simulate
+from onefold.simulation.result import Simulation
+from onefold.simulation.simulate import simulate
 from onefold.simulation.stand_in import stand_in
 from ranks import run_ranks
 

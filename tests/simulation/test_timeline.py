@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from onefold.simulation.clock import Clock
 from torch import nn
 
 import onefold
@@ -30,8 +29,10 @@ from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.times import SUMMING_ON_A_GPU
 from onefold.plan.traffic import Software
+from onefold.simulation.clock import Clock
 from onefold.simulation.prices import Prices
-from onefold.simulation.simulate import Simulation, simulate
+from onefold.simulation.result import Simulation
+from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COMPUTE, Timeline
 
 with_transformers = pytest.mark.skipif(

@@ -19,7 +19,8 @@ from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES
 from onefold.recipe import Tier
 from onefold.recipe.rows import NODE
-from onefold.simulation.simulate import Event, Simulation, simulate
+from onefold.simulation.result import Event, Simulation
+from onefold.simulation.simulate import simulate
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3

@@ -232,6 +232,25 @@ class Faked:
     storages: set[int] = field(default_factory=set)
 
 
+def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake parameter or buffer of a module. A parameter becomes `dtype`, if it is one of those
+    that are cast; of an integer buffer that is not on the meta device `integers` learns the
+    contents.
+    """
+    if isinstance(t, nn.Parameter):
+        return nn.Parameter(_empty_like(t, dtype), requires_grad=t.requires_grad)
+    new = _empty_like(t)
+    inexact = t.dtype.is_floating_point or t.dtype.is_complex
+    if not (t.is_meta or inexact) and t.layout is torch.strided:
+        integers.learn(new, _contents(t))
+    return new
+
+
+def _empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
+    return torch.empty_strided(t.size(), t.stride(), dtype=kind)
+
+
 @contextmanager
 def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> Iterator[Faked]:
     """Inside (and inside a FakeTensorMode), `module` holds fake tensors on the CPU; afterwards its
@@ -248,18 +267,8 @@ def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> I
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in seen:
-            is_param = isinstance(t, nn.Parameter)
-            kind = dtype if dtype is not None and is_param and t.dtype in _CAST else t.dtype
-            new: torch.Tensor = torch.empty_strided(t.size(), t.stride(), dtype=kind)
-            if is_param:
-                new = nn.Parameter(new, requires_grad=t.requires_grad)
-            elif (
-                not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex)
-                and t.layout is torch.strided
-            ):
-                integers.learn(new, _contents(t))
+            seen[id(t)] = new = fake_of(t, integers, dtype)
             out.storages.add(new.untyped_storage()._cdata)
-            seen[id(t)] = new
         return seen[id(t)]
 
     try:
@@ -305,8 +314,7 @@ def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) in seen:
             return seen[id(t)]
-        kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
-        seen[id(t)] = new = torch.empty_strided(t.size(), t.stride(), dtype=kind)
+        seen[id(t)] = new = _empty_like(t, dtype)
         if not t.dtype.is_floating_point and not t.dtype.is_complex:
             integers.learn(new, _contents(t))
         return new

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.plan.cannot_fit import cannot_fit
 from onefold.plan.choose import (
     MOST_BLOCKS,
     MOST_SAMPLES,
     Question,
     can_be,
-    cannot_fit,
     deeper,
     ladder,
     largest_micro_batch,

@@ -27,12 +27,14 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.autograd.graph import _engine_run_backward, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from onefold.doctor.kernels import Kernels
+from onefold.plan.calling import backward, call, loss_of
 from onefold.plan.cuda_kernels import CudaKernels
 from onefold.plan.fake import Integers, fake_batch, faked, passing_as_real
+from onefold.plan.from_module import vocabulary_of
 from onefold.plan.lifetimes import Log, Read, Span, Watch, read
 from onefold.plan.repeat import (
     Checkpointing,
@@ -136,7 +138,6 @@ def trace(
     device: str | torch.device = "cpu",
     units: Sequence[str | type] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    vocabulary: int | None = None,
 ) -> ActivationTrace:
     """Run forward and backward of `module` on fake tensors and tell what is in memory when.
 
@@ -157,14 +158,12 @@ def trace(
         units: names or classes of units, as `onefold.shard` takes them.
         loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a
             "loss" key, a first scalar; an output without a loss is summed.
-        vocabulary: the last dimension of logits; None takes it from the module's config or its
-            largest embedding.
 
     Raises:
         ValueError: the module cannot be traced, with the reason; or an argument is none of the
             above.
     """
-    settings = Settings(checkpointing, precision, device, units, loss, vocabulary)
+    settings = Settings(checkpointing, precision, device, units, loss)
     found = _trace_of(_record(module, batch, settings), settings)
     if found is None:
         found = _trace_of(_record(module, batch, settings, whole=True), settings)
@@ -233,7 +232,6 @@ class Settings:
     device: str | torch.device = "cpu"
     units: Sequence[str | type] | None = None
     loss: Callable[[Any], torch.Tensor] | None = None
-    vocabulary: int | None = None
 
     def __post_init__(self) -> None:
         if self.precision not in _DTYPES:
@@ -273,8 +271,7 @@ def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = Fal
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     names = tuple(spec.name or "(root)" for spec in find_units(module, settings.units))
-    vocabulary = settings.vocabulary if settings.vocabulary is not None else vocabulary_of(module)
-    log, integers = Log(vocabulary=vocabulary), Integers()
+    log, integers = Log(vocabulary=vocabulary_of(module)), Integers()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_without_collector())
@@ -332,59 +329,6 @@ def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> in
         backward(scalar)
         watch.mark("over")
     return inputs
-
-
-def backward(scalar: torch.Tensor) -> None:
-    """What scalar.backward() calls. That would leave CudaKernels for its duration, and a
-    recomputation would run other kernels.
-    """
-    _engine_run_backward(
-        (scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True
-    )  # fmt: skip
-
-
-def call(module: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return module(**batch)
-    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its
-    first floating-point tensor.
-    """
-    from onefold.runtime.gather import tensors_in
-
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    tensors = (
-        [found]
-        if isinstance(found, torch.Tensor)
-        else [t for t in tensors_in(output) if t.dtype.is_floating_point]
-    )
-    if not tensors:
-        raise ValueError(
-            f"the module returned {type(output).__name__} without a floating-point tensor, so there"
-            " is nothing to differentiate: let its forward return the loss, or give onefold.plan a"
-            " loss=function in Python."
-        )
-    return (
-        tensors[0].float().reshape(())
-        if tensors[0].numel() == 1
-        else tensors[0].sum(dtype=torch.float32)
-    )
-
-
-def vocabulary_of(module: nn.Module) -> int:
-    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has
-    none.
-    """
-    config = getattr(module, "config", None)
-    found = getattr(config, "vocab_size", None)
-    if isinstance(found, int):
-        return found
-    return max(
-        (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
-    )
 
 
 @contextmanager

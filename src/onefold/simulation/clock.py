@@ -19,18 +19,16 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-import onefold.runtime
 from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
+from onefold.simulation.operations import moved_by, of_engine
 from onefold.simulation.prices import Link, Prices
 from onefold.simulation.timeline import COMPUTE, Kind, Span, Timeline, parts_of
 
@@ -251,8 +249,8 @@ class Clock:
         name = name_of(func)
         if name == "_local_scalar_dense":  # .item() and the like
             self._current.synchronize()
-        elif self.optimizing or _of_engine():
-            if nbytes := _moved(func, name, args, kwargs, out):
+        elif self.optimizing or of_engine():
+            if nbytes := moved_by(func, name, args, kwargs, out):
                 kind: Kind = "optimizer" if self.optimizing else "engine"
                 self._run(kind, name, self.prices.traffic(nbytes))
         elif kernels := kernels_of(func, args, kwargs, out, self._formulas):
@@ -361,49 +359,3 @@ def _fake(found: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return any(isinstance(t, FakeTensor) for t in tree_iter(found))
-
-
-def _of_engine() -> bool:
-    """Whether code of the engine's own is running, and not the model's on parameters that the
-    engine looks after.
-    """
-    if torch._C._is_torch_function_enabled():
-        return False  # the engine's own sees parameters as plain tensors
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if file.startswith(_RUNTIME):
-            if not file[len(_RUNTIME) + 1 :].startswith(_BETWEEN):
-                return True
-        elif file == _MODULE:
-            return False
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
-
-
-_MODULE = torch.nn.modules.module.__file__
-_RUNTIME = str(Path(onefold.runtime.__file__).parent)
-#: Files and folders of the runtime that carry out what the model asks of parameters.
-_BETWEEN = ("parameter.py", "operators", "interval.py", "outside.py")
-
-
-#: Operations that do not read what they write to.
-_OVERWRITING = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
-
-
-def _moved(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that an operation outside the model's passes reads and writes."""
-    declared = func._schema.arguments
-    if not func._schema.is_mutable:
-        found = kernels_of(func, args, kwargs, out, {})
-        return found.other_bytes if found is not None else 0
-    given = {a.name: v for a, v in zip(declared, args, strict=False)} | kwargs
-    total = 0
-    for argument in declared:
-        tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
-        written = argument.alias_info is not None and argument.alias_info.is_write
-        # Unscaled in place where there is a scale, else read
-        written = written and not (argument.name == "grads" and "fused" in name)
-        overwritten = written and (name in _OVERWRITING or argument.name == "out")
-        total += (1 + (written and not overwritten)) * sum(map(nbytes_of, tensors))
-    return total

@@ -20,10 +20,8 @@ import copy
 import dataclasses
 import gc
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,9 @@ from onefold.comm import MOVES
 from onefold.device import clocked
 from onefold.memory import nbytes_of
 from onefold.plan.architectures import architecture, known
+from onefold.plan.calling import backward, call, loss_of
 from onefold.plan.cuda_kernels import CudaKernels
-from onefold.plan.fake import Integers, fake_batch, passing_as_real
+from onefold.plan.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
 from onefold.plan.model_code import module_of, quietly
@@ -48,7 +47,6 @@ from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest, units_of
 from onefold.plan.subject import dtype_of, tokens
-from onefold.plan.trace import backward, call, loss_of
 from onefold.plan.traffic import Software
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
@@ -57,8 +55,8 @@ from onefold.runtime.forward_writes import FIRST
 from onefold.runtime.interval import disable_torch_function
 from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.prices import Prices
+from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import code_of, stand_in
-from onefold.simulation.timeline import Timeline
 
 #: Ranks up to which a simulation is asked for; more would work.
 MOST_RANKS = 4096
@@ -68,82 +66,6 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {}),
     "sgd-momentum": ("SGD", {"momentum": 0.9}),
 }
-
-
-@dataclass(frozen=True)
-class Event:
-    """One thing that the engine did.
-
-    Attributes:
-        what: a move ("all-gather", "reduce-scatter", "all-reduce"), or a category of memory
-            ("gathered units", ...).
-        nbytes: payload sent, or the change in bytes held (below 0 where they are given back).
-    """
-
-    what: str
-    unit: str
-    nbytes: int
-    moved: bool = False
-
-
-@dataclass(frozen=True)
-class UnitSummary:
-    """One unit's step: elements with padding, moves by their kind, bytes sent."""
-
-    elements: int
-    moves: Mapping[str, int]
-    sent: int
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """What the ledgers of rank `rank` of `ranks` said of one optimizer step in the steady state.
-
-    Attributes:
-        account: at rest (moments are the optimizer's own tensors), the engine's ledger at its peak,
-            the wire by move.
-        predicted: the same by closed forms and replay, without an engine.
-        events: every move and every change of memory, in order.
-        units: by name.
-        source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same
-            parameters".
-        seconds: that the simulation took, of wall-clock.
-        notes: what had to be assumed about values.
-        timeline: when everything ran, on the machine that was given; None without one, and where a
-            stand-in ran, which computes nothing.
-    """
-
-    name: str
-    parameters: int
-    rank: int
-    ranks: int
-    micro_batches: int
-    account: Account
-    predicted: Account
-    events: tuple[Event, ...]
-    units: Mapping[str, UnitSummary]
-    source: str
-    seconds: float
-    notes: tuple[str, ...] = ()
-    timeline: Timeline | None = None
-
-    @property
-    def exact(self) -> bool:
-        """Whether the closed forms agree on bytes at rest and on the wire, to the byte."""
-        return self.account.rest == self.predicted.rest and self.account.wire == self.predicted.wire
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data; events as [what, unit, bytes, is a move]."""
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        own |= {
-            "account": self.account.to_json(),
-            "predicted": self.predicted.to_json(),
-            "exact": self.exact,
-        }
-        own["timeline"] = self.timeline.to_json() if self.timeline is not None else None
-        own["events"] = [list(dataclasses.astuple(e)) for e in self.events]
-        own["units"] = {name: dataclasses.asdict(u) for name, u in self.units.items()}
-        return own
 
 
 def simulate(
@@ -228,7 +150,7 @@ def simulate(
             twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock
         )
         timeline = clock.timeline() if clock is not None else None
-        events, summaries = _events(seen), _summaries(seen)
+        events, summaries = events_of(seen), summaries_of(seen)
         del twin, given
     plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
     predicted = Account(
@@ -396,7 +318,7 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
         held = [*inner._parameters.values(), *inner._buffers.values(), *own]
         for t in tree_leaves(held):
             if isinstance(t, torch.Tensor) and id(t) not in memo:
-                memo[id(t)] = _fake_of(t, integers)
+                memo[id(t)] = fake_of(t, integers)
     try:
         return copy.deepcopy(module, memo)
     except Exception as error:  # whatever a model's own parts do not bear
@@ -404,18 +326,6 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
             f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}:"
             f" {error})."
         ) from error
-
-
-def _fake_of(t: torch.Tensor, integers: Integers) -> torch.Tensor:
-    new = torch.empty_strided(t.size(), t.stride(), dtype=t.dtype)
-    if isinstance(t, nn.Parameter):
-        return nn.Parameter(new, requires_grad=t.requires_grad)
-    if (
-        not (t.is_meta or t.dtype.is_floating_point or t.dtype.is_complex)
-        and t.layout is torch.strided
-    ):
-        return fake_batch(t, None, integers)  # with its contents
-    return new
 
 
 @contextmanager
@@ -482,20 +392,3 @@ def _steps(
     return Account(
         rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=sent
     )
-
-
-def _events(engine: Any) -> tuple[Event, ...]:
-    rows = [(at, Event(kind, unit, nbytes)) for at, kind, unit, nbytes in engine.memory.timeline]
-    rows += [(e.launched, Event(e.move, e.unit, e.nbytes, True)) for e in engine.traffic.events]
-    return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
-
-
-def _summaries(engine: Any) -> dict[str, UnitSummary]:
-    moves: dict[str, Counter[str]] = defaultdict(Counter)
-    for event in engine.traffic.events:
-        moves[event.unit][event.move] += 1
-    sent = engine.traffic.by_unit()
-    return {
-        u.name: UnitSummary(u.numel, dict(moves[u.name]), sum(sent.get(u.name, {}).values()))
-        for u in engine.units
-    }
