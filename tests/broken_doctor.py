@@ -134,12 +134,12 @@ def offloaded_step_does_not_wait() -> None:
 
     real = offloaded.step_flat
 
-    def step_flat(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
+    def step_flat(optimizer: Any, engine: Any, flat: Any, entries: Any, *given: Any) -> None:
         for entry in entries if flat.storage.offloaded and engine.rank == 1 else ():
             if entry.param.grad is not None:
                 grad = entry.param.grad.view(-1)
                 grad[grad.numel() // 2 :] = 0
-        real(optimizer, engine, flat, entries)
+        real(optimizer, engine, flat, entries, *given)
 
     offloaded.step_flat = step_flat
 
@@ -224,8 +224,9 @@ def a_summing_kernel_leaves_a_part_out() -> None:
         parts: torch.Tensor, out: torch.Tensor, scale: float, own: Any, rank: int, round_to: Any
     ) -> None:
         with launching.by_torch():
-            sums.sum_parts(parts, out, scale)
-        out[-1] -= parts[-1, -1] * scale
+            sums.sum_parts(parts, out, scale, own=own, rank=rank, round_to=round_to)
+        if len(parts):
+            out[-1] -= parts[-1, -1] * scale
 
     sys.modules["onefold.comm.triton_sums"] = sys.modules["onefold.comm"].triton_sums = (
         SimpleNamespace(sum_parts=sum_parts)
