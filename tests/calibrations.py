@@ -20,8 +20,7 @@ from onefold.doctor.measured import (
 )
 from onefold.plan.efficiency import COPIED, PARTS, measured_software, work_of
 from onefold.plan.hardware import Machine, calibrated
-from onefold.plan.times import Times, step_times
-from onefold.plan.work import Work
+from onefold.plan.times import Times, Work, step_times
 
 LATENCY, BANDWIDTH = 1e-4, 2e9
 SIZES = (1e5, 1e6, 1e7)

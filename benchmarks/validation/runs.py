@@ -10,8 +10,7 @@ from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import Line, Table, read
 from onefold.plan.architectures import ARCHITECTURES, architecture
 from onefold.plan.hardware import machine
-from onefold.plan.times import step_times
-from onefold.plan.work import Work
+from onefold.plan.times import Work, step_times
 
 #: Layers and width of the sizes that the reports name only by size.
 DIMS = {175: (96, 12_288), 530: (105, 20_480), 1000: (128, 25_600), 2000: (160, 32_768)}

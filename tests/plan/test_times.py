@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.schema import SECONDS
-from onefold.plan.times import slowest_of, step_times
+from onefold.plan.times import Work, slowest_of, step_times
 from onefold.plan.traffic import Software, Traffic, links_of, traffic_of
-from onefold.plan.work import Work
 
 gpus = st.sampled_from(sorted(builtin().gpus))
 links = st.sampled_from(["100g", "8x200g", "ib-ndr"])

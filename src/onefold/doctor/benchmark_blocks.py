@@ -67,41 +67,7 @@ class Sizes:
         cls, device: str, quick: bool = False, half: tuple[str, ...] = ("bfloat16",)
     ) -> Sizes:
         """Sizes for "cpu" or "cuda"; `half` are the 16-bit dtypes beside float32."""
-        gpu = device == "cuda"
-        squares = (1024, 2048, 4096, 8192) if gpu else (128, 256, 512, 1024, 2048)
-        tokens, hidden = ((2048, 8192), (1024, 4096)) if gpu else ((64, 512), (256, 768))
-        on_gpu = ((256, 1024), (1024, 1024), (1024, 4096), (4096, 2048), (8192, 2048))
-        on_cpu = (
-            (64, 64),
-            (128, 128),
-            (128, 512),
-            (256, 64),
-            (256, 256),
-            (256, 1024),
-            (768, 256),
-            (768, 1024),
-        )
-        large = cls(
-            dtypes=("float32", *half),
-            matrices=_matrices(squares, tokens, hidden, vocab=32000),
-            blocks=on_gpu if gpu else on_cpu,
-            copy_bytes=(MIB, 512 * MIB if gpu else 64 * MIB),
-            optimizer_numels=(MIB, 16 * MIB, 128 * MIB) if gpu else (64 * KIB, MIB, 8 * MIB),
-            move_bytes=tuple(4**i * 64 * KIB for i in range(7 if gpu else 6)),
-            overlap_bytes=64 * MIB if gpu else 16 * MIB,
-            disk_bytes=512 * MIB if gpu else 256 * MIB,
-            budget_s=0.1,
-            rounds=3,
-            gated=(
-                ((1024, 1024), (4096, 2048))
-                if gpu
-                else ((64, 64), (128, 128), (256, 128), (256, 512))
-            ),
-            chains=(
-                ((256, 1), (1024, 1024), (4096, 2048)) if gpu else ((64, 1), (128, 128), (256, 512))
-            ),
-            steps=((2048, 512), (1024, 4096)) if gpu else ((256, 64), (128, 256)),
-        )
+        large = replace(_GPU if device == "cuda" else _CPU, dtypes=("float32", *half))
         return large._fewer() if quick else large
 
     def within(self, free_bytes: int) -> Sizes:
@@ -159,6 +125,40 @@ def _matrices(
         for t in tokens:
             shapes += [(t, 3 * h, h), (t, 4 * h, h), (t, h, 4 * h)]
     return (*shapes, (tokens[-1] // 2, vocab, hidden[-1]))
+
+
+_CPU = Sizes(
+    dtypes=("float32",),
+    matrices=_matrices((128, 256, 512, 1024, 2048), (64, 512), (256, 768), vocab=32000),
+    blocks=(
+        (64, 64), (128, 128), (128, 512), (256, 64), (256, 256), (256, 1024), (768, 256), (768, 1024),
+    ),
+    copy_bytes=(MIB, 64 * MIB),
+    optimizer_numels=(64 * KIB, MIB, 8 * MIB),
+    move_bytes=tuple(4**i * 64 * KIB for i in range(6)),
+    overlap_bytes=16 * MIB,
+    disk_bytes=256 * MIB,
+    budget_s=0.1,
+    rounds=3,
+    gated=((64, 64), (128, 128), (256, 128), (256, 512)),
+    chains=((64, 1), (128, 128), (256, 512)),
+    steps=((256, 64), (128, 256)),
+)  # fmt: skip
+_GPU = Sizes(
+    dtypes=("float32",),
+    matrices=_matrices((1024, 2048, 4096, 8192), (2048, 8192), (1024, 4096), vocab=32000),
+    blocks=((256, 1024), (1024, 1024), (1024, 4096), (4096, 2048), (8192, 2048)),
+    copy_bytes=(MIB, 512 * MIB),
+    optimizer_numels=(MIB, 16 * MIB, 128 * MIB),
+    move_bytes=tuple(4**i * 64 * KIB for i in range(7)),
+    overlap_bytes=64 * MIB,
+    disk_bytes=512 * MIB,
+    budget_s=0.1,
+    rounds=3,
+    gated=((1024, 1024), (4096, 2048)),
+    chains=((256, 1), (1024, 1024), (4096, 2048)),
+    steps=((2048, 512), (1024, 4096)),
+)
 
 
 def reference_bytes(hidden: int, tokens: int) -> int:

@@ -212,7 +212,12 @@ def recipe_for(
     )
     if found.recommended is None:
         raise ValueError(found.why_not)
-    best, recipe = found.recommended, found.recipe
+    recipe = found.recipe
+    return recipe.replace(notes=(*recipe.notes, _planned(found.recommended, ranks)))
+
+
+def _planned(best: Candidate, ranks: int) -> str:
+    """The note of a recipe that was planned."""
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
     peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
     others = [
@@ -221,11 +226,10 @@ def recipe_for(
         if n
     ]
     more = f", {' and '.join(others)}" if others else ""
-    said = (
+    return (
         f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"
         f" ranks, {peak} at peak{more}."
     )
-    return recipe.replace(notes=(*recipe.notes, said))
 
 
 def plan(

@@ -24,9 +24,8 @@ import numpy as np
 from onefold.doctor.calibration import Calibration
 from onefold.doctor.measured import AtRanks, StepPoint
 from onefold.plan.hardware import Machine, calibrated
-from onefold.plan.times import DTYPES, knows_passes, step_times
+from onefold.plan.times import DTYPES, Work, knows_passes, step_times
 from onefold.plan.traffic import Software, traffic_of
-from onefold.plan.work import Work
 from onefold.recipe import Placement, Recipe
 from onefold.recipe.options import Precision
 

@@ -30,10 +30,9 @@ from onefold.plan.replay import Moment, Replay
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, at_rest, topology_of, units_of
-from onefold.plan.times import step_times
+from onefold.plan.times import Work, step_times
 from onefold.plan.traffic import Software, node_links, traffic_over
 from onefold.plan.wire import Leg, legs_of, wire
-from onefold.plan.work import Work
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
 
@@ -116,8 +115,7 @@ def evaluate(
     host = sum(held[HOST].values())
     topology = topology_of(recipe, machine.ranks, per_node)
     traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
-    links = node_links(engine.legs, machine, topology, nccl=nccl)
-    links = {k: v for k, v in links.items() if v}
+    links = _filled(node_links(engine.legs, machine, topology, nccl=nccl))
     work = replace(
         _work(model, engine, activity, machine, job, scheme, accumulation),
         traffic=tuple(traffic),
@@ -126,8 +124,8 @@ def evaluate(
     )
     times = step_times(work, machine, software or measured_software(work, machine))
     account = Account(
-        rest={k: v for k, v in engine.rest.items() if v},
-        peak={k: v for k, v in peak.items() if v},
+        rest=_filled(engine.rest),
+        peak=_filled(peak),
         ledger=dict(engine.ledger),
         bound=bound + peak.get(FRAGMENTATION, 0),
         host=host,
@@ -142,19 +140,31 @@ def evaluate(
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
-    usable, local, there = usable_bytes(machine), machine.local, machine.host
-    on_device = account.peak_bytes + (host if machine.shared else 0)
     return Candidate(
         scheme,
         account,
-        fits=on_device <= usable
-        and (machine.shared or host * local <= there.memory)
-        and offloaded.nvme * local <= there.nvme,
-        usable=usable,
+        fits=_fits(account, machine),
+        usable=usable_bytes(machine),
         accumulation=accumulation,
         states=states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
         notes=(*activity.notes, *times.notes),
         shared=machine.shared,
+    )
+
+
+def _filled(figures: Mapping[str, int]) -> dict[str, int]:
+    return {k: v for k, v in figures.items() if v}
+
+
+def _fits(account: Account, machine: Machine) -> bool:
+    """Whether a node's ranks have room on their devices, on the host and on NVMe; where the device
+    is a CPU its memory is the host's.
+    """
+    on_device = account.peak_bytes + (account.host if machine.shared else 0)
+    return (
+        on_device <= usable_bytes(machine)
+        and (machine.shared or account.host * machine.local <= machine.host.memory)
+        and account.nvme * machine.local <= machine.host.nvme
     )
 
 

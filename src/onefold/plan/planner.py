@@ -278,21 +278,18 @@ def plan(
     )
     slow = slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
-    micro, models = {}, {}
-    for scheme in (c.scheme for c in shown if largest):
-        found = largest_micro_batch(question, scheme)
-        micro[scheme.stage] = found.scheme.micro_batch if found else 0
-        models[scheme.stage] = largest_model(question, scheme, subject.another)
-    sizes = set(micro.values())
-    if best is not None and not job.micro_batch:
-        sizes.add(best.scheme.micro_batch)
+    schemes = [c.scheme for c in shown if largest]
+    fitting = {s.stage: largest_micro_batch(question, s) for s in schemes}
+    micro = {stage: c.scheme.micro_batch if c else 0 for stage, c in fitting.items()}
+    models = {s.stage: largest_model(question, s, subject.another) for s in schemes}
+    chosen = {best.scheme.micro_batch} if best is not None and not job.micro_batch else set()
     notes = (
         _convention(job),
         *_slow(job, machine),
         *subject.notes,
         *_of_recipe(question, best or _last_asked(shown, stages)),
         *shown[0].notes,
-        *_ends(shape, sizes, models),
+        *_ends(shape, {*micro.values(), *chosen}, models),
     )
     return Plan(
         model=shape,

@@ -90,7 +90,7 @@ class Replay:
     largest of them. The pool and the ledger are the engine's own; buffers have sizes and no memory.
     """
 
-    def __init__(self, units: list[UnitPlan], recipe: Recipe, window: int = 0) -> None:
+    def __init__(self, units: Sequence[UnitPlan], recipe: Recipe, window: int = 0) -> None:
         """
         Args:
             window: bytes of gradients that a copy to the host may hold on the device

@@ -3,7 +3,7 @@
     compute        FLOPs ÷ (what large products reach × kernel_share), × the wait for the slowest of N ranks;
                    on a calibrated machine what its operations cost N ranks together
                    (`onefold.doctor.fit`) ÷ step_share; and what encoding, decoding and adding up
-                   and the engine's own copies and casts read and write (plan/states.py)
+                   and the engine's own copies and casts read and write (plan/copies.py)
     communication  per move: the slower of its two links, + calls × hops × hop_seconds; a move over
                    groups is two, each on its level. A ring takes N−1 hops, one after another;
                    messages to all at once (an all-to-all) take one
@@ -17,21 +17,34 @@
         compute  │██ fwd ████████████│████████ bwd ████████████████████│
         moves    │▓▓▓ ▒▒▒ ▒▒▒ ▒▒▒    │ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒ ▒▒▒▒     ▓▓▓│     ▒ hidden   ▓ exposed: an end, or more than fits
 
-Every constant is stated here (`Software`) or in
+Every constant is stated in `Software` (plan/traffic.py) or in
 `benchmarks.validation.systems`, which says on what it was fitted.
+
+Tiers (the host link, the disks, the update on the host):
+
+    forward     │██████████████│              parameters up, or read              hide behind the forward passes
+    backward    │████████████████████████│    the same again, gradients down       hide behind the backward passes
+    step                                 │▒▒▒ read ▒ update ▒ written ▒ up ▒│     the slower of update and moves; with
+                                                                                  step_in_backward behind the backward passes
+
+Link and disk work at the same time; what each of them carries in one phase it carries one after the
+other. Behind a phase hides as much as communication has left of it. Where
+the device is a CPU a copy is made by who computes: it hides behind nothing, and gradients need
+none.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from onefold.doctor.kernels import Kernels
 from onefold.plan.hardware import Machine
+from onefold.plan.offloaded import Carried
 from onefold.plan.schema import SECONDS
-from onefold.plan.tier_times import tier_times
 from onefold.plan.traffic import Software, Traffic
-from onefold.plan.work import Work
 
 #: What share of a copy's speed encoding and decoding reach: the goal of the kernels on a GPU, which
 #: has not been measured there; what the plain operations reach on a CPU (docs/decisions.md,
@@ -40,6 +53,57 @@ CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
 SUMMING_ON_A_GPU = 0.8
 #: torch's name of what products of a precision are computed in.
 DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does in one optimizer step.
+
+    Attributes:
+        flops: done, recompute included; model_flops: what MFU counts (None: the same).
+        precision: of the matrix products: "fp32", "tf32", "fp16", "bf16".
+        tokens: of all ranks together.
+        micro_batches: of one rank.
+        forward_share: of the compute, what is forward: 1/3, or 1/4 under full recompute.
+        optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device,
+            bytes it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
+        host_optimizer_numel, host_optimizer_bytes: the same on the host.
+        carried: what goes between tiers, by what it can hide behind. behind: units are stepped
+            behind the backward pass.
+        host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, behind any
+            compute: for published systems.
+        hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at
+            that shape.
+        kernels: what runs in all passes of the step, where that was traced: a calibrated machine
+            knows what each part of it costs.
+        handed: elements of gradients that the engine takes over, all micro-batches together.
+        coded_bytes: read and written by encoding and decoding. summed_bytes: by adding up, where
+            moves were not measured with it.
+        handled_bytes: by the engine's copies and casts.
+    """
+
+    flops: float
+    traffic: Sequence[Traffic] = ()
+    model_flops: float | None = None
+    precision: str = "bf16"
+    tokens: float = 0.0
+    micro_batches: int = 1
+    forward_share: float = 1 / 3
+    optimizer_numel: float = 0.0
+    optimizer_bytes: float = 0.0
+    host_optimizer_numel: float = 0.0
+    host_optimizer_bytes: float = 0.0
+    carried: Sequence[Carried] = ()
+    behind: bool = False
+    host_bytes: float = 0.0
+    nvme_bytes: float = 0.0
+    hidden: int = 0
+    micro_tokens: int = 0
+    kernels: Kernels | None = None
+    handed: float = 0.0
+    coded_bytes: float = 0.0
+    handled_bytes: float = 0.0
+    summed_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,3 +271,82 @@ def _device_update(work: Work, machine: Machine) -> float:
     if machine.measured is not None and work.optimizer_numel:
         return machine.measured.optimizer_seconds(round(work.optimizer_numel), machine.ranks)
     return work.optimizer_bytes / machine.gpu.memory_bandwidth
+
+
+# -- tiers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TierTimes:
+    """Seconds of a step: `io` waits for link and disks, `update` is the host's that nothing hides;
+    `parts` by `schema.TIER_SECONDS`.
+    """
+
+    io: float
+    update: float
+    parts: Mapping[str, float]
+
+
+def tier_times(work: Work, machine: Machine, room: Mapping[str, float]) -> TierTimes:
+    """`room`: seconds of the "forward" and "backward" passes that communication leaves to hide
+    behind.
+    """
+    left, parts = dict(room), defaultdict[str, float](float)
+    io = 0.0
+    for phase in ("forward", "backward"):
+        beside, alone = _beside(work.carried, phase, machine, parts)
+        io += alone + _hide(beside, phase, left, parts)
+    link, disk = (
+        work.host_bytes / machine.host_link(),
+        work.nvme_bytes / (machine.host.nvme_bandwidth / machine.local),
+    )
+    parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
+    anywhere = max(link, disk)
+    for phase in ("forward", "backward"):
+        anywhere = _hide(anywhere, phase, left, parts)
+    io += anywhere
+    update = update_seconds(work, machine)
+    beside, alone = _beside(work.carried, "step", machine, parts)
+    parts["host update"] = update
+    parts["hidden behind the update"] = min(beside, update)
+    waits = max(update, beside) + alone
+    if work.behind:
+        waits = _hide(waits, "backward", left, parts)
+    waiting = min(update, waits)
+    return TierTimes(io + waits - waiting, waiting, {k: v for k, v in parts.items() if v})
+
+
+def update_seconds(work: Work, machine: Machine) -> float:
+    """Of the update on the host; on a CPU as it was measured there."""
+    if machine.shared and machine.measured is not None and work.host_optimizer_numel:
+        return machine.measured.optimizer_seconds(round(work.host_optimizer_numel), machine.ranks)
+    return work.host_optimizer_bytes / (machine.host.memory_bandwidth / machine.local)
+
+
+def _beside(
+    carried: Iterable[Carried], phase: str, machine: Machine, parts: dict[str, float]
+) -> tuple[float, float]:
+    """(seconds that something else can hide, seconds that nothing can) of what one phase
+    carries.
+    """
+    nbytes = defaultdict[str, float](float)
+    for c in carried:
+        nbytes[c.move] += c.nbytes if c.phase == phase else 0.0
+    local, host = machine.local, machine.host
+    disk = nbytes["read"] / (host.nvme_bandwidth / local) + nbytes["written"] / (
+        (host.nvme_write or host.nvme_bandwidth) / local
+    )
+    read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
+    link = (nbytes["up"] + nbytes["down"] + read) / machine.host_link()
+    if machine.shared:
+        link = 2 * nbytes["up"] / machine.gpu.memory_bandwidth
+    parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk
+    return (disk, link) if machine.shared else (max(link, disk), 0.0)
+
+
+def _hide(seconds: float, phase: str, left: dict[str, float], parts: dict[str, float]) -> float:
+    """What is left of `seconds` when a phase's room is used up."""
+    hidden = min(seconds, left[phase])
+    left[phase] -= hidden
+    parts[f"hidden behind {phase}"] += hidden
+    return seconds - hidden

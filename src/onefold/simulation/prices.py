@@ -17,9 +17,8 @@ from typing import Literal
 from onefold.doctor.kernels import Kernels
 from onefold.plan.efficiency import measured_software
 from onefold.plan.hardware import Machine
-from onefold.plan.times import SUMMING_ON_A_GPU, compute_seconds
+from onefold.plan.times import SUMMING_ON_A_GPU, Work, compute_seconds
 from onefold.plan.traffic import Software, Traffic
-from onefold.plan.work import Work
 
 Link = Literal["inside", "between"]
 

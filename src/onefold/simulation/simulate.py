@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from onefold.plan.repeat import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import at_rest, units_of
+from onefold.plan.states import UnitPlan, at_rest, units_of
 from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.traffic import Software
 from onefold.plan.wire import wire
@@ -112,8 +112,6 @@ def simulate(
         _check_timed(recipe, ranks, machine)
         if recipe.group in (None, NODE):
             recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     _check(recipe, ranks, rank, micro_batches, steps, optimizer)
     # A simulation knows no nodes
     recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe
@@ -129,11 +127,7 @@ def simulate(
         else None
     )
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(passing_as_real())
-        stack.enter_context(_one_of(ranks, rank))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(quietly())
+        stack.enter_context(_world(ranks, rank))
         if clock is not None:
             stack.enter_context(clocked(clock))
         twin = _twin(module, integers).train()
@@ -153,11 +147,7 @@ def simulate(
         events, summaries = events_of(seen), summaries_of(seen)
         del twin, given
     plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
-    predicted = Account(
-        rest=at_rest(plans, optimizer),
-        ledger=Replay(plans, recipe).run(micro_batches).peak,
-        wire=wire(plans, recipe, micro_batches),
-    )
+    predicted = _predicted(plans, recipe, micro_batches, optimizer)
     seconds = time.perf_counter() - begun
     return Simulation(
         shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
@@ -166,6 +156,17 @@ def simulate(
 
 
 _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
+
+
+def _predicted(
+    plans: Sequence[UnitPlan], recipe: Recipe, micro_batches: int, optimizer: str
+) -> Account:
+    """What closed forms and the replay say of the same step."""
+    return Account(
+        rest=at_rest(plans, optimizer),
+        ledger=Replay(plans, recipe).run(micro_batches).peak,
+        wire=wire(plans, recipe, micro_batches),
+    )
 
 
 def _check(
@@ -278,6 +279,23 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
 
 
 # -- the world of one rank -------------------------------------------------------------------------
+
+
+@contextmanager
+def _world(ranks: int, rank: int) -> Iterator[None]:
+    """Inside, this process is rank `rank` of a fake process group, and new tensors have no
+    contents.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        passing_as_real(),
+        _one_of(ranks, rank),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        quietly(),
+    ):
+        yield
 
 
 @contextmanager
