@@ -122,8 +122,6 @@ SLOW_FILES = {
         "test_planned_for.py",
         "test_planner.py",
         "test_replay.py",
-        "test_trace.py",
-        "test_trace_shortcuts.py",
     ],
     "quant": [
         "test_kernels.py",
@@ -154,6 +152,10 @@ SLOW_FILES = {
     ],
     "tiling": [
         "test_tiles.py",
+    ],
+    "tracing": [
+        "test_trace.py",
+        "test_trace_shortcuts.py",
     ],
     "train": [
         "test_claim.py",
@@ -221,8 +223,6 @@ SAMPLED = {
     "plan/test_matrix.py": 3,
     "plan/test_replay.py": 5,
     "plan/test_tiers_planned.py": 2,
-    "plan/test_trace.py": 4,
-    "plan/test_trace_shortcuts.py": 6,
     "quant/test_kernels_compiled.py": 3,
     "recording/test_recording.py": 29,
     "runtime/test_as_in_plain_pytorch.py": 2,
@@ -246,6 +246,8 @@ SAMPLED = {
     "simulation/test_simulate.py": 6,
     "simulation/test_timeline.py": 12,
     "tiling/test_tiles.py": 8,
+    "tracing/test_trace.py": 4,
+    "tracing/test_trace_shortcuts.py": 6,
     "train/test_a_step_late.py": 3,
     "train/test_folder.py": 4,
     "train/test_starts.py": 3,

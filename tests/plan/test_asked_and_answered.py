@@ -27,8 +27,8 @@ from onefold.plan.job import Job, Scheme
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import MOMENTS
 from onefold.plan.subject import subject_of
-from onefold.plan.trace import trace
 from onefold.simulation.simulate import simulate
+from onefold.tracing.trace import trace
 
 
 class Language(nn.Module):

@@ -21,8 +21,8 @@ from onefold.plan.job import Job
 from onefold.plan.model_code import build, class_for
 from onefold.plan.planner import plan
 from onefold.plan.shapes import Transformer
-from onefold.plan.trace import trace
 from onefold.simulation.stand_in import _config
+from onefold.tracing.trace import trace
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -28,9 +28,9 @@ from onefold.plan.offloaded import moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Replay
 from onefold.plan.states import at_rest, units_of
 from onefold.plan.tiles import in_tiles
-from onefold.plan.trace import trace
 from onefold.plan.wire import wire
 from onefold.recipe import Recipe
+from onefold.tracing.trace import trace
 from ranks import run_ranks
 
 #: Options of Recipe.zero by name.

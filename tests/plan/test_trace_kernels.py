@@ -17,7 +17,7 @@ from onefold.plan.efficiency import shares_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import calibrated
 from onefold.plan.job import Job, Scheme
-from onefold.plan.trace import trace, trace_at
+from onefold.tracing.trace import trace, trace_at
 from onefold.train.models import checkpoint_activations
 
 transformers = pytest.importorskip("transformers")

@@ -24,7 +24,6 @@ from onefold.plan.evaluate import evaluate
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.repeat import Checkpointing
 from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.times import SUMMING_ON_A_GPU
@@ -34,6 +33,7 @@ from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COMPUTE, Timeline
+from onefold.tracing.repeat import Checkpointing
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

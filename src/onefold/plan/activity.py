@@ -25,7 +25,7 @@ from onefold.plan.formulas import (
     transformer_flops_per_token,
 )
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
-from onefold.plan.trace import ActivationTrace
+from onefold.tracing.trace import ActivationTrace
 
 
 @dataclass(frozen=True)

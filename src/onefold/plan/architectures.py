@@ -56,8 +56,7 @@ def _gpt(dims: Transformer) -> tuple[Named, Named, Named]:
 def _llama(dims: Transformer) -> tuple[Named, Named, Named]:
     """Mixtral too, as transformers 5 has it: the experts of a block in two tensors."""
     h, f, e = dims.hidden, dims.ffn, dims.experts
-    d = dims.head_dim or h // dims.heads
-    q, k = dims.heads * d, (dims.kv_heads or dims.heads) * d
+    q, k = dims.q, dims.k
     dense: Named = (
         ("mlp.gate_proj.weight", (f, h)), ("mlp.up_proj.weight", (f, h)), ("mlp.down_proj.weight", (h, f)),
     )

@@ -139,16 +139,3 @@ def _active_numel(module: nn.Module, units: Sequence[UnitShape]) -> int:
         p.numel for u in units for p in u.parameters if re.search(r"(^|\.)experts\.", p.name)
     )
     return total - routed + round(routed * active / experts)
-
-
-def vocabulary_of(module: nn.Module) -> int:
-    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has
-    none.
-    """
-    config = getattr(module, "config", None)
-    found = getattr(config, "vocab_size", None)
-    if isinstance(found, int):
-        return found
-    return max(
-        (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
-    )

@@ -54,7 +54,7 @@ class Transformer:
     """Dimensions of a decoder, for FLOPs and for activation formulas where there is no code to
     trace.
 
-    `kv_heads` differ from `heads` under grouped-query attention; `experts` is 1 for a dense model,
+    `kv_heads` differ from `heads` under grouped-query attention (0: they do not); `experts` is 1 for a dense model,
     of which `active` see each token;
     `gated`: three matrices in the feed-forward (SwiGLU) instead of two; `attention_scores` are kept
     (no fused attention).
@@ -73,6 +73,21 @@ class Transformer:
     active: int = 1
     tied: bool = True
     fused_attention: bool = True
+
+    @property
+    def head(self) -> int:
+        """Width of one head."""
+        return self.head_dim or self.hidden // self.heads
+
+    @property
+    def q(self) -> int:
+        """Width of the queries of a token."""
+        return self.heads * self.head
+
+    @property
+    def k(self) -> int:
+        """Width of the keys, and of the values, of a token."""
+        return (self.kv_heads or self.heads) * self.head
 
 
 @dataclass(frozen=True)

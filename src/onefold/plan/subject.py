@@ -37,12 +37,12 @@ from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
 from onefold.plan.model_code import module_of
-from onefold.plan.repeat import repeated_blocks
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.tiles import in_tiles, shape_in_tiles
-from onefold.plan.trace import trace_at
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers
+from onefold.tracing.repeat import repeated_blocks
+from onefold.tracing.trace import trace_at
 
 #: The note of a plan with adapters.
 _LORA = "LoRA: activations are those of training everything, which adapters need less than"

@@ -18,7 +18,6 @@ from onefold.layout import Dtypes
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.recipe import Recipe
 from onefold.tiling.cut import Cut, rows_of_a_tile
-from onefold.tiling.modules import Tiled
 
 
 class _Over(Exception):
@@ -43,11 +42,6 @@ def in_tiles(module: nn.Module, recipe: Recipe) -> Iterator[tuple[str, ...]]:
             raise _Over
     except _Over:
         pass
-
-
-def lists_of_tiles(module: nn.Module) -> set[int]:
-    """The ids of the lists in which tiles are: they are no lists of blocks."""
-    return {id(m.tiles) for m in module.modules() if isinstance(m, Tiled)}
 
 
 def is_in_tiles(model: ModelShape) -> bool:

@@ -35,13 +35,9 @@ from onefold.comm import MOVES
 from onefold.device import clocked
 from onefold.memory import nbytes_of
 from onefold.plan.architectures import architecture, known
-from onefold.plan.calling import backward, call, loss_of
-from onefold.plan.cuda_kernels import CudaKernels
-from onefold.plan.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
 from onefold.plan.model_code import module_of, quietly
-from onefold.plan.repeat import Checkpointing, checkpointed
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
@@ -57,6 +53,10 @@ from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import code_of, stand_in
+from onefold.tracing.calling import backward, call, loss_of
+from onefold.tracing.cuda_kernels import CudaKernels
+from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
+from onefold.tracing.repeat import Checkpointing, checkpointed
 
 #: Ranks up to which a simulation is asked for; more would work.
 MOST_RANKS = 4096
@@ -94,7 +94,7 @@ def simulate(
         model: a module (real or on the meta device), a public architecture's name, a folder,
             config.json or `module:factory`, or a shape.
         micro_batches: of a step; all but the last run under `onefold.no_sync`.
-        batch, loss: as `plan.trace.trace` takes them. Without a batch: `samples` of `seq` tokens
+        batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch: `samples` of `seq` tokens
             (what the engine holds and sends does not depend on them).
         optimizer: one of `OPTIMIZERS`.
         steps: at least 2: the orders of units are learned in the first.
@@ -315,7 +315,7 @@ def _one_of(ranks: int, rank: int) -> Iterator[None]:
 
 class _Answers(TorchDispatchMode):
     """Inside, questions of a forward pass about contents are answered as in a trace
-    (plan/fake.py).
+    (tracing/fake.py).
     """
 
     def __init__(self, integers: Integers) -> None:

@@ -11,6 +11,7 @@ nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -132,34 +133,40 @@ def code_of(name: str) -> nn.Module | None:
     return module if sizes(model_shape(module)) == sizes(architecture(name)) else None
 
 
+_DECODER = {
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+    "max_position_embeddings": "seq",
+    "head_dim": "head",
+}
+_GPT = {
+    "n_embd": "hidden",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_inner": "ffn",
+    "n_positions": "seq",
+}
+#: family -> (transformers' class of its config; what that calls dimensions of `Transformer`)
+_CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
+    "gpt": ("GPT2Config", _GPT),
+    "gpt2": ("GPT2Config", _GPT),
+    "llama": ("LlamaConfig", _DECODER),
+    "mixtral": (
+        "MixtralConfig",
+        {**_DECODER, "num_local_experts": "experts", "num_experts_per_tok": "active"},
+    ),
+    "bloom": ("BloomConfig", {"hidden_size": "hidden", "n_layer": "layers", "n_head": "heads"}),
+}
+
+
 def _config(transformers: Any, family: str, dims: Transformer) -> Any:
-    common = {"vocab_size": dims.vocab, "tie_word_embeddings": dims.tied}
-    if family in ("llama", "mixtral"):
-        common |= {
-            "hidden_size": dims.hidden,
-            "num_hidden_layers": dims.layers,
-            "num_attention_heads": dims.heads,
-        }
-        common |= {
-            "num_key_value_heads": dims.kv_heads or dims.heads,
-            "intermediate_size": dims.ffn,
-            "max_position_embeddings": dims.seq,
-        }
-        common |= {"head_dim": dims.head_dim or dims.hidden // dims.heads}
-        if family == "llama":
-            return transformers.LlamaConfig(**common)
-        return transformers.MixtralConfig(
-            **common, num_local_experts=dims.experts, num_experts_per_tok=dims.active
-        )
-    if family == "bloom":
-        return transformers.BloomConfig(
-            **common, hidden_size=dims.hidden, n_layer=dims.layers, n_head=dims.heads
-        )
-    sizes = {
-        "n_embd": dims.hidden,
-        "n_layer": dims.layers,
-        "n_head": dims.heads,
-        "n_inner": dims.ffn,
-        "n_positions": dims.seq,
-    }
-    return transformers.GPT2Config(**common, **sizes)
+    kind, names = _CONFIGS[family]
+    dims = replace(dims, kv_heads=dims.kv_heads or dims.heads)
+    return getattr(transformers, kind)(
+        vocab_size=dims.vocab,
+        tie_word_embeddings=dims.tied,
+        **{theirs: getattr(dims, ours) for theirs, ours in names.items()},
+    )

@@ -48,3 +48,16 @@ def loss_of(output: Any) -> torch.Tensor:
         if tensors[0].numel() == 1
         else tensors[0].sum(dtype=torch.float32)
     )
+
+
+def vocabulary_of(module: nn.Module) -> int:
+    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has
+    none.
+    """
+    config = getattr(module, "config", None)
+    found = getattr(config, "vocab_size", None)
+    if isinstance(found, int):
+        return found
+    return max(
+        (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
+    )

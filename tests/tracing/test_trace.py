@@ -14,8 +14,8 @@ from measured_memory import RealStep, seeded
 from torch import Tensor, nn
 
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.plan.repeat import checkpointed
-from onefold.plan.trace import trace
+from onefold.tracing.repeat import checkpointed
+from onefold.tracing.trace import trace
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

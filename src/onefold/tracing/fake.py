@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from onefold.plan.cuda_kernels import STAND_INS
+from onefold.tracing.cuda_kernels import STAND_INS
 
 #: Integer tensors above this many elements (a whole attention mask) are not computed.
 LARGEST = 1 << 24
@@ -327,7 +327,7 @@ def passing_as_real() -> Iterator[None]:
     """Inside, transformers takes fake tensors for real ones.
 
     It asks no questions of fake tensors, and so builds attention masks of length x length that it
-    leaves out in training. Here such questions have answers (plan/fake.py), and a trace must see
+    leaves out in training. Here such questions have answers (tracing/fake.py), and a trace must see
     what training does.
     """
     names = ("transformers.utils.import_utils", "transformers.utils.generic")

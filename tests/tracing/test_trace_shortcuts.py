@@ -13,7 +13,7 @@ from test_trace import GROUPED, batch_of, build, needs_transformers
 from torch import Tensor, nn
 
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.plan.trace import ActivationTrace, trace, trace_at
+from onefold.tracing.trace import ActivationTrace, trace, trace_at
 
 # -- shortcuts -------------------------------------------------------------------------------------
 
@@ -23,7 +23,7 @@ def whole_trace(
 ) -> ActivationTrace:
     """A trace in which every block runs."""
     with monkeypatch.context() as patch:
-        patch.setattr("onefold.plan.trace.repetition_in", lambda _: None)
+        patch.setattr("onefold.tracing.trace.repetition_in", lambda _: None)
         return trace(module, batch, **options)
 
 

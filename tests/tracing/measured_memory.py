@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from onefold.plan.calling import loss_of
+from onefold.tracing.calling import loss_of
 
 Batch = Mapping[str, Any] | tuple[Tensor, ...]
 

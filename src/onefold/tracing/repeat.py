@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.plan.lifetimes import Read, Span
-from onefold.plan.tiles import lists_of_tiles
+from onefold.tiling.modules import Tiled
+from onefold.tracing.lifetimes import Read, Span
 
 Checkpointing = Literal["none", "full", "selective"]
 
@@ -31,7 +31,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """The blocks of the largest list (by parameters) whose members are all of one class; [] if
     there is none.
     """
-    of_tiles = lists_of_tiles(module)
+    of_tiles = _lists_of_tiles(module)
     lists = [
         m
         for m in module.modules()
@@ -42,6 +42,11 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     ]
     largest = max(lists, key=_size, default=None)
     return list(largest) if largest is not None and _size(largest) else []
+
+
+def _lists_of_tiles(module: nn.Module) -> set[int]:
+    """The ids of the lists in which tiles are: they are no lists of blocks."""
+    return {id(m.tiles) for m in module.modules() if isinstance(m, Tiled)}
 
 
 def _size(module: nn.Module) -> int:
@@ -130,7 +135,7 @@ def repetition_in(module: nn.Module) -> Repetition | None:
     """The longest run of equal blocks in `module`, if tracing a part of it saves anything."""
     best: Repetition | None = None
     layers = getattr(getattr(module, "config", None), "layer_types", None)
-    of_tiles = lists_of_tiles(module)
+    of_tiles = _lists_of_tiles(module)
     for path, container in module.named_modules():
         if (
             not isinstance(container, nn.ModuleList | nn.Sequential)

@@ -2,10 +2,10 @@
 backward pass needs besides.
 
     module, batch ──► fake tensors ──► forward, backward ──► log of storages ──► ActivationTrace
-                      (plan/fake.py)    (its own code)       (plan/lifetimes.py)
+                      (tracing/fake.py)    (its own code)       (tracing/lifetimes.py)
 
-Nothing is allocated but integers (plan/fake.py says why), and of many equal blocks a few are run
-(plan/repeat.py), so a model of any size is traced in about a second.
+Nothing is allocated but integers (tracing/fake.py says why), and of many equal blocks a few are run
+(tracing/repeat.py), so a model of any size is traced in about a second.
 
 What counts: every storage that is not a parameter or a buffer, once, however many views there are,
 from its first use to its last. The batch counts; parameters' gradients count from their making to
@@ -31,12 +31,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from onefold.doctor.kernels import Kernels
-from onefold.plan.calling import backward, call, loss_of
-from onefold.plan.cuda_kernels import CudaKernels
-from onefold.plan.fake import Integers, fake_batch, faked, passing_as_real
-from onefold.plan.from_module import vocabulary_of
-from onefold.plan.lifetimes import Log, Read, Span, Watch, read
-from onefold.plan.repeat import (
+from onefold.runtime.units import find_units
+from onefold.tracing.calling import backward, call, loss_of, vocabulary_of
+from onefold.tracing.cuda_kernels import CudaKernels
+from onefold.tracing.fake import Integers, fake_batch, faked, passing_as_real
+from onefold.tracing.lifetimes import Log, Read, Span, Watch, read
+from onefold.tracing.repeat import (
     Checkpointing,
     Repetition,
     checkpointed,
@@ -44,7 +44,6 @@ from onefold.plan.repeat import (
     shortened,
     written_out,
 )
-from onefold.runtime.units import find_units
 
 Precision = Literal["fp32", "bf16", "fp16", "autocast-bf16"] | None
 _DTYPES: Mapping[str | None, torch.dtype | None] = {
@@ -153,7 +152,7 @@ def trace(
         precision: parameters and floating-point inputs are cast to it, as the engine casts them;
             None leaves them as they are; "autocast-bf16" leaves them fp32 and runs the forward pass
             under autocast.
-        device: whose kernels are chosen, "cpu" or "cuda" (see plan/cuda_kernels.py); no such device is
+        device: whose kernels are chosen, "cpu" or "cuda" (see tracing/cuda_kernels.py); no such device is
             needed.
         units: names or classes of units, as `onefold.shard` takes them.
         loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a
