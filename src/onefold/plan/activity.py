@@ -130,8 +130,8 @@ class Activity:
         for unit in [u for u in model.units if u.name not in repeated and u.parameters]:
             own = _largest(unit) * element_bytes + shared
             slots.append(Slot(unit.name, "backward", held + own, 0, own))
-        again = kept_of.count(False) / max(len(kept_of), 1)
-        done, forward = _flops(model, dims, seq, tokens, again)
+        recomputed = kept_of.count(False) / max(len(kept_of), 1)
+        done, forward = _flops(model, dims, seq, tokens, recomputed)
         movable = {
             b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)
         } | {"(root)": 4 * entries}
