@@ -229,17 +229,17 @@ def test_the_engines_own_ledger_tells_the_same_exposed_seconds() -> None:
     clock_seen: list[float] = []
     import onefold.simulation.simulate as module
 
-    before = module._events
+    before = module.events_of
 
     def look(engine: Any) -> Any:
         clock_seen.append(engine.traffic.exposed)
         return before(engine)
 
-    module._events = look
+    module.events_of = look
     try:
         found = run(move=3.0)
     finally:
-        module._events = before
+        module.events_of = before
     assert clock_seen == [pytest.approx(found.parts.waits)]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from onefold.layout import ShardSpec
-from onefold.plan.replay import outer
+from onefold.plan.replayed import outer
 from onefold.plan.schema import MOMENTS
 from onefold.plan.states import UnitPlan, at_rest, units_ahead
 from onefold.recipe import Recipe

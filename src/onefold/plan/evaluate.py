@@ -26,7 +26,8 @@ from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.offloaded import HOST, OffloadedBytes, OnHost, moved_by, offloaded_bytes, on_host
-from onefold.plan.replay import Moment, Replay
+from onefold.plan.replay import Replay
+from onefold.plan.replayed import Moment
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import MOMENTS_OF, at_rest, topology_of, units_of

@@ -33,13 +33,14 @@ from onefold.plan.choose import (
     recommend,
     rungs,
 )
-from onefold.plan.communication import SlowLinks, Sums, slow_links, sums_of
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
+from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import subject_of
+from onefold.plan.sums import Sums, sums_of
 from onefold.plan.tiles import is_in_tiles
 from onefold.plan.traffic import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe

@@ -22,67 +22,16 @@ checked against the ledger of the real engine, byte for byte. Activations are no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from onefold.layout import Hop, ShardSpec
+from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION, MemoryLedger, Pool
+from onefold.plan.replayed import Moment, Reduction, Unit, backwards, outer
 from onefold.plan.states import UnitPlan, resting, units_ahead
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The engine's bytes at their largest while one unit runs: `phase` "forward", "backward" or
-    "step"; by category.
-    """
-
-    micro_batch: int
-    phase: str
-    unit: str
-    held: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.held.values())
-
-
-@dataclass
-class _Reduction:
-    unit: int
-    flat: ShardSpec
-    buffer: torch.Tensor
-    at: int = 0
-    sent: torch.Tensor | None = None
-    received: torch.Tensor | None = None
-    into: int = 0  # bytes of a received part that becomes the sum
-    rows: int = 0  # of `received` that are added up at once
-    whole: bool = False  # the backend sums it for everybody
-
-    @property
-    def hop(self) -> Hop:
-        return self.flat.hops[self.at]
-
-    @property
-    def encodes(self) -> bool:
-        return self.flat.encodes(self.hop)
-
-    @property
-    def is_last(self) -> bool:
-        return self.at + 1 == len(self.flat.hops)
-
-
-@dataclass
-class _Unit:
-    plan: UnitPlan
-    index: int
-    held: dict[int, torch.Tensor] = field(default_factory=dict)  # by number of the flat buffer
-    coded: list[torch.Tensor] = field(default_factory=list)  # what is on its way to them encoded
-    gathered: bool = False
-    claimed: bool = False
 
 
 class Replay:
@@ -101,7 +50,7 @@ class Replay:
         self.window = window
         self.leaving: list[int] = []  # gradients that such a copy reads
         self.recipe = recipe
-        self.units = [_Unit(u, i) for i, u in enumerate(units)]
+        self.units = [Unit(u, i) for i, u in enumerate(units)]
         self.ahead = units_ahead(units, recipe)
         self.in_flight = recipe.in_flight if recipe.overlap else 0
         self.from_disk = bool(self.ahead) and any(
@@ -153,12 +102,12 @@ class Replay:
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def _order(self) -> list[_Unit]:
+    def _order(self) -> list[Unit]:
         return [u for u in self.units if not u.plan.resident]
 
     def _forward(self, k: int) -> None:
         self.cursor, self.renewing = self._order(), k == 0
-        open_units: list[_Unit] = []
+        open_units: list[Unit] = []
         for unit in self.units:
             while open_units and not open_units[-1].plan.encloses(unit.plan):
                 self._leave(open_units.pop(), k)
@@ -169,7 +118,7 @@ class Replay:
         if any(not u.plan.resident for u in self.units):
             self.pool.drain()
 
-    def _leave(self, unit: _Unit, k: int) -> None:
+    def _leave(self, unit: Unit, k: int) -> None:
         self._moment(k, "forward", unit.plan.name)
         # It waits for the backward pass, as what is gathered ahead waits for its use
         if unit.plan.turns:
@@ -178,7 +127,7 @@ class Replay:
         elif unit.gathered and self.recipe.reshard_after_forward:
             self._release(unit)
 
-    def _acquire(self, unit: _Unit) -> None:
+    def _acquire(self, unit: Unit) -> None:
         if unit.plan.resident:
             return
         if unit in self.cursor:
@@ -210,14 +159,14 @@ class Replay:
             )
 
     @staticmethod
-    def _bytes(unit: _Unit) -> int:
+    def _bytes(unit: Unit) -> int:
         return sum(
             flat.numel * flat.dtypes.compute.itemsize
             for flat in unit.plan.flats
             if not flat.resident
         )
 
-    def _launch(self, unit: _Unit) -> None:
+    def _launch(self, unit: Unit) -> None:
         unit.gathered = True
         self.unused.add(unit.index)
         for i, flat in enumerate(unit.plan.flats):
@@ -226,7 +175,7 @@ class Replay:
                 if flat.gather_codec is not None:
                     unit.coded.append(self.pool.take(flat.coded_bytes, torch.uint8, GATHERED))
 
-    def _arrive(self, unit: _Unit) -> None:
+    def _arrive(self, unit: Unit) -> None:
         """What came encoded is decoded."""
         coded, unit.coded = unit.coded, []
         for buffer in coded:
@@ -239,14 +188,14 @@ class Replay:
         keeps = flat.gather_codec is not None or flat.has_secondary
         return not keeps or (self.renewing and flat.trainable)
 
-    def _hold(self, unit: _Unit, which: list[int]) -> None:
+    def _hold(self, unit: Unit, which: list[int]) -> None:
         """Take the buffers that are not held yet."""
         for i in which:
             if i not in unit.held:
                 flat = unit.plan.flats[i]
                 unit.held[i] = self.pool.take(flat.numel, flat.dtypes.compute, GATHERED)
 
-    def _release(self, unit: _Unit) -> None:
+    def _release(self, unit: Unit) -> None:
         self._arrive(unit)
         unit.gathered = unit.claimed = False
         self.unused.discard(unit.index)
@@ -257,18 +206,18 @@ class Replay:
     # -- backward ----------------------------------------------------------------------------------
 
     def _backward(self, k: int, deferring: bool) -> None:
-        self.under_way: list[_Reduction] = []
-        self.on_next_hop: list[_Reduction] = []  # on a further hop
+        self.under_way: list[Reduction] = []
+        self.on_next_hop: list[Reduction] = []  # on a further hop
         self.summed: list[int] = []
         self.copies: list[int] = []
         self.renewing = False
-        order = _backwards(self.units)
+        order = backwards(self.units)
         self.cursor = [
             u for u in order if not u.plan.resident and not u.plan.looks_up_only and not u.gathered
         ]
-        around: list[_Unit] = []
+        around: list[Unit] = []
         # The root where it holds nothing but what follows the blocks: done before them
-        tail: list[_Unit] = []
+        tail: list[Unit] = []
         for unit in order:
             if tail and any(c.isdigit() for c in unit.plan.name):
                 self._complete(tail.pop(), k, deferring)
@@ -302,7 +251,7 @@ class Replay:
             self._own_gradients(unit)
         self._moment(k, "backward", "(end)")
 
-    def _complete(self, unit: _Unit, k: int, deferring: bool) -> None:
+    def _complete(self, unit: Unit, k: int, deferring: bool) -> None:
         """Its last gradient has come."""
         if self.unsharded:
             self._own_gradients(unit)
@@ -318,14 +267,14 @@ class Replay:
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
 
-    def _own_gradients(self, unit: _Unit) -> None:
+    def _own_gradients(self, unit: Unit) -> None:
         """Where the engine has no hooks autograd's gradients are the parameters' own."""
         for flat in unit.plan.flats:
             if flat.unsharded and flat.trainable and id(flat) not in self.has_grad:
                 self.has_grad.add(id(flat))
                 self.ledger.add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
-    def _store(self, unit: _Unit, deferring: bool) -> list[ShardSpec]:
+    def _store(self, unit: Unit, deferring: bool) -> list[ShardSpec]:
         """Take the buffers that its gradients are collected in, as far as they are not there."""
         flats = [f for f in unit.plan.flats if f.trainable and not f.unsharded]
         for flat in flats:
@@ -335,12 +284,12 @@ class Replay:
                 self.grads[id(flat)] = self.pool.take(flat.numel, dtype, category)
         return flats
 
-    def _reduce(self, unit: _Unit, flat: ShardSpec) -> None:
-        r = _Reduction(unit.index, flat, self.grads.pop(id(flat)))
+    def _reduce(self, unit: Unit, flat: ShardSpec) -> None:
+        r = Reduction(unit.index, flat, self.grads.pop(id(flat)))
         self._send(r)
         self.under_way.append(r)
 
-    def _send(self, r: _Reduction) -> None:
+    def _send(self, r: Reduction) -> None:
         room = r.flat.exchange(r.at, r.buffer.dtype)
         # Rows that are added at once, not one by one
         r.rows = 0 if r.flat.added_by(r.hop) == "pairwise" else room.rows
@@ -369,7 +318,7 @@ class Replay:
             and self.under_way[0].unit != self.under_way[-1].unit
         )
 
-    def _land(self, r: _Reduction) -> None:
+    def _land(self, r: Reduction) -> None:
         flat, sums = r.flat, r.flat.dtypes.sums
         sent, total, nbytes = r.sent, None, 0
         if sent is not None and not r.encodes:
@@ -393,7 +342,7 @@ class Replay:
         if total is None:
             self._hand_over(flat, nbytes)
         elif not self._wait_inside(flat, total):
-            r = _Reduction(r.unit, flat, total, r.at + 1)
+            r = Reduction(r.unit, flat, total, r.at + 1)
             self._send(r)
             self.on_next_hop.append(r)
 
@@ -443,26 +392,3 @@ class Replay:
             else:
                 self.ledger.add(GRADIENTS, copied)
             self.summed.append(nbytes)
-
-
-def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
-    """The names of the units around others."""
-    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
-    names = {u.path: u.name for u in units}
-    for unit in units:
-        parts = unit.path.split(".")
-        around.update(names[p] for i in range(1, len(parts)) if (p := ".".join(parts[:i])) in names)
-    return frozenset(around)
-
-
-def _backwards(units: list[_Unit]) -> list[_Unit]:
-    """The order in which a backward pass first comes to the units: one around others before them,
-    the others from last to first.
-    """
-    groups: list[list[_Unit]] = []
-    for unit in units:
-        if groups and groups[-1][0].plan.encloses(unit.plan):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return [u for head, *rest in reversed(groups) for u in (head, *_backwards(rest))]

@@ -20,7 +20,7 @@ import copy
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,27 +45,19 @@ from onefold.plan.states import UnitPlan, at_rest, units_of
 from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.traffic import Software
 from onefold.plan.wire import wire
-from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe, Tier
+from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.forward_writes import FIRST
 from onefold.runtime.interval import disable_torch_function
 from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.prices import Prices
+from onefold.simulation.refusals import OPTIMIZERS, check, check_timed
 from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import code_of, stand_in
 from onefold.tracing.calling import backward, call, loss_of
 from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.tracing.repeat import Checkpointing, checkpointed
-
-#: Ranks up to which a simulation is asked for; more would work.
-MOST_RANKS = 4096
-OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "adamw": ("AdamW", {}),
-    "adam": ("Adam", {}),
-    "sgd": ("SGD", {}),
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-}
 
 
 def simulate(
@@ -109,10 +101,10 @@ def simulate(
         RuntimeError: a process group is there already.
     """
     if machine is not None:
-        _check_timed(recipe, ranks, machine)
+        check_timed(recipe, ranks, machine)
         if recipe.group in (None, NODE):
             recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
-    _check(recipe, ranks, rank, micro_batches, steps, optimizer)
+    check(recipe, ranks, rank, micro_batches, steps, optimizer)
     # A simulation knows no nodes
     recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe
     module, shape, units, source = _subject(model, recipe)
@@ -167,68 +159,6 @@ def _predicted(
         ledger=Replay(plans, recipe).run(micro_batches).peak,
         wire=wire(plans, recipe, micro_batches),
     )
-
-
-def _check(
-    recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str
-) -> None:
-    codecs = [
-        name
-        for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen)
-        if name is not None
-    ]
-    if codecs:
-        raise ValueError(
-            "a simulation computes nothing, so nothing is encoded in it, and the recipe has"
-            f" {', '.join(codecs)}: leave codecs out. The plan itself counts their bytes."
-        )
-    if recipe.group == "node":
-        raise ValueError(
-            "group='node' in a simulation, which knows no nodes: give the number of ranks of one."
-        )
-    if not 1 <= ranks <= MOST_RANKS:
-        raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
-    if micro_batches < 1 or steps < 2:
-        raise ValueError(
-            f"{micro_batches} micro-batches, {steps} steps: expected at least 1 and 2 (the first"
-            " step learns the order)."
-        )
-    if optimizer not in OPTIMIZERS:
-        raise ValueError(
-            f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of"
-            f" {', '.join(OPTIMIZERS)}."
-        )
-    if dist.is_available() and dist.is_initialized():
-        raise RuntimeError(
-            "a process group is initialized in this process, and a simulation needs the place for"
-            " its own: simulate before init_process_group, or in another process (`onefold plan"
-            " --simulate`)."
-        )
-
-
-def _check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
-    """Refuse what has no timeline."""
-    if ranks != machine.ranks:
-        raise ValueError(
-            f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same"
-            " number."
-        )
-    if machine.shared:
-        raise ValueError(
-            "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
-            " GPUs."
-        )
-    away = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
-    named = [kind for kind, tier in away.items() if tier is not Tier.DEVICE] + (
-        ["activations"] if recipe.offload_activations is not None else []
-    )
-    if named:
-        raise ValueError(
-            f"a timeline with {' and '.join(named)} off the device: it has none of the host's work;"
-            " leave the machine out."
-        )
 
 
 def _clock(

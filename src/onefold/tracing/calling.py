@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,3 +62,16 @@ def vocabulary_of(module: nn.Module) -> int:
     return max(
         (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
     )
+
+
+@contextmanager
+def training(module: nn.Module) -> Iterator[None]:
+    """Inside, the module and all in it are in training mode; afterwards as they were."""
+    modes = [(m, m.training) for m in module.modules()]
+    for inner, _ in modes:
+        inner.training = True
+    try:
+        yield
+    finally:
+        for inner, mode in modes:
+            inner.training = mode

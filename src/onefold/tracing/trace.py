@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from onefold.doctor.kernels import Kernels
 from onefold.runtime.units import find_units
-from onefold.tracing.calling import backward, call, loss_of, vocabulary_of
+from onefold.tracing.calling import backward, call, loss_of, training, vocabulary_of
 from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, faked, passing_as_real
 from onefold.tracing.lifetimes import Log, Read, Span, Watch, read
@@ -274,7 +274,7 @@ def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = Fal
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_without_collector())
-        stack.enter_context(_training(module))
+        stack.enter_context(training(module))
         stack.enter_context(checkpointed(module, settings.checkpointing))
         repetition = None if whole else repetition_in(module)
         if repetition is not None and not set(repetition.names) <= set(names):
@@ -328,19 +328,6 @@ def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> in
         backward(scalar)
         watch.mark("over")
     return inputs
-
-
-@contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """Inside, the module and all in it are in training mode; afterwards as they were."""
-    modes = [(m, m.training) for m in module.modules()]
-    for inner, _ in modes:
-        inner.training = True
-    try:
-        yield
-    finally:
-        for inner, mode in modes:
-            inner.training = mode
 
 
 def _take(watch: Watch, name: str, param: nn.Parameter) -> None:
