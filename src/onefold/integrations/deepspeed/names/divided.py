@@ -105,7 +105,7 @@ class DividedParameter(_Divided, nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse("pickling", [self])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter of shape {tuple(self.shape)}, divided under deepspeed.zero.Init"
 
 
