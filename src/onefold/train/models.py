@@ -27,7 +27,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.pretrained import on_meta, read_whole
-from onefold.plan.repeat import repeated_blocks
+from onefold.tracing.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.folders import hub_folder

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from onefold.plan.calibrate import default_path
+from onefold.doctor.calibration import default_path
 from onefold.train.early import check_tokenizer, smollm2_path
 from onefold.train.errors import TrainError
 from onefold.train.text import ByteTokenizer, Tokenizer
