@@ -1,8 +1,8 @@
 """TRL's weights for vLLM (`use_vllm=True` of GRPO and RLOO), streamed from a sharded model.
 
-    every rank   onefold.stream_params, a bucket at a time, adapters added as it goes
-    server       rank 0 sends what comes to the server; the others only take part
-    colocate     every rank hands what comes to the engine in its own process
+every rank   onefold.stream_params, a bucket at a time, adapters added as it goes
+server       rank 0 sends what comes to the server; the others only take part
+colocate     every rank hands what comes to the engine in its own process
 """
 
 from __future__ import annotations
