@@ -205,6 +205,7 @@ TRAIN = [
         "onefold.train.config",
         "pydantic",
         "onefold.recipe",
+        "onefold.train.launch",
     ],
 )
 def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
@@ -254,6 +255,8 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
         _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err == "", (process.returncode, err)
     assert left_behind(temporary) == [] and not (tmp_path / "run" / LOCK).exists()
+    if moment == "the agent starts":
+        assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
 
 # -- others' words ---------------------------------------------------------------------------------

@@ -180,8 +180,7 @@ def launch(config: TrainConfig) -> int:
     torchrun_arguments(config, config.nproc or 1)
     if most == 1:
         refuse_earlier_run(config)
-    named = name_output(config) if most == 1 else config
-    with _claimed(named, new=config.output is None) as run:
+    with _claimed(config) as (named, run):
         nproc, why = ranks_to_start(config)
         if fewest == most:
             check_batch(config, nproc * fewest)
@@ -190,27 +189,36 @@ def launch(config: TrainConfig) -> int:
 
 
 @contextlib.contextmanager
-def _claimed(config: TrainConfig, new: bool) -> Iterator[str]:
-    """Inside, this run has its output folder to itself; gives the run's name. `new`: the folder was
-    made for it just now.
+def _claimed(config: TrainConfig) -> Iterator[tuple[TrainConfig, str]]:
+    """Inside, this run has its output folder to itself; gives `config` with that folder named, and
+    the run's name. A folder that was made for it and that nothing was put into goes with it.
     """
-    assert config.output is not None
-    run = run_of(config, os.environ)
-    claim = Claim.take(Path(config.output), run, new=new)
-    put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
+    with _signals_later():
+        named = name_output(config) if config.nodes[1] == 1 else config
+        assert named.output is not None
+        run = run_of(named, os.environ)
+        claim = Claim.take(Path(named.output), run, new=config.output is None)
+        put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
-        if not claim.known and not config.json_lines:
+        if not claim.known and not named.json_lines:
             _say(
-                f"the file system of {config.output} has no locks: another run that writes there"
+                f"the file system of {named.output} has no locks: another run that writes there"
                 " would not be noticed"
             )
-        yield run
-    except TrainError:
-        claim.undo()
-        raise
+        yield named, run
     finally:
         put_in_order.remove(claim.undo)
-        claim.release()
+        claim.undo()
+
+
+@contextlib.contextmanager
+def _signals_later() -> Iterator[None]:
+    """Inside, signals that ask to stop wait: what is made and who is to remove it come together."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *PREEMPTION))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:

@@ -102,7 +102,7 @@ class Claim:
         self._file = -1
 
     def undo(self) -> None:
-        """The run has not begun: also remove the folders that were made for it."""
+        """Also remove the folders that were made for the run, if nothing was put there."""
         self.release()
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):
