@@ -315,6 +315,7 @@ TOGETHER = {
     "integrations/test_deepspeed.py",
     "integrations/test_published_scripts.py",
     "integrations/test_deepspeed_transformers.py",
+    "integrations/test_zero_to_fp32.py",
     "observe/test_report_in_browser.py",
     "observe/test_report_page.py",
     "observe/test_what_a_run_leaves.py",

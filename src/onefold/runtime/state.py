@@ -229,18 +229,24 @@ def _masters_of(flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
     return flat.dtypes.master, read, False
 
 
+@contextlib.contextmanager
+def unguarded(engine: Engine) -> Iterator[None]:
+    """Inside, `state_dict()` of the model's modules gives what they hold: for names and shapes."""
+    engine.whole_depth += 1
+    try:
+        yield
+    finally:
+        engine.whole_depth -= 1
+
+
 def plain_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
     """The module's own state dict: this rank's intervals under the parameters' names, buffers,
     extra state. Local.
 
     A parameter in tiles stands there as its first tile's.
     """
-    engine.whole_depth += 1  # lets the guard on state_dict() pass
-    try:
-        with disable_torch_function(), first_tiles():
-            held = module.state_dict(keep_vars=True)
-    finally:
-        engine.whole_depth -= 1
+    with unguarded(engine), disable_torch_function(), first_tiles():
+        held = module.state_dict(keep_vars=True)
     for name, value in held.items():
         if isinstance(value, Interval):
             refuse_parts(name, value)
