@@ -147,7 +147,7 @@ def observed(
         "planned rest": at_rest(units),
         "planned wire": wire(units, recipe, micro_batches),
         "planned peak": replay.peak,
-        "left": {k: v for k, v in replay.now.items() if v},
+        "left": replay.ledger.now(),
     }
 
 

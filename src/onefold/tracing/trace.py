@@ -104,16 +104,6 @@ class ActivationTrace:
     def peak_span(self) -> Span:
         return max(self.spans, key=lambda s: s.peak)
 
-    def highest(self, unit: str, phase: str) -> Span | None:
-        """The span of `unit` in `phase` ("forward" or "backward") with the largest peak; None if it
-        never runs in it.
-        """
-        return max(
-            (s for s in self.spans if s.unit == unit and s.phase == phase),
-            key=lambda s: s.peak,
-            default=None,
-        )
-
     @property
     def kernels(self) -> Kernels:
         """What runs in the step."""
