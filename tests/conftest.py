@@ -4,16 +4,22 @@ installed, the markers.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Until all tests are collected: what their imports make stays
+gc.disable()
 from hypothesis import HealthCheck, settings
 
 # Speed is judged in benchmarks: a busy machine must not fail a property.
@@ -71,6 +77,9 @@ SLOW_FILES = {
         "test_native_reduce.py",
         "test_native_virtual.py",
     ],
+    "doctor": [
+        "test_measure.py",
+    ],
     "habits": [
         "test_habits.py",
     ],
@@ -116,14 +125,9 @@ SLOW_FILES = {
     "plan": [
         "test_code.py",
         "test_matrix.py",
-        "test_measure.py",
         "test_planned_for.py",
         "test_planner.py",
         "test_replay.py",
-        "test_simulate.py",
-        "test_timeline.py",
-        "test_trace.py",
-        "test_trace_shortcuts.py",
     ],
     "quant": [
         "test_kernels.py",
@@ -148,8 +152,16 @@ SLOW_FILES = {
         "test_units_at_the_turn.py",
         "test_unsharded.py",
     ],
+    "simulation": [
+        "test_simulate.py",
+        "test_timeline.py",
+    ],
     "tiling": [
         "test_tiles.py",
+    ],
+    "tracing": [
+        "test_trace.py",
+        "test_trace_shortcuts.py",
     ],
     "train": [
         "test_claim.py",
@@ -216,11 +228,7 @@ SAMPLED = {
     "plan/test_code.py": 8,
     "plan/test_matrix.py": 3,
     "plan/test_replay.py": 5,
-    "plan/test_simulate.py": 6,
     "plan/test_tiers_planned.py": 2,
-    "plan/test_timeline.py": 12,
-    "plan/test_trace.py": 4,
-    "plan/test_trace_shortcuts.py": 6,
     "quant/test_kernels_compiled.py": 3,
     "recording/test_recording.py": 29,
     "runtime/test_as_in_plain_pytorch.py": 2,
@@ -241,7 +249,11 @@ SAMPLED = {
     "runtime/test_transformers_architectures.py": 6,
     "runtime/test_units_at_the_turn.py": 4,
     "runtime/test_wire_codecs.py": 6,
+    "simulation/test_simulate.py": 6,
+    "simulation/test_timeline.py": 12,
     "tiling/test_tiles.py": 8,
+    "tracing/test_trace.py": 4,
+    "tracing/test_trace_shortcuts.py": 6,
     "train/test_a_step_late.py": 3,
     "train/test_folder.py": 4,
     "train/test_starts.py": 3,
@@ -279,7 +291,7 @@ ONLY_WITH_ALL = {
     "integrations/test_published_scripts.py::test_scripts_of_trl",
     "integrations/test_published_scripts.py::test_torchrun_starts_a_script_of_trl_by_the_command",
     "integrations/test_tools_beside_ddp.py::test_every_cell_is_as_the_page_says",
-    "plan/test_timeline.py::test_all_of_a_recomputation_is_the_models",
+    "simulation/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
     "train/test_examples.py::test_the_example_of_trainer_learns_and_saves_what_opens_again",
     "train/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache",
@@ -427,6 +439,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -437,4 +450,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if "ranks" in sys.modules:
-        sys.modules["ranks"].stop_fork_server()
+        sys.modules["ranks"].stop_fork_servers()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where workers run everything, they share the fork servers that this process starts; they take
+    as long as the workers' collection.
+    """
+    config = session.config
+    everything = list(config.args) == [str(TESTS)] or list(config.args) == config.getini(
+        "testpaths"
+    )
+    if not everything or not getattr(config.option, "numprocesses", None):
+        return
+    import ranks
+
+    folder = tempfile.mkdtemp(prefix="onefold-tests-")
+    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    some = ["core"] if config.option.markexpr else list(ranks.SERVERS)
+    ranks.start_shared(some, folder)
+    os.environ[ranks.SHARED] = folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "ranks" in sys.modules:
+        server = getattr(getattr(item, "module", None), "SERVER", "core")
+        sys.modules["ranks"].server_of_test = server

