@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
-from onefold.checkpoint.manifest import FolderSource
 from onefold.checkpoint.source import Item, Source
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
 from onefold.recipe.options import bytes_of
