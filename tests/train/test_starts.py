@@ -203,8 +203,7 @@ TRAIN = [
         "onefold.train.process",
         "typer",
         "onefold.train.config",
-        "torch.types",
-        "torch.nn",
+        "pydantic",
         "onefold.recipe",
     ],
 )
