@@ -135,7 +135,11 @@ def test_values_are_those_of_the_model_made_without_it(limit: int) -> None:
     first, second = run_ranks(2, made_under_init, limit, 8)
     for seen in (first, second):
         assert all(seen["equal"]) and seen["names"] and seen["tied"]
-        assert seen["left whole"] == ["none"], "it has no elements"
+        # One has no elements, and two make a weight by weight_norm
+        assert seen["left whole"] == [
+            "none", "normed.parametrizations.weight.original0",
+            "normed.parametrizations.weight.original1",
+        ]  # fmt: skip
     assert first["total"] and first["buffer"], "rank 0 has read whole values in its constructor"
     if limit < 1 << 30:
         # What is aliased (the embedding), what is new, and the limit
@@ -328,7 +332,50 @@ def read_by_transformers(folder: str) -> dict[str, Any]:
         out["made"] = all(
             torch.equal(p, q) for p, q in zip(made.parameters(), plain.parameters(), strict=True)
         )
+    out["families"] = unequal_families(folder)
     out["tied"] = made.lm_head.weight is made.model.embed_tokens.weight
+    return out
+
+
+def unequal_families(folder: str) -> list[str]:
+    """Parameters read otherwise than they were saved, of a model with weight_norm, of one whose
+    experts are put together as it is read, and of one that gets a new head.
+    """
+    import transformers as hf
+    from transformers.integrations import HfDeepSpeedConfig
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "intermediate_size": 48}  # fmt: skip
+    speech = hf.Wav2Vec2Config(
+        **sizes, conv_dim=(16, 16), conv_stride=(2, 2), conv_kernel=(3, 3),
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2,
+    )  # fmt: skip
+    experts = hf.MixtralConfig(**sizes, vocab_size=64, num_local_experts=4, num_key_value_heads=2)
+    bert = hf.BertConfig(**sizes, vocab_size=64)
+    out = []
+    for config, kind, reader in (
+        (speech, hf.Wav2Vec2Model, hf.Wav2Vec2Model),
+        (experts, hf.MixtralForCausalLM, hf.MixtralForCausalLM),
+        (bert, hf.BertModel, hf.BertForTokenClassification),
+    ):
+        torch.manual_seed(0)
+        plain, place = kind(config), f"{folder}/{kind.__name__}"
+        if dist.get_rank() == 0:
+            plain.save_pretrained(place)
+        dist.barrier()
+        in_force = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1,
+                                      "zero_optimization": {"stage": 3}})  # fmt: skip
+        read = reader.from_pretrained(place)
+        del in_force
+        whole = dict(read.named_parameters())
+        prefix = "" if reader is kind else f"{read.base_model_prefix}."
+        with GatheredParameters(read):
+            out += [
+                name
+                for name, value in plain.named_parameters()
+                if (prefix + name) in whole and not torch.equal(whole[prefix + name], value)
+            ]
+            out += [name for name, value in whole.items() if not value.isfinite().all()]
     return out
 
 
@@ -337,6 +384,7 @@ def test_transformers_reads_a_folder_without_any_rank_holding_the_model(tmp_path
     for seen in run_ranks(2, read_by_transformers, str(tmp_path), fresh=True):
         figures = {name: f"{seen[name] / MIB:.0f} MiB" for name in ("peak", "rest", "whole")}
         assert seen["divided"] and seen["equal"] and seen["made"] and seen["tied"]
+        assert seen["families"] == []
         assert seen["dtypes"] == {"torch.bfloat16"}
         # Whole parameters of up to LIMIT bytes, and a share, at which both ranks arrive in fp32
         assert seen["peak"] < seen["whole"] / 2 + init.LIMIT + 40 * MIB < seen["whole"], figures

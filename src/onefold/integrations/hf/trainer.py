@@ -142,9 +142,10 @@ class TrainerMixin(_Host):
         them: it scales the loss, and skips the step.
         """
         accelerator = self.accelerator
+        own = getattr(accelerator.scaler, "_engine", None) is onefold.engine_of(self.model)
         if not scales_loss(self.recipe):
             accelerator.scaler = None
-        elif not isinstance(accelerator.scaler, onefold.GradScaler):
+        elif not own:  # accelerate's, or one over a former model
             handler = accelerator.scaler_handler
             options = handler.to_kwargs() if handler is not None else {}
             accelerator.scaler = onefold.GradScaler(self.model, **options)

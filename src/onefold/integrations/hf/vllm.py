@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import onefold
+from onefold.checkpoint.merged import Merging
 from onefold.runtime.registry import is_sharded
 
 #: TRL's method that gives (name, whole tensor) of each parameter, for the engine.
@@ -80,8 +81,6 @@ def connect(trainer: Any, bucket: int | str) -> None:
 
 def _names(model: nn.Module) -> set[str]:
     """Of parameters, as `stream_params` calls them: those of the base model."""
-    from onefold.checkpoint.merged import Merging
-
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if not getattr(model, "peft_config", None):
         return own

@@ -35,6 +35,8 @@ from onefold.runtime.operators.names import words
 NUMBER = "_onefold_init_number"
 #: Where it keeps this rank's interval.
 _VALUES = "_onefold_init_values"
+#: A mark on one that stays whole.
+_STAYS = "_onefold_init_stays"
 _numbers = itertools.count()
 
 #: What is answered without values.
@@ -117,6 +119,7 @@ class Intervals:
         for param in params:
             param.__dict__.pop(KEEPER)
             param.__dict__.pop(NUMBER)
+            param.__dict__.pop(_STAYS, None)
 
 
 _KEPT = Intervals()
@@ -151,17 +154,28 @@ def can_divide(param: nn.Parameter) -> bool:
     """Whether it is a plain parameter with values here; others stay whole until they are laid
     out.
     """
-    return (
-        type(param) is nn.Parameter
-        and not param.is_meta
-        and param.layout is torch.strided
-        and param.numel() > 0
-    )
+    return type(param) is nn.Parameter and _STAYS not in param.__dict__ and _has_values(param)
+
+
+def _has_values(param: nn.Parameter) -> bool:
+    there = not param.is_meta and not isinstance(param, nn.parameter.UninitializedParameter)
+    return there and param.layout is torch.strided and param.numel() > 0
+
+
+def stays(param: nn.Parameter) -> None:
+    """It is not to be divided."""
+    param.__dict__[_STAYS] = True
 
 
 def divide(param: nn.Parameter, source: int) -> None:
-    """Keep this rank's interval of `source`'s values. Collective."""
+    """Keep this rank's interval of `source`'s values; all of them, of what is not divided.
+    Collective.
+    """
+    if isinstance(param, DividedParameter):
+        return
     if not can_divide(param):
+        if _has_values(param):
+            broadcast(param.data, source)
         return
     world, flat = dist.get_world_size(), param.data.detach().reshape(-1)
     each = -(-flat.numel() // world)

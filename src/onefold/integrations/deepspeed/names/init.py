@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.integrations.deepspeed.names import divided
@@ -35,7 +36,8 @@ class Init:
     | the end of the context                        | all are divided, in the configuration's dtype   |
 
     Every rank runs the same code inside: divisions are collective. Parameters of another class than
-    `nn.Parameter`, and those on the meta device, are left alone. What may be done with divided
+    `nn.Parameter`, those on the meta device, and those that a weight is made of by torch's
+    parametrizations (weight_norm) stay as they are: who reads such a weight gathers nothing. What may be done with divided
     parameters is in divided.py; `initialize` takes them over unit by unit.
 
     Args:
@@ -88,7 +90,7 @@ class Init:
             def noted(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
                 register(module, name, param)
                 if param is not None:
-                    self._note(param)
+                    self._note(param, isinstance(module, ParametrizationList))
 
             nn.Module.register_parameter = noted  # type: ignore[method-assign, assignment]
             divided.gathers.append(self._gather)
@@ -107,13 +109,15 @@ class Init:
                 self._end()
             self._made, self._whole = {}, []
 
-    def _note(self, param: nn.Parameter) -> None:
-        """A module has a parameter: if it is new, it is whole."""
+    def _note(self, param: nn.Parameter, stays: bool = False) -> None:
+        """A module has a parameter: if it is new, it is whole, and may go unless it `stays`."""
         if id(param) in self._made or divided.NUMBER in param.__dict__ or param.is_meta:
             return
         self._made[id(param)] = param
         if not _alone():
             divided.number(param)
+            if stays:
+                divided.stays(param)
             self._add([param])
 
     def _gather(self, params: Sequence[nn.Parameter]) -> None:
