@@ -161,6 +161,7 @@ class Gatherer:
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
         self.backward_cursor: Cursor | None = None
+        self.held_back = False  # a unit waits to be passed by, see `pass_by`
         self.unwanted: list[Unit] = []
         self.here: dict[int, Unit] = {}  # gathered, or on their way; by index
         # A unit of this pass was released although the recipe keeps them: a re-entrant checkpoint
@@ -268,7 +269,7 @@ class Gatherer:
         self.awaited_pass = weakref.ref(recorded, gone) if self.awaiting_backward else None
 
     def begin_backward(self) -> None:
-        self.backward_log = []
+        self.backward_log, self.held_back = [], False
         self.backward_cursor = None
         for index, writes in sorted(self.awaiting_backward.items()):
             # This backward pass computes with the new values, as with those of other units
@@ -332,14 +333,16 @@ class Gatherer:
             # Recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers
             # it when it comes to it
             cursor = None
+        passed: list[Unit] = []
         if unit.away or (backward and unit.index in self.awaiting_backward):
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
                 self.join(other)
             if unit.away:
                 self.launch(unit)
-            if backward and passed:
-                self.passed_over([u for u in passed if not u.encloses(unit)])
+        if backward and (passed or self.held_back):
+            self.held_back = False
+            self.passed_over([u for u in passed if not u.encloses(unit)])
         self.wait(unit)
         if not unit.claimed:
             unit.claimed = True
@@ -400,14 +403,25 @@ class Gatherer:
         if backward and ahead:
             self.passed_over([u for u in ahead if not u.encloses(using)])
 
-    def pass_by(self, unit: Unit) -> None:
+    def pass_by(self, unit: Unit) -> bool:
         """This rank does not use the unit in this backward pass and is about to wait for the ranks
         that do: join their gather first.
+
+        False if a unit that this rank is going to use comes before it: frozen units give no
+        gradient to wait for, so a turn can come ahead of the pass. Joined now, that unit would be
+        dropped before its use. `passed_over` is called again when the pass has come further.
         """
         cursor = self.backward_cursor
-        if cursor is not None and unit.index in cursor.order[cursor.at :]:
-            for index in (*cursor.reach(unit.index), unit.index):
-                self.join(self.units[index])
+        if cursor is None or unit.index not in cursor.order[cursor.at :]:
+            return True
+        there = cursor.order.index(unit.index, cursor.at)
+        before = [self.units[index] for index in cursor.order[cursor.at : there]]
+        if any(u.calls and u.index not in self.backward_log for u in before):
+            self.held_back = True
+            return False
+        for index in (*cursor.reach(unit.index), unit.index):
+            self.join(self.units[index])
+        return True
 
     def _reap(self, inside: Unit | None) -> None:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in

@@ -323,8 +323,8 @@ class Reducer:
         """Launch every unit whose turn it is and that is ready."""
         while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
             unit = self.units[self.order[self.turn]]
-            if unit.calls == 0:
-                self.gather.pass_by(unit)
+            if unit.calls == 0 and not self.gather.pass_by(unit):
+                return
             self._launch(unit)
             self.turn += 1
             self._land_what_is_due()
