@@ -124,7 +124,9 @@ class Leaving(nn.Module):
 
 
 #: What is frozen; by rank: the blocks that are left out, and those whose inner unit is.
-SKIPPED_BELOW_FROZEN: list[tuple[tuple[str, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]] = [
+SKIPPED_BELOW_FROZEN: list[
+    tuple[tuple[str, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
+] = [
     (("blocks.3", "leave"), [((), ()), ((0, 1, 2), ())]),
     (("blocks.3", "leave"), [((2,), ()), ((0, 1), ())]),
     (("blocks.2", "blocks.3", "leave"), [((), ()), ((1,), ())]),
@@ -134,7 +136,9 @@ SKIPPED_BELOW_FROZEN: list[tuple[tuple[str, ...], list[tuple[tuple[int, ...], tu
 ]
 
 
-def skips_below_frozen(stage: int, options: dict[str, Any]) -> list[tuple[list[float], list[Tensor]]]:
+def skips_below_frozen(
+    stage: int, options: dict[str, Any]
+) -> list[tuple[list[float], list[Tensor]]]:
     """The losses and weights of two steps of each case."""
     rank, out = torch.distributed.get_rank(), []
     for frozen, skipped in SKIPPED_BELOW_FROZEN:

@@ -21,9 +21,9 @@ and still be summed in fp32.
 there are several. `intra_group` and `inter_group` are then the groups of this rank's on each level,
 and a gather over all goes across first, then inside: each byte enters a node once.
 
-[Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count. Two ranks
-that disagree on what comes next never take each other's bytes for something else: they wait, and
-the wait ends in a `StallError`.
+[Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count, and of the
+addresses that are reduced and the length. Two ranks that disagree on what comes next never take each
+other's bytes for something else: they wait, and the wait ends in a `StallError`.
 
 [Note: order instead of tags] A native backend matches operations by the order in which each rank
 launches them, and takes a unit's bytes for another's where they have one size. So each
@@ -55,7 +55,7 @@ from onefold.comm.members import backend_of, format_ranks, members
 from onefold.comm.pending import Chain, Chains, Pending
 from onefold.comm.stall import CollectiveContext, StallError, explain
 from onefold.comm.topology import inner_of, ranks_of_a_node, sides_of
-from onefold.comm.wire import FAKE, GLOO, Cut, Parts, Wire, all_gather_single, wire_of
+from onefold.comm.wire import FAKE, GLOO, Cut, Launch, Parts, Wire, all_gather_single, wire_of
 from onefold.device import current_stream, has_streams, new_event, new_stream
 from onefold.layout import Topology
 
@@ -329,7 +329,7 @@ class Group:
         each, part = mine.numel() * mine.element_size(), plain // self.size
         event = self._record(move, place, full.dtype, each * len(self.peers), each * self._peers_away,
                              part * len(self.peers), part * self._peers_away)  # fmt: skip
-        return self.wire.all_gather(self, full, mine, place, unit_index, move, event)
+        return self.wire.all_gather(Launch(self, move, unit_index, place, event), full, mine)
 
     @property
     def joins_messages(self) -> bool:
@@ -372,9 +372,8 @@ class Group:
                 self.ledger.waited(event, now)
 
         sends = [(peer, sent) for peer in self.peers]
-        return self.wire.exchange(
-            self, sends, received, places[0], number, "all-gather", events[0]
-        ).then(arrived)
+        launch = Launch(self, "all-gather", number, places[0], events[0])
+        return self.wire.exchange(launch, sends, received).then(arrived)
 
     # -- moves of reductions on native backends ----------------------------------------------------
 
@@ -404,6 +403,7 @@ class Group:
         unit_index: int,
         move: str,
         plain: int = 0,
+        addresses: tuple[int, int] | None = None,
     ) -> Pending:
         """The wire half of a reduction, in one operation.
 
@@ -413,11 +413,15 @@ class Group:
             received: what comes from each rank, by position: [ranks, own] with this rank's row
                 among them; or without, [ranks - 1, own].
             plain: bytes that each rank's part was encoded from, for the ledger.
+            addresses: of the unit's buffer, that are reduced. Ranks that mean other addresses never
+                take each other's bytes for their own.
         """
         width = sent.element_size()
         event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width,
                              plain * len(self.peers), plain * self._peers_away)  # fmt: skip
-        return self.wire.scatter_parts(self, sent, cut, received, place, unit_index, move, event)
+        return self.wire.scatter_parts(
+            Launch(self, move, unit_index, place, event, addresses), sent, cut, received
+        )
 
     def can_reduce(self, cut: Cut) -> bool:
         """Whether the backend itself can scatter sums of such parts: they are even, and in its own
@@ -434,6 +438,7 @@ class Group:
         unit_index: int,
         move: str,
         mean: bool,
+        addresses: tuple[int, int] | None = None,
     ) -> Pending:
         """The backend's own: the sum of all ranks' `sent` [numel], or their mean. This rank gets
         its part `own`. Added in their dtype.
@@ -442,10 +447,17 @@ class Group:
         event = self._record(
             move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width
         )
-        return self.wire.reduce_scatter(self, sent, own, place, unit_index, move, mean, event)
+        return self.wire.reduce_scatter(
+            Launch(self, move, unit_index, place, event, addresses), sent, own, mean
+        )
 
     def all_reduce(
-        self, whole: torch.Tensor, place: CollectiveContext, unit_index: int, mean: bool
+        self,
+        whole: torch.Tensor,
+        place: CollectiveContext,
+        unit_index: int,
+        mean: bool,
+        addresses: tuple[int, int] | None = None,
     ) -> Pending:
         """The backend's own: the sum of all ranks' `whole`, or their mean, in place. In its
         dtype.
@@ -454,10 +466,17 @@ class Group:
         event = self._record(
             move, place, whole.dtype, each * len(self.peers), each * self._peers_away
         )
-        return self.wire.all_reduce(self, whole, place, unit_index, mean, event)
+        return self.wire.all_reduce(
+            Launch(self, move, unit_index, place, event, addresses), whole, mean
+        )
 
     def gather_sums(
-        self, whole: torch.Tensor, cut: Cut, place: CollectiveContext, unit_index: int
+        self,
+        whole: torch.Tensor,
+        cut: Cut,
+        place: CollectiveContext,
+        unit_index: int,
+        addresses: tuple[int, int] | None = None,
     ) -> Pending:
         """Each rank's part of `whole` ([numel], by position) to all others, in place: behind a
         reduction, and in the order of reductions.
@@ -469,7 +488,9 @@ class Group:
             move, place, whole.dtype, each * len(self.peers), each * self._peers_away
         )
         own = whole[self.rank * cut.own : (self.rank + 1) * cut.own]
-        return self.wire.gather_sums(self, whole, own, place, unit_index, event)
+        return self.wire.gather_sums(
+            Launch(self, move, unit_index, place, event, addresses), whole, own
+        )
 
     def launched(self) -> bytes:
         """A checksum of what the native communicators were given so far, in order: one on all
@@ -499,9 +520,11 @@ class Group:
         self.give_up()
         return self.broken
 
-    def note_launch(self, which: int, move: str, unit_index: int, numel: int = 0) -> None:
+    def note_launch(
+        self, which: int, move: str, unit_index: int, about: int | tuple[int, int] = 0
+    ) -> None:
         self._launched[which] = zlib.crc32(
-            f"{move} {unit_index} {numel}".encode(), self._launched[which]
+            f"{move} {unit_index} {about}".encode(), self._launched[which]
         )
 
     # -- other moves -------------------------------------------------------------------------------
@@ -515,12 +538,14 @@ class Group:
         *,
         move: str,
         plain: Mapping[int, int] | None = None,
+        addresses: tuple[int, int] | None = None,
     ) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`; the wire half of a
         reduction (or of a scatter).
 
         Tensors are contiguous and one-dimensional; empty ones are left out on both sides. `plain`:
-        bytes that the part for each peer was encoded from, for the ledger.
+        bytes that the part for each peer was encoded from, for the ledger. `addresses`: as in
+        `scatter_parts`.
         """
         if self.size == 1:
             return Pending(self, [], place)
@@ -529,7 +554,9 @@ class Group:
         counts = [(t.numel() * t.element_size(), was.get(p, 0), away[p]) for p, t in sends]
         event = self._record(move, place, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
                              sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
-        return self.wire.exchange(self, sends, recvs, place, unit_index, move, event)
+        return self.wire.exchange(
+            Launch(self, move, unit_index, place, event, addresses), sends, recvs
+        )
 
     def exchange_control(
         self, payload: torch.Tensor, place: CollectiveContext, kind: str = "control"
@@ -704,8 +731,10 @@ class Group:
             plain_between,
         )
 
-    def tag(self, move: str, unit_index: int) -> int:
+    def tag(self, move: str, unit_index: int, addresses: tuple[int, int] | None = None) -> int:
         count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
+        if addresses is not None:
+            count ^= hash(addresses)
         return (
             self._level << 30 | _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
         )
