@@ -413,8 +413,8 @@ class Group:
             received: what comes from each rank, by position: [ranks, own] with this rank's row
                 among them; or without, [ranks - 1, own].
             plain: bytes that each rank's part was encoded from, for the ledger.
-            addresses: of the unit's buffer, that are reduced. Ranks that mean other addresses never
-                take each other's bytes for their own.
+            addresses: of the unit's buffer, that the reduction is of, the same on all ranks. Ranks
+                that mean other addresses never take each other's bytes for their own.
         """
         width = sent.element_size()
         event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width,

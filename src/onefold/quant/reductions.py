@@ -72,7 +72,7 @@ class EncodedReduce(Reduce):
                 self.flat.index,
                 place.move,
                 plain[group.rank],
-                r.span,
+                r.run,
             )
         else:
             sending.pending = group.exchange(
@@ -82,7 +82,7 @@ class EncodedReduce(Reduce):
                 self.flat.index,
                 move=place.move,
                 plain=plain,
-                addresses=r.span,
+                addresses=r.run,
             )
         return sending
 

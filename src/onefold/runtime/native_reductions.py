@@ -68,7 +68,7 @@ class RowsReduce(Reduce):
             place,
             self.flat.index,
             place.move,
-            addresses=r.span,
+            addresses=r.run,
         )
         return sending
 
@@ -86,7 +86,7 @@ class BackendReduce(RowsReduce):
         sending.receive_buffer = into
         mean = self.flat.early_scale == 1
         sending.pending = self.group.reduce_scatter(
-            sent, cut, into, place, self.flat.index, place.move, mean, r.span
+            sent, cut, into, place, self.flat.index, place.move, mean, r.run
         )
         return sending
 
