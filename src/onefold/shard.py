@@ -25,7 +25,7 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
 from onefold.recipe.rows import NATIVE
 from onefold.runtime import keep_gathered as kept_gathered
-from onefold.runtime import state
+from onefold.runtime import state, state_dicts
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.capabilities import Activations, Capabilities, Store
 from onefold.runtime.engine import Engine
@@ -248,7 +248,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The whole state dict in master precision on rank 0's host, moved a parameter at a time; {} on
     other ranks. Collective.
     """
-    return state.full_state_dict(engine_of(module), module)
+    return state_dicts.full_state_dict(engine_of(module), module)
 
 
 def load_full_state_dict(
@@ -261,7 +261,7 @@ def load_full_state_dict(
         ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or names do
             under `strict`.
     """
-    return state.load_full_state_dict(engine_of(module), module, state_dict, strict)
+    return state_dicts.load_full_state_dict(engine_of(module), module, state_dict, strict)
 
 
 @contextlib.contextmanager
