@@ -10,6 +10,7 @@ face of the whole: shape, number of elements and every attribute that somebody p
 | the optimizer inside `step()`                     | a plain `nn.Parameter`: the local interval (`bared`)                              |
 | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
 | any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape, dtype: no gather)              |
+| code inside a backward pass of the model          | the same; but `.data`, detach() and what writes in place: the interval            |
 | code outside, with gradients                      | the whole parameter, gathered for the operation (runtime/outside.py)              |
 | code outside, without; `.data`, `.grad`, detach() | an interval with the face of the whole (runtime/interval.py, runtime/operators.py) |
 
@@ -51,6 +52,7 @@ from onefold.runtime.outside import compute_outside
 from onefold.runtime.storageless import Storageless, explain, seen_storageless, storageless
 
 if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Entry
 
 __all__ = [
@@ -124,6 +126,20 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
+def _in_backward() -> bool:
+    """In a backward pass: the backward of a Function, a hook, a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_own_pass(engine: Engine) -> bool:
+    """In a pass of the parameter's own model: another's is looked at from outside."""
+    return bool(engine.stack) or (engine.progress.backward_open and not engine.whole_depth)
+
+
+def _computing(engine: Engine) -> bool:
+    return engine.computing
+
+
 #: What asks for gradients only to drop them, or to fill them with zeros in place: it needs no face.
 _DROPS = frozenset(
     getattr(drops, "__wrapped__", drops).__code__
@@ -160,13 +176,11 @@ class ShardedParameter(nn.Parameter):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
             return _get_dtype(self)
-        if ForwardDepth.value or _recomputing():
-            # Code of a recomputation must come to what it came to in the forward pass, where its
+        if ForwardDepth.value or _in_backward():
+            # Code of a backward pass must come to what it came to in the forward pass, where its
             # module had the whole parameter: adapters cast their input to this
             entry = self.__dict__["_onefold_entry"]()
-            engine = None if entry is None else entry.engine()
-            # Its own model's pass: another's is looked at from outside in both passes
-            if engine is not None and (engine.stack or engine.progress.backward_open):
+            if entry is not None and (engine := entry.engine()) and _in_own_pass(engine):
                 return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
 
@@ -265,6 +279,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if (entries := _differentiated(func, args, kwargs)) is not None:
                 return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+        # So does the backward of a Function, and a hook. What they write goes to the master, which
+        # `.data` shows them: the whole is dropped behind the pass.
+        if _in_backward() and not (
+            name in ("data", "detach") or is_about_itself(func) or writes_in_place(func, kwargs)
+        ):
+            args, kwargs = _substitute(func, args, kwargs, _in_own_pass)
         if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
             return func(*_as_declared(args), **_as_declared(kwargs))
         found = infos(args, kwargs)
@@ -646,8 +666,10 @@ def _flatten(value: Any) -> list[Any]:
     return [value]
 
 
-def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with each sharded parameter of a model in forward replaced by its whole
+def _substitute(
+    func: Any, args: Any, kwargs: Any, wanted: Callable[[Engine], bool] = _computing
+) -> tuple[Any, Any]:
+    """The arguments with each sharded parameter of a model that is `wanted` replaced by its whole
     parameter, gathered if need be.
     """
 
@@ -655,7 +677,7 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if isinstance(value, ShardedParameter):
             info = value.__dict__.get("onefold")
             entry = info._entry() if info is not None else None
-            if entry is None or not entry.engine().computing:
+            if entry is None or not wanted(entry.engine()):
                 return value
             if (name := name_of(func)) == "data":
                 entry.flat.written_in_forward = True  # perhaps: see `Whole`
