@@ -321,7 +321,9 @@ def recomputed(reentrant: bool, span: int) -> list[Any]:
                 model(features_of(10 * step + torch.distributed.get_rank(), 4, 8)).square().mean()
             )
             loss.backward()
-            held = [u.name for u in onefold.engine_of(model).units if stage == 3 and not u.away]
+            held = [
+                u.name for u in onefold.engine_of(model).units if stage == 3 and not u.ungathered
+            ]
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())

@@ -177,7 +177,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def change_kept_gradients(mode: str) -> dict[str, str]:
+def change_unreduced_gradients(mode: str) -> dict[str, str]:
     """What a rank is told that changed a gradient of its own under no_sync, in each way, before a
     micro-batch and before a step.
     """
@@ -220,8 +220,10 @@ def change_kept_gradients(mode: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", KEEPING)
-def test_a_kept_gradient_that_was_changed_is_an_error_with_the_parameters_name(mode: str) -> None:
-    for said in run_ranks(2, change_kept_gradients, mode):
+def test_an_unreduced_gradient_that_was_changed_is_an_error_with_the_parameters_name(
+    mode: str,
+) -> None:
+    for said in run_ranks(2, change_unreduced_gradients, mode):
         assert len(said) == 2 * len(CHANGES) and not any(said.values()), said
 
 
@@ -291,7 +293,7 @@ def test_dropping_such_a_gradient_halves_what_two_micro_batches_bring(mode: str)
         ) and min(whole) > 0
 
 
-def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
+def step_on_unreduced_gradients(mode: str) -> tuple[str, list[str]]:
     """A step taken under no_sync is refused; the micro-batch that was missing puts it right."""
     import onefold
 
@@ -320,8 +322,8 @@ def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("mode", KEEPING)
-def test_a_step_on_kept_gradients_is_refused_and_the_boundary_puts_it_right(mode: str) -> None:
-    for said, changed in run_ranks(2, step_on_kept_gradients, mode):
+def test_a_step_on_unreduced_gradients_is_refused_and_the_boundary_puts_it_right(mode: str) -> None:
+    for said, changed in run_ranks(2, step_on_unreduced_gradients, mode):
         assert "no_sync" in said and "reduced" in said, said
         assert changed == []
 
@@ -413,7 +415,9 @@ def compare_with_a_broken_pass(mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_backward_that_raised_after_a_kept_one_leaves_no_trace_in_the_numbers(mode: str) -> None:
+def test_a_backward_that_raised_after_an_unreduced_one_leaves_no_trace_in_the_numbers(
+    mode: str,
+) -> None:
     assert run_ranks(2, compare_with_a_broken_pass, mode) == [[], []]
 
 
@@ -522,7 +526,7 @@ def half_a_step_of_one_process(mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_process_in_sixteen_bits_drops_kept_gradients_too(mode: str) -> None:
+def test_one_process_in_sixteen_bits_drops_unreduced_gradients_too(mode: str) -> None:
     assert half_a_step_of_one_process(mode) == []
 
 

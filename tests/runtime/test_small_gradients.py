@@ -198,7 +198,7 @@ def refreshed(overlap: bool, traffic: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("ranks", "traffic"), [(2, 256 << 10), (3, 256 << 10), (2, 4 << 10)])
-def test_small_kept_copies_are_refreshed_in_one_message(ranks: int, traffic: int) -> None:
+def test_small_resident_copies_are_refreshed_in_one_message(ranks: int, traffic: int) -> None:
     for alone, together in zip(
         run_ranks(ranks, refreshed, False, traffic),
         run_ranks(ranks, refreshed, True, traffic),

@@ -171,8 +171,8 @@ class Group:
         self._row_of: torch.Tensor | None = None  # where rows by position lie among rows by number
         # Starting behind oneself spreads the load: no rank is everybody's first.
         self.peers = [(rank + i) % self.size for i in range(1, self.size)]
-        self._away = [node != nodes[rank] for node in nodes]
-        self._peers_away = sum(self._away)
+        self._elsewhere = [node != nodes[rank] for node in nodes]
+        self._peers_elsewhere = sum(self._elsewhere)
 
     @property
     def intra_group(self) -> Group:
@@ -327,8 +327,8 @@ class Group:
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         each, part = mine.numel() * mine.element_size(), plain // self.size
-        event = self._record(move, place, full.dtype, each * len(self.peers), each * self._peers_away,
-                             part * len(self.peers), part * self._peers_away)  # fmt: skip
+        event = self._record(move, place, full.dtype, each * len(self.peers), each * self._peers_elsewhere,
+                             part * len(self.peers), part * self._peers_elsewhere)  # fmt: skip
         return self.wire.all_gather(Launch(self, move, unit_index, place, event), full, mine)
 
     @property
@@ -358,8 +358,14 @@ class Group:
         rows = [full.view(size, -1) for full in fulls]
         events = []
         for row, place in zip(rows, places, strict=True):
-            each, count, away = row.shape[1] * row.element_size(), len(self.peers), self._peers_away
-            events.append(self._record("all-gather", place, row.dtype, each * count, each * away))
+            each, count, elsewhere = (
+                row.shape[1] * row.element_size(),
+                len(self.peers),
+                self._peers_elsewhere,
+            )
+            events.append(
+                self._record("all-gather", place, row.dtype, each * count, each * elsewhere)
+            )
         lengths = [row.shape[1] for row in rows]
         sent = torch.cat([row[rank] for row in rows])
         received = [(peer, torch.empty_like(sent)) for peer in self.peers]
@@ -391,8 +397,8 @@ class Group:
         """A division of a buffer by position, `sizes` in elements, for the moves below. Make it
         once.
         """
-        away = sum(size for size, far in zip(sizes, self._away, strict=True) if far)
-        return Cut(tuple(sizes), sum(sizes), sizes[self.rank], away, len(set(sizes)) == 1)
+        elsewhere = sum(size for size, far in zip(sizes, self._elsewhere, strict=True) if far)
+        return Cut(tuple(sizes), sum(sizes), sizes[self.rank], elsewhere, len(set(sizes)) == 1)
 
     def scatter_parts(
         self,
@@ -417,8 +423,8 @@ class Group:
                 that mean other addresses never take each other's bytes for their own.
         """
         width = sent.element_size()
-        event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width,
-                             plain * len(self.peers), plain * self._peers_away)  # fmt: skip
+        event = self._record(move, place, sent.dtype, (cut.numel - cut.own) * width, cut.between * width,
+                             plain * len(self.peers), plain * self._peers_elsewhere)  # fmt: skip
         return self.wire.scatter_parts(
             Launch(self, move, unit_index, place, event, addresses), sent, cut, received
         )
@@ -445,7 +451,7 @@ class Group:
         """
         width = sent.element_size()
         event = self._record(
-            move, place, sent.dtype, (cut.numel - cut.own) * width, cut.away * width
+            move, place, sent.dtype, (cut.numel - cut.own) * width, cut.between * width
         )
         return self.wire.reduce_scatter(
             Launch(self, move, unit_index, place, event, addresses), sent, own, mean
@@ -464,7 +470,7 @@ class Group:
         """
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
         event = self._record(
-            move, place, whole.dtype, each * len(self.peers), each * self._peers_away
+            move, place, whole.dtype, each * len(self.peers), each * self._peers_elsewhere
         )
         return self.wire.all_reduce(
             Launch(self, move, unit_index, place, event, addresses), whole, mean
@@ -485,7 +491,7 @@ class Group:
         """
         move, each = "all-reduce", cut.own * whole.element_size()
         event = self._record(
-            move, place, whole.dtype, each * len(self.peers), each * self._peers_away
+            move, place, whole.dtype, each * len(self.peers), each * self._peers_elsewhere
         )
         own = whole[self.rank * cut.own : (self.rank + 1) * cut.own]
         return self.wire.gather_sums(
@@ -550,8 +556,8 @@ class Group:
         if self.size == 1:
             return Pending(self, [], place)
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
-        was, away = plain or {}, self._away
-        counts = [(t.numel() * t.element_size(), was.get(p, 0), away[p]) for p, t in sends]
+        was, elsewhere = plain or {}, self._elsewhere
+        counts = [(t.numel() * t.element_size(), was.get(p, 0), elsewhere[p]) for p, t in sends]
         event = self._record(move, place, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
                              sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
         return self.wire.exchange(

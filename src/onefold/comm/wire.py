@@ -40,7 +40,7 @@ class Cut:
     """How the ranks of a group divide one buffer among themselves, lengths in elements.
 
     Attributes:
-        sizes: by position. numel: of the buffer. own: this rank's part. away: of the buffer, what
+        sizes: by position. numel: of the buffer. own: this rank's part. between: of the buffer, what
             belongs to ranks on other nodes.
         even: all parts are of one length.
     """
@@ -48,7 +48,7 @@ class Cut:
     sizes: tuple[int, ...]
     numel: int
     own: int
-    away: int
+    between: int
     even: bool
 
 

@@ -67,7 +67,8 @@ def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]
     """
     flats = {entry.flat.index: entry.flat for entry in entries}
     apart = {
-        i: flat.storage.offloaded or moments.rests(optimizer, engine.recipe, flat) is not None
+        i: flat.storage.offloaded
+        or moments.moment_policy(optimizer, engine.recipe, flat) is not None
         for i, flat in flats.items()
     }
     return [entry for entry in entries if apart[entry.flat.index]]
@@ -140,7 +141,7 @@ def step_flat(
         return
     ready = [entry for entry in entries if entry.param.grad is not None]
     if ready:
-        if (how := moments.rests(optimizer, engine.recipe, flat)) is not None:
+        if (how := moments.moment_policy(optimizer, engine.recipe, flat)) is not None:
             moments.step_in_memory(optimizer, how, ready)
         else:
             params = [entry.param for entry in ready]
@@ -236,7 +237,7 @@ class _Stepping:
             assert isinstance(storage, NvmeStorage)
             ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
             self.hows[flat.index] = (
-                moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
+                moments.moment_policy(self.optimizer, self.engine.recipe, flat) if ready else None
             )
             for entry in ready:
                 self._adopt(storage, entry)

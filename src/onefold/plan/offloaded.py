@@ -349,17 +349,17 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
     last = {slot.unit: i for i, slot in enumerate(activity.slots) if slot.phase == "forward"}
     for i, slot in enumerate(activity.slots):
         if slot.phase == "forward":  # what other units saved so far
-            away = sum(seen.values())
+            saved = sum(seen.values())
             seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
             waits = 0 if shared else near
         else:  # what was saved before this unit; what was saved behind it has been read
             if slot.unit in order:
                 del order[order.index(slot.unit) :]
-            away = sum(gone[unit] for unit in order)
+            saved = sum(gone[unit] for unit in order)
             waits = near
         slots.append(
             replace(
-                slot, peak=max(slot.peak - away + min(waits, away), slot.logits + slot.gradients)
+                slot, peak=max(slot.peak - saved + min(waits, saved), slot.logits + slot.gradients)
             )
         )
     slabs = min(budget, -(-total // SLAB) * SLAB)

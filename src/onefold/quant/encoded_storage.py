@@ -69,7 +69,7 @@ class EncodedStorage(Storage):
         self.codec, self.intervals = codec, EncodedIntervals(flat, codec)
 
     def build(self, device: torch.device) -> torch.Tensor:
-        self.payload = torch.empty(self.flat.spec.kept_bytes, dtype=torch.uint8, device=device)
+        self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
     def bound(self, first: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ def torchao_format(optimizer: Optimizer) -> Format | None:
     return None
 
 
-def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
+def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
     """How `optimizer` keeps the moments of the parameters of `flat`; None if as it makes them
     itself.
 

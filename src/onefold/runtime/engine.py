@@ -6,7 +6,7 @@
     forward hook of a unit         show the optimizer's parameters again, release
     gradient of a parameter        copy into the unit's buffer; unit complete → reduce behind the rest of backward
     end of backward                land the reductions, agree on what was used, set `.grad`, release everything
-    optimizer step                 works on `.grad` and master weights that are this rank's; kept copies become stale
+    optimizer step                 works on `.grad` and master weights that are this rank's; resident copies become stale
     next forward                   stale copies are gathered behind the first units
 
 The engine holds no strong reference to the module: modules → hooks → engine, never back. When the
@@ -43,7 +43,7 @@ from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
-from onefold.runtime.placement import leaving, rests_encoded
+from onefold.runtime.placement import offloaded_units, rests_encoded
 from onefold.runtime.progress import Progress, Resources
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.residuals import Residuals
@@ -108,12 +108,12 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
-        away = leaving(specs, recipe, self.world_size)
+        offloaded = offloaded_units(specs, recipe, self.world_size)
         self.transfers = Transfers(recipe, self.rank, device, memory, capabilities.store)
         self.pool = Pool(
             device,
             self.memory,
-            paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
+            paged=bool(offloaded) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
         )
         self.residuals = Residuals(self)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
@@ -123,7 +123,9 @@ class Engine:
             recipe, self.group, self.memory, self.pool, self.transfers, self.progress
         )
         self._of_units, self._more_flats = len(specs) * 8, 0
-        self.units = [self._unit(index, spec, index in away) for index, spec in enumerate(specs)]
+        self.units = [
+            self._unit(index, spec, index in offloaded) for index, spec in enumerate(specs)
+        ]
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
@@ -166,7 +168,7 @@ class Engine:
         self.copying: Callable[[], None] | None = None
         self.steps = capabilities.step(self)
 
-    def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
+    def _unit(self, index: int, spec: UnitSpec, offloaded: bool) -> Unit:
         groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
         for found in spec.found:
             like, trainable = (
@@ -180,7 +182,7 @@ class Engine:
             Flat(
                 spec.name or "(root)", found, Dtypes.of(declared_dtype(found[0].param), trainable, self.recipe),
                 self._number(index, i), self,
-                Tiers.of(trainable, self.recipe) if away and not encoded else None, encoded,
+                Tiers.of(trainable, self.recipe) if offloaded and not encoded else None, encoded,
             )
             for i, ((_, trainable, encoded), found) in enumerate(groups.items())
         ]  # fmt: skip
@@ -538,7 +540,7 @@ class Engine:
                     )
 
     def make_stale(self) -> None:
-        """The masters have been written to: every kept copy is out of date."""
+        """The masters have been written to: every resident copy is out of date."""
         all_written(self)
 
     def optimizer_is_stepping(self) -> None:

@@ -258,10 +258,10 @@ class Flat:
         # The module writes to its parameters, see runtime/forward_writes.py
         self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        # Of a kept copy: what the masters' version counters said; masters were written to since
+        # Of a resident copy: what the masters' version counters said; masters were written to since
         self.versions, self.stale = 0, False
         self.last_step = 0  # the last write by a step that was looked at, see runtime/stale.py
-        self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
+        self.refreshed = 0  # of a resident copy: how many writes to masters it has followed
 
     @property
     def divided(self) -> bool:

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from onefold.runtime.progress import Resources
 
 
-#: Kept copies of so few bytes are refreshed together, in one message.
+#: Resident copies of so few bytes are refreshed together, in one message.
 SMALL = 64 << 10
 
 
@@ -216,7 +216,7 @@ class Gatherer:
         keep = self._keeps and not aborted
         for unit in self.sharded:
             unit.sticky = False
-            if turns and unit.index in self.kept_at_turn and not unit.away:
+            if turns and unit.index in self.kept_at_turn and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
                 unit.claimed = False
                 self.awaiting_backward[unit.index] = _writes(unit)
@@ -239,12 +239,12 @@ class Gatherer:
     def gather_kept(self) -> None:
         """Launch the gather of what stays and is not here."""
         for unit in self.sharded:
-            if unit.index in self.kept_gathered and unit.away:
+            if unit.index in self.kept_gathered and unit.ungathered:
                 self.launch(unit)
 
     def release_kept(self) -> None:
         for unit in self.sharded:
-            if unit.index in self.kept_gathered and not unit.away and not unit.depth:
+            if unit.index in self.kept_gathered and not unit.ungathered and not unit.depth:
                 self.release(unit)
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
@@ -286,7 +286,7 @@ class Gatherer:
         order = [
             index
             for index in self.backward_order
-            if self.units[index].away or index in self.awaiting_backward
+            if self.units[index].ungathered or index in self.awaiting_backward
         ]
         self.backward_cursor = Cursor(order) if self.progress.root_graphs else None
 
@@ -334,11 +334,11 @@ class Gatherer:
             # it when it comes to it
             cursor = None
         passed: list[Unit] = []
-        if unit.away or (backward and unit.index in self.awaiting_backward):
+        if unit.ungathered or (backward and unit.index in self.awaiting_backward):
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
                 self.join(other)
-            if unit.away:
+            if unit.ungathered:
                 self.launch(unit)
         if backward and (passed or self.held_back):
             self.held_back = False
@@ -368,7 +368,7 @@ class Gatherer:
             if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
                 break
             cursor.at += 1
-            if unit.away:
+            if unit.ungathered:
                 self.launch(unit)
                 ahead += 1
         # A disk is slower than the wire: it is asked for one unit more
@@ -380,7 +380,7 @@ class Gatherer:
         """Take part in a gather that other ranks may need. See [Note: every rank joins every
         gather].
         """
-        if unit.away:
+        if unit.ungathered:
             self.launch(unit)
             self.unwanted.append(unit)
         elif (
@@ -395,7 +395,9 @@ class Gatherer:
         joined = {u.index for u in self.unwanted}
         stay = joined | self.staying
         ahead = [
-            u for u in units if not (u.claimed or u.away or u.index in stay or using.encloses(u))
+            u
+            for u in units
+            if not (u.claimed or u.ungathered or u.index in stay or using.encloses(u))
         ]
         for unit in ahead:
             self.awaiting_backward.pop(unit.index, None)
@@ -437,7 +439,7 @@ class Gatherer:
             if inside is not None and (u.encloses(inside) or inside.encloses(u))
         ]
         for unit in self.unwanted:
-            if not unit.claimed and not unit.away and unit not in around:
+            if not unit.claimed and not unit.ungathered and unit not in around:
                 self.release(unit)
         self.unwanted = around
 
@@ -583,10 +585,10 @@ class Gatherer:
         ):
             self.release(unit)
 
-    # -- kept copies -------------------------------------------------------------------------------
+    # -- resident copies ---------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Launch the gather of every kept copy that an optimizer step left behind, in the order of
+        """Launch the gather of every resident copy that an optimizer step left behind, in the order of
         use; small ones, which come first, in one message.
         """
         stale = [unit for unit in self.units if unit.resident and unit.state is State.STALE]

@@ -57,7 +57,7 @@ def _gather(engine: Engine, unit: Unit) -> bool:
     """The unit's whole parameters are here. True if that took a gather of its own, after which it
     is to be released.
     """
-    if unit.away:
+    if unit.ungathered:
         engine.gather.launch(unit)
         engine.gather.wait(unit)
         return True

@@ -1,4 +1,4 @@
-"""What an engine has beyond the device: streams of copies, host buffers, files on NVMe, and the
+"""What an engine has off the device: streams of copies, host buffers, files on NVMe, and the
 ledgers of all three.
 """
 

@@ -9,7 +9,7 @@
 | GATHERING | GATHERED  | its bytes are here                                        |
 | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
 | GATHERED  | STALE     | masters were written to (an optimizer step)                |
-| STALE     | GATHERING | the kept copy is refreshed                                |
+| STALE     | GATHERING | the resident copy is refreshed                              |
 
 Any other move is a bug of the engine and raises.
 """
@@ -98,7 +98,7 @@ class Unit:
         return all(flat.resident for flat in self.flats)
 
     @property
-    def away(self) -> bool:
+    def ungathered(self) -> bool:
         """Nobody has launched its gather."""
         return self.state in (State.SHARDED, State.FETCHING)
 
