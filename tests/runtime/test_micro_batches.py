@@ -607,7 +607,7 @@ FROZEN_BETWEEN: dict[str, tuple[int, dict[str, Any]]] = {
     **MODES,
     "groups": (3, {"shard_group": 2}),
     "groups of one": (3, {"shard_group": 1}),
-    "stepped behind the backward pass": (
+    "stepped in the backward pass": (
         1,
         {"offload_optimizer": "cpu", "overlap": False, "step_in_backward": True},
     ),

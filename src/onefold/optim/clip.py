@@ -49,7 +49,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 
     Raises:
         ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type`
-            is none above 0; or the recipe steps behind the backward pass.
+            is none above 0; or the recipe steps in the backward pass.
     """
     limit, p = _number(max_norm), _number(norm_type)
     if limit is None or not limit >= 0:

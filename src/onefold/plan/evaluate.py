@@ -131,7 +131,7 @@ def evaluate(
         _work(model, engine, activity, machine, job, scheme, accumulation),
         traffic=tuple(traffic),
         carried=carried,
-        behind=recipe.step_in_backward,
+        in_backward=recipe.step_in_backward,
     )
     times = step_times(work, machine, software)
     account = Account(

@@ -112,11 +112,11 @@ def offloaded_bytes(
     flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     # Else gradients wait for the last micro-batch's
-    behind = recipe.step_in_backward and reductions == 1
+    in_backward = recipe.step_in_backward and reductions == 1
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
         rest[tier][category] += nbytes
-    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, behind))
+    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, in_backward))
     peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
     return OffloadedBytes(
         {tier: _filled(held) for tier, held in rest.items()},
@@ -196,18 +196,19 @@ def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
 
 
 def _passing(
-    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, in_backward: bool
 ) -> dict[str, int]:
     """Bytes of host memory for gradients and for what is on its way where both together are most,
     beside what rests there.
 
     Args:
-        again: gradients are added to some that are there. behind: units are stepped behind the
+        again: gradients are added to some that are there. in_backward: units are stepped in the
             backward pass.
     """
     trained = [f for f in flats if f.trainable and f.own]
     on_disk = (
-        any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
+        any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained)
+        and not in_backward
     )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
     # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
@@ -219,14 +220,14 @@ def _passing(
         ),
         default=0,
     )
-    stay = 0 if on_disk or behind else sum(kept)
-    arriving = beside + (sum(kept[: WAITING + 1]) if behind else stay)
-    step = _step_staging(flats, recipe, optimizer, on_disk, behind)
-    backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
+    stay = 0 if on_disk or in_backward else sum(kept)
+    arriving = beside + (sum(kept[: WAITING + 1]) if in_backward else stay)
+    step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
+    backward = _backward_staging(flats, recipe, on_disk) + (step if in_backward else 0)
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
     # The first step is an ordinary one, and moments that it makes are not there before it
-    if behind:
-        first = _passing(flats, recipe, optimizer, again, behind=False)
+    if in_backward:
+        first = _passing(flats, recipe, optimizer, again, in_backward=False)
         made = sum(
             nbytes
             for f in trained
@@ -251,7 +252,7 @@ def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool)
 
 
 def _step_staging(
-    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, in_backward: bool
 ) -> int:
     """Chunks of masters, gradients and states that are read, stepped and written; copies for what
     is computed with from the disk.
@@ -270,7 +271,7 @@ def _step_staging(
     )
     chunks = [-(-f.own // chunk) for f in disk]
     # Behind the backward pass each buffer is stepped by itself
-    many = max(chunks) if behind else sum(chunks)
+    many = max(chunks) if in_backward else sum(chunks)
     out = each * min(many, AHEAD + 1 + BEHIND)
     low = [f.dtypes.compute.itemsize for f in disk if f.lies_apart]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
@@ -297,8 +298,8 @@ def _carried(
         return
     reductions = reductions_of(flat, recipe, micro_batches)
     yield Carried("down", reductions * own * flat.landed.itemsize, "backward")
-    behind = recipe.step_in_backward and reductions == 1
-    on_disk = flat.tiers.gradients is Tier.NVME and not behind
+    in_backward = recipe.step_in_backward and reductions == 1
+    on_disk = flat.tiers.gradients is Tier.NVME and not in_backward
     if on_disk:
         yield Carried("written", reductions * master, "backward")
         yield Carried("read", (reductions - 1) * master, "backward")

@@ -443,12 +443,12 @@ class Reducer:
         assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         self._bring_down(r)
-        behind = self.steps.takes(flat, which)
+        in_backward = self.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
-        if storage.gradients_on_disk and not behind:
+        if storage.gradients_on_disk and not in_backward:
             try:
                 storage.take_gradient(r.total, r.result_range, meant)
             except TierError as error:
@@ -475,7 +475,7 @@ class Reducer:
                 set_grad(param, grad.to(flat.dtypes.master))
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
-        if behind:
+        if in_backward:
             self.steps.landed(flat)
         return kept
 
@@ -553,7 +553,7 @@ class Reducer:
             if self.steps.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
-                    " behind the backward pass: this model uses it in more than one part of the"
+                    " in the backward pass: this model uses it in more than one part of the"
                     " pass. Leave step_in_backward out."
                 )
             self._launch(self.units[index])
