@@ -34,7 +34,8 @@ from torch import nn
 from onefold.layout import overlap
 from onefold.memory import nbytes_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of

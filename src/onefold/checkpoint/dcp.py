@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state_dicts import contents

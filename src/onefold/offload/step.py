@@ -43,7 +43,8 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.stand_ins import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
 from onefold.runtime.storageless import StatePlace, is_storageless

@@ -35,7 +35,8 @@ from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 
 def state_kind(key: str, dtype: torch.dtype) -> str:

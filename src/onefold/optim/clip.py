@@ -16,7 +16,7 @@ import torch
 
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.storage import Storage
 

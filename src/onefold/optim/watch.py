@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
 import onefold.optim.whole_state as whole_state
 from onefold.optim import whole
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.implementations import Chosen
 from onefold.runtime.interval import spec_of
 from onefold.runtime.operators import Stepping

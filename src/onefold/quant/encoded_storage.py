@@ -13,7 +13,8 @@ from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.storage import Storage, refuse_written
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 
 class EncodedIntervals:

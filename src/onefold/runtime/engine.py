@@ -36,8 +36,9 @@ from onefold.runtime.agree import agree_and_finish, agree_on_failure
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Capabilities
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
+from onefold.runtime.entry import Entry, declared_dtype
 from onefold.runtime.escaping import copied_out
-from onefold.runtime.flat import Entry, Flat, declared_dtype
+from onefold.runtime.flat import Flat
 from onefold.runtime.forward_writes import keep_writes
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD

@@ -29,7 +29,8 @@ from onefold.runtime.write_counters import ForwardPass
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.unit import Unit
 
 

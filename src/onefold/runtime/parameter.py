@@ -53,7 +53,7 @@ from onefold.runtime.storageless import Storageless, explain, seen_storageless, 
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.entry import Entry
 
 __all__ = [
     "ShardInfo",

@@ -31,7 +31,8 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.reductions import Reduction, broadcast_back
 from onefold.runtime.unit import Unit

@@ -15,7 +15,8 @@ from torch import nn
 from onefold.memory import GATHERED
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stream import from_first
 from onefold.runtime.unit import Unit

@@ -21,7 +21,8 @@ from torch import nn
 from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stream import from_first, tell_all, to_first
 from onefold.runtime.tile import first_tiles

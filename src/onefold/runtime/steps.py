@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.unit import Unit
 
 

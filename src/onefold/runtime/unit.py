@@ -24,7 +24,8 @@ from torch import nn
 
 from onefold.comm import Pending
 from onefold.device import Ticket
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.tile import WeightTile
 
 

@@ -20,7 +20,8 @@ from onefold.runtime.storageless import is_storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.reduce import Reducer
 
 

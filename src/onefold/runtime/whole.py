@@ -11,7 +11,8 @@ from onefold.runtime.interval import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 
 def state_context(engine: Engine, unit_name: str) -> CollectiveContext:

@@ -24,7 +24,7 @@ from onefold.optim.whole_state.outline import (
     refuse_moment,
 )
 from onefold.recipe.moments import SIGNED, packed
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stream import Read, tell_all, to_first

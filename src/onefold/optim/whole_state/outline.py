@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 
 #: Whose parameters optimizers are looked through for.
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from onefold.integrations.deepspeed.names.first_rank import NUMBER, broadcast, drop, lend
 from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.interval import disable_torch_function
 from onefold.runtime.parameter import ShardedParameter, bare, face
 from onefold.runtime.whole import whole_masters
