@@ -26,7 +26,7 @@ from onefold.comm.stall import CollectiveContext
 from onefold.device import simulated
 
 if TYPE_CHECKING:
-    from onefold.comm.group import Group
+    from onefold.comm.standing import Standing
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -63,7 +63,7 @@ class Launch:
         place: what the move is for. event: the ledger's.
     """
 
-    group: Group
+    group: Standing
     move: str
     unit_index: int
     place: CollectiveContext
@@ -86,7 +86,7 @@ class Launch:
 
 
 class Wire(ABC):
-    """Tensors are as `Group` describes them."""
+    """Tensors are as `Moves` describes them."""
 
     @property
     @abstractmethod
@@ -121,7 +121,7 @@ class Wire(ABC):
 
 
 class Gloo(Wire):
-    """See [Note: tags instead of order] in comm/group.py."""
+    """See [Note: tags instead of order] in comm/standing.py."""
 
     native = False
 
@@ -165,7 +165,7 @@ def of_length(tag: int, message: torch.Tensor) -> int:
 
 
 class Native(Wire):
-    """See [Note: order instead of tags] in comm/group.py."""
+    """See [Note: order instead of tags] in comm/standing.py."""
 
     native = True
 
@@ -239,7 +239,7 @@ class Native(Wire):
 
 
 class Fake(Wire):
-    """See [Note: one rank stands for all] in comm/group.py."""
+    """See [Note: one rank stands for all] in comm/moves.py."""
 
     @property
     def native(self) -> bool:

@@ -7,7 +7,7 @@
 
 A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped. Small ones
 go in some at a time: what they cost is calls. When the unit has all of them its buffer is
-exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py) and becomes
+exchanged, summed (see [Note: sums are local and in rank order] in comm/moves.py) and becomes
 `.grad` of the optimizer's parameters.
 
 [Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the
