@@ -29,7 +29,7 @@ from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
-from onefold.runtime.parameter import written
+from onefold.runtime.parameter_values import written
 from onefold.runtime.storage import Storage, refuse_written
 from onefold.runtime.storageless import storageless
 

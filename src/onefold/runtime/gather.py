@@ -47,7 +47,7 @@ from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import Beside
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import written
+from onefold.runtime.parameter_values import written
 from onefold.runtime.recomputation import is_checkpoint
 from onefold.runtime.unit import State, Unit
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from onefold.memory import storage_of
 from onefold.runtime.flat import Flat
-from onefold.runtime.parameter import written
+from onefold.runtime.parameter_values import written
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
