@@ -47,6 +47,7 @@ from onefold.runtime.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.placement import offloaded_units, rests_encoded
 from onefold.runtime.progress import Progress, Resources
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.refresh import refresh
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.stale import all_written, look_at, look_for_writes
@@ -409,7 +410,7 @@ class Engine:
             self.buffers.tensors()  # it refuses parts, while nothing is on its way yet
         self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
         self.gather.begin_forward(self.is_root_pass)
-        self.gather.refresh()
+        refresh(self.gather)
         if self.is_root_pass:
             self.buffers.before_pass(self)
             self.unset.remember()

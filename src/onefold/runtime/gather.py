@@ -11,12 +11,6 @@ its way (and drops the result), so ranks may differ in which units they use as l
 forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do
 the same.
 
-[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that
-autograd saves and that lies in a gathered buffer is saved as a handle (unit, offset, sizes).
-Unpacking it in backward gathers the unit if it is not here. So a unit is released after its forward
-pass whatever the model's outputs look like, backward finds its parameters however it comes to them,
-and a unit whose backward reads no parameter (an embedding) is not gathered again.
-
 [Note: units at the turn] The backward pass begins with the unit that the forward pass used last and
 the units that enclose it, so these stay gathered in between. Which they are is known with the agreed
 order (`at_the_turn` in runtime/unit.py), after the first step, so that step releases them too. Every
@@ -31,32 +25,27 @@ then. A part of the graph does not count: ranks may drop different outputs.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.memory import GATHERED, nbytes_of, storage_of
+from onefold.memory import GATHERED, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import Beside
+from onefold.runtime.handles import saving
 from onefold.runtime.nested import tensors_in
+from onefold.runtime.order import Cursor, backwards
 from onefold.runtime.parameter_values import written
-from onefold.runtime.recomputation import is_checkpoint
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.progress import Resources
-
-
-#: Resident copies of so few bytes are refreshed together, in one message.
-SMALL = 64 << 10
 
 
 class Recorded:
@@ -65,61 +54,6 @@ class Recorded:
     """
 
     __slots__ = ("__weakref__",)
-
-
-class Cursor:
-    """A walk along an agreed order of unit indices.
-
-    Units before `at` have been gathered, some of them ahead; those before `used` have had their
-    turn.
-    """
-
-    def __init__(self, order: list[int]) -> None:
-        self.order, self.at, self.used = order, 0, 0
-
-    def reach(self, index: int) -> list[int]:
-        """Walk to just behind the next `index`; the indices passed over. Stay if it does not
-        come.
-        """
-        try:
-            there = self.order.index(index, self.at)
-        except ValueError:
-            return []
-        passed, self.at = self.order[self.at : there], there + 1
-        return passed
-
-    def use(self, index: int) -> list[int]:
-        """The turn of `index`, which has been gathered; the indices that had theirs meanwhile and
-        did not take it. None if the order does not have it here.
-        """
-        if index not in self.order[self.used : self.at]:
-            return []
-        there = self.order.index(index, self.used)
-        skipped, self.used = self.order[self.used : there], there + 1
-        return skipped
-
-    def next(self) -> int | None:
-        return self.order[self.at] if self.at < len(self.order) else None
-
-    def rest(self) -> list[int]:
-        rest, self.at = self.order[self.at :], len(self.order)
-        return rest
-
-
-class Handle:
-    """What autograd keeps instead of a view into a gathered buffer."""
-
-    __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
-
-    def __init__(self, watch: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
-        self.watch, self.unit, self.flat = watch, unit, flat
-        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
-        unit.handles += 1
-
-    def __del__(self) -> None:
-        self.unit.handles -= 1
-        if self.unit.handles == 0 or self.unit.looks_up_only:
-            self.watch.maybe_release(self.unit)
 
 
 class Gatherer:
@@ -151,7 +85,7 @@ class Gatherer:
         self.sharded = [u for u in self.units if not u.resident]
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
-        self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
+        self.backward_order = backwards([u for u in foreseen if not u.forward_only])
         self.kept_at_turn: frozenset[int] = frozenset()  # see [Note: units at the turn]
         # Those of them that wait for their backward pass: index -> writes to their masters until
         # then
@@ -197,7 +131,7 @@ class Gatherer:
             self.forward_log = []
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
-                self._hooks = self.saving()
+                self._hooks = saving(self)
                 self._hooks.__enter__()
 
     def end_forward(self, is_root: bool, aborted: bool) -> None:
@@ -463,15 +397,15 @@ class Gatherer:
             if flat.resident and not flat.stale:
                 continue
             flat.stale = False
-            full = self._buffer(unit, flat)
+            full = self.buffer_of(unit, flat)
             beside = self.beside if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(full, partial(self._put, flat, full), place, beside)
+            under_way = flat.gather.start(full, partial(self.put, flat, full), place, beside)
             if under_way is not None:
                 unit.pending.append(under_way)
             if beside is not nullcontext:
                 unit.arriving.append(self.transfers.up.mark())
 
-    def _put(self, flat: Flat, full: torch.Tensor) -> None:
+    def put(self, flat: Flat, full: torch.Tensor) -> None:
         """This rank's masters into their place in the whole.
 
         Where ranks wait for each other a disk that fails must not stop one of them alone: it goes
@@ -484,7 +418,7 @@ class Gatherer:
                 raise
             self.progress.failed(error)
 
-    def _buffer(self, unit: Unit, flat: Flat) -> torch.Tensor:
+    def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Where the whole of `flat` is, or will be."""
         if flat.full is None:
             flat.full = self.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
@@ -498,7 +432,7 @@ class Gatherer:
             return
         unit.move(State.FETCHING, self.progress.step)
         for flat in wanted:
-            self._buffer(unit, flat)
+            self.buffer_of(unit, flat)
             flat.storage.fetch()
 
     def wait(self, unit: Unit) -> None:
@@ -585,108 +519,7 @@ class Gatherer:
         ):
             self.release(unit)
 
-    # -- resident copies ---------------------------------------------------------------------------
-
-    def refresh(self) -> None:
-        """Launch the gather of every resident copy that an optimizer step left behind, in the order of
-        use; small ones, which come first, in one message.
-        """
-        stale = [unit for unit in self.units if unit.resident and unit.state is State.STALE]
-        together = self._small(stale)
-        if len(together) > 1:
-            self._launch_together(together)
-        for unit in stale:
-            if unit.state is State.STALE:
-                self.launch(unit)
-
-    def _small(self, units: list[Unit]) -> list[Unit]:
-        """Those of `units` whose gathers go in one message. Their bytes lie twice in memory until
-        the first of them is used: no more of them than small reductions may have under way.
-        """
-        recipe, chosen, nbytes = self.recipe, [], 0
-        if not (recipe.overlap and recipe.in_flight and self.beside is nullcontext):
-            return []
-        one: torch.dtype | None = None
-        for unit in units:
-            flats = [flat for flat in unit.flats if flat.stale]
-            one = one or flats[0].dtypes.compute
-            size = sum(flat.layout.numel * one.itemsize for flat in flats)
-            if (
-                size <= SMALL
-                and nbytes + size <= 3 * SMALL_TRAFFIC
-                and all(flat.dtypes.compute == one and flat.gather.plain for flat in flats)
-                and all(flat.owners_group.joins_messages for flat in flats)
-            ):
-                chosen.append(unit)
-                nbytes += size
-        return chosen
-
-    def _launch_together(self, units: list[Unit]) -> None:
-        fulls, places, numbers = [], [], []
-        for unit in units:
-            unit.move(State.GATHERING, self.progress.step)
-            place = self.progress.context("all-gather", unit.name)
-            for flat in unit.flats:
-                if not flat.stale:
-                    continue
-                flat.stale = False
-                full = self._buffer(unit, flat)
-                self._put(flat, full)
-                fulls.append(full)
-                places.append(place)
-                numbers.append(flat.index)
-        # Ranks that put different units together never take each other's bytes for their own
-        number = zlib.crc32(repr(numbers).encode())
-        nbytes = sum(nbytes_of(full) for full in fulls)
-        self.memory.add(GATHERED, nbytes)
-        group = units[0].flats[0].owners_group
-        pending = group.all_gather_together(fulls, places, number)
-        pending.then(lambda: self.memory.add(GATHERED, -nbytes))
-        for unit in units:
-            unit.pending.append(pending)
-
-    # -- saved tensors -----------------------------------------------------------------------------
-
-    def saving(self) -> saved_tensors_hooks:
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
-        outer_pack, outer_unpack = top if top else (None, None)
-        by_storage, recomputed = self.by_storage, is_checkpoint(outer_pack)
-
-        def pack(t: torch.Tensor) -> Any:
-            hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
-            if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
-                return Handle(self, *hit, t)
-            if outer_pack:
-                return outer_pack(t)
-            # A node that saves its own output must not hold the tensor that holds the node.
-            return t if t.grad_fn is None else t.detach()
-
-        def unpack(saved: Any) -> torch.Tensor:
-            if type(saved) is not Handle:
-                return outer_unpack(saved) if outer_unpack else saved
-            self.backward_event()
-            self.acquire(saved.unit, backward=True)
-            full = saved.flat.full
-            assert full is not None
-            return full.as_strided(saved.size, saved.stride, saved.offset)
-
-        return saved_tensors_hooks(pack, unpack)
-
 
 def _writes(unit: Unit) -> int:
     """How often the masters of the unit have been written to, as far as counters tell."""
     return sum(written(entry.param) for entry in unit.entries)
-
-
-def _backwards(units: list[Unit]) -> list[int]:
-    """The order in which a backward pass first comes to units registered in this order: a unit
-    around others before them (its output comes last, and with it its gradient first), the others
-    from the last to the first.
-    """
-    groups: list[list[Unit]] = []
-    for unit in units:
-        if groups and groups[-1][0].encloses(unit):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return [index for head, *rest in reversed(groups) for index in (head.index, *_backwards(rest))]

@@ -62,7 +62,7 @@ from onefold.observe.memory import resident_memory
 from onefold.plan.schema import ENGINE, Account
 from onefold.recipe import Tier
 from onefold.runtime.engine import Engine, in_autograd
-from onefold.runtime.gather import tensors_in
+from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import disable_torch_function
 from onefold.train.errors import TrainError, readable
 from onefold.train.prepare import Run
