@@ -12,7 +12,7 @@ over the tiles; in 16 bits each tile's part is rounded before it is added. Tiles
 the same bits every time, on every tier.
 
 [Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and
-released behind it. What autograd saves of the weight is a handle (runtime/gather.py), in a
+released behind it. What autograd saves of the weight is a handle (runtime/handles.py), in a
 recomputed forward pass too (`saving`), so that the backward pass gathers a tile, reads it and lets
 it go, whatever else waits for that tile.
 """
