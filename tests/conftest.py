@@ -4,16 +4,22 @@ installed, the markers.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import os
+import shutil
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Until all tests are collected: what their imports make stays
+gc.disable()
 from hypothesis import HealthCheck, settings
 
 # Speed is judged in benchmarks: a busy machine must not fail a property.
@@ -428,6 +434,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -438,4 +445,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if "ranks" in sys.modules:
-        sys.modules["ranks"].stop_fork_server()
+        sys.modules["ranks"].stop_fork_servers()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Where workers run everything, they share the fork servers that this process starts; they take
+    as long as the workers' collection.
+    """
+    config = session.config
+    everything = list(config.args) == [str(TESTS)] or list(config.args) == config.getini(
+        "testpaths"
+    )
+    if not everything or not getattr(config.option, "numprocesses", None):
+        return
+    import ranks
+
+    folder = tempfile.mkdtemp(prefix="onefold-tests-")
+    config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
+    some = ["core"] if config.option.markexpr else list(ranks.SERVERS)
+    ranks.start_shared(some, folder)
+    os.environ[ranks.SHARED] = folder
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "ranks" in sys.modules:
+        server = getattr(getattr(item, "module", None), "SERVER", "core")
+        sys.modules["ranks"].server_of_test = server

@@ -12,3 +12,4 @@ import gc
 
 gc.collect()
 gc.freeze()
+gc.enable()

@@ -10,6 +10,10 @@ a process instead of the seconds of an import, and still gets fresh processes: n
        │                          └── fork ──► rank 1 ┘  gloo over the loopback interface
        └◄──────── one pipe a rank: value, or exception and traceback
 
+There are several fork servers, by what they have imported (`SERVERS`). A test takes "core" unless
+its module says `SERVER = "libraries"`, or its call says `server=`. Each is started when it is first
+needed; pytest-xdist's workers share those of the process that has started them (`start_shared`).
+
 A function to run must be importable (defined at the top of its module) and so must be what it
 returns.
 """
@@ -26,19 +30,26 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import connection
-from multiprocessing.forkserver import _forkserver as fork_server  # type: ignore[attr-defined]
+from multiprocessing import connection, forkserver, resource_tracker
 from typing import Any
 
-#: Imported once, by the fork server. A name that cannot be imported is passed over there and met
+#: Imported once, by every fork server. A name that cannot be imported is passed over there and met
 #: again in the rank.
 PRELOADED = [
-    "pytest", "torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.checkpoint", "onefold.shard", "ranks",
-    "trials",
+    "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.nn.parallel",
+    "torch.utils.checkpoint", "onefold.shard", "onefold.checkpoint", "onefold.offload", "onefold.plan", "models", "ranks", "trials",
 ]  # fmt: skip
+#: {name of a fork server: what it imports before that}
+SERVERS: dict[str, tuple[str, ...]] = {
+    "core": (),
+    "libraries": ("libraries",),
+    "served": ("served_libraries",),
+}
+#: The folder of the sockets of fork servers that are shared, in the environment.
+SHARED = "ONEFOLD_TEST_FORK_SERVERS"
 #: Seconds that ranks may take; more than any test needs on a busy machine, since it only bounds a
 #: hang.
 TIMEOUT = 300.0
@@ -57,37 +68,53 @@ def absolute_path() -> str:
     return os.pathsep.join(os.path.abspath(p) for p in sys.path if p)
 
 
+#: The one that ranks are forked from where nothing else is said; conftest.py sets it by each test's
+#: module.
+server_of_test = "core"
+_servers: dict[tuple[str, ...], forkserver.ForkServer] = {}
+
+
+class _SharedServer(forkserver.ForkServer):
+    """One that another process has started, and will end."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__()
+        self._forkserver_address = address
+        # What a rank would hold on to, lest its server ends before it
+        self._forkserver_alive_fd = os.pipe()[1]
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
+
+
+def start_shared(names: Iterable[str], folder: str) -> None:
+    """Start these fork servers, to be found in `folder` by processes that have its name in their
+    environment as `SHARED`. They end with this process.
+    """
+    for name in names:
+        found = connection.arbitrary_address
+        connection.arbitrary_address = lambda family, name=name: f"{folder}/{name}"  # type: ignore
+        try:
+            _context(name)
+        finally:
+            connection.arbitrary_address = found
+
+
 def preload(*modules: str) -> None:
-    """Have the fork server import `modules` too, before the next rank: for tests whose ranks all
-    need the same slow import.
+    """Have the fork servers that start from now on import `modules` too, for a program whose ranks
+    all need the same slow import.
     """
-    missing = [name for name in modules if name not in PRELOADED]
-    if missing:
-        PRELOADED.extend(missing)
-        stop_fork_server()  # the next rank starts a new one
+    PRELOADED.extend(name for name in modules if name not in PRELOADED)
 
 
-@contextlib.contextmanager
-def preloaded(*modules: str) -> Iterator[None]:
-    """Inside, the fork server has imported `modules` too, before all others (which may serve names
-    that these look for); afterwards there is a new one without.
-    """
-    before = list(PRELOADED)
-    PRELOADED[:0] = modules
-    stop_fork_server()
-    try:
-        yield
-    finally:
-        PRELOADED[:] = before
-        stop_fork_server()
-
-
-def stop_fork_server() -> None:
-    """End the fork server and wait for it: it would by itself, some seconds after this process."""
-    pid = fork_server._forkserver_pid
-    if pid is not None:
-        os.kill(pid, signal.SIGKILL)
-        fork_server._stop()
+def stop_fork_servers() -> None:
+    """End them and wait for it: they would by themselves, some seconds after this process."""
+    for server in _servers.values():
+        pid = server._forkserver_pid
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            server._stop()
+    _servers.clear()
 
 
 class RankFailure(AssertionError):
@@ -126,18 +153,27 @@ def run_ranks(
     *args: Any,
     timeout: float = TIMEOUT,
     fresh: bool = False,
+    server: str = "",
     **kwargs: Any,
 ) -> list[Any]:
     """Return [function(*args, **kwargs) on rank 0, on rank 1, ...].
 
     Args:
         fresh: in processes that have imported nothing before, also nothing of what tests preload.
+        server: one of `SERVERS`, if it is not to be the one of the test's module.
 
     Raises:
         RankFailure: A rank raised, died or took longer than `timeout` seconds.
     """
     outcomes = outcomes_of(
-        world_size, function, *args, timeout=timeout, grace=GRACE, fresh=fresh, **kwargs
+        world_size,
+        function,
+        *args,
+        timeout=timeout,
+        grace=GRACE,
+        fresh=fresh,
+        server=server,
+        **kwargs,
     )
     failed = [o for o in outcomes if o.error]
     if failed:
@@ -159,12 +195,15 @@ def outcomes_of(
     grace: float | None = None,
     process_group: bool = True,
     fresh: bool = False,
+    server: str = "",
     **kwargs: Any,
 ) -> list[Outcome]:
     """What became of each rank, failures included. With `grace`, ranks are killed that long after
     the first failure.
     """
-    context: Any = multiprocessing.get_context("spawn") if fresh else _context()
+    context: Any = (
+        multiprocessing.get_context("spawn") if fresh else _context(server or server_of_test)
+    )
     with tempfile.TemporaryDirectory(prefix="onefold-ranks-") as folder:
         readers, processes = [], []
         for rank in range(world_size):
@@ -306,12 +345,21 @@ def _own_frames(error: BaseException) -> str:
     return "\n".join(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown)
 
 
-def _context() -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOADED, "frozen"])
+def _context(name: str) -> Any:
+    """multiprocessing's, which from now on forks from the server `name`, which runs."""
+    modules = ("uncollected", *SERVERS[name], *PRELOADED, "frozen")
+    if modules not in _servers:
+        shared = os.path.join(os.environ.get(SHARED, ""), name)
+        started = os.environ.get(SHARED) and os.path.exists(shared)
+        _servers[modules] = _SharedServer(shared) if started else forkserver.ForkServer()
+        _servers[modules].set_forkserver_preload(list(modules))
+    # It knows of one server only, by these names
+    one = forkserver._forkserver = _servers[modules]
+    forkserver.connect_to_new_process = one.connect_to_new_process
+    forkserver.ensure_running = one.ensure_running
     with _importable_path():
-        fork_server.ensure_running()
-    return context
+        one.ensure_running()
+    return multiprocessing.get_context("forkserver")
 
 
 @contextlib.contextmanager

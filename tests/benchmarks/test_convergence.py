@@ -15,9 +15,9 @@ from benchmarks.convergence import cli, report, summary
 from benchmarks.convergence.settings import CASES, SIDES, Case, chosen
 from benchmarks.convergence.summary import Run
 
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
-preload("peft", "transformers.models.llama.modeling_llama")
+SERVER = "libraries"
 TINY = replace(
     CASES["scratch"],
     model="llama:tiny",

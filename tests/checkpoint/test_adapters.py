@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
-preload("peft", "transformers.models.llama.modeling_llama")
+SERVER = "libraries"
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed"
 )

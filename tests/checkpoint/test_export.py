@@ -31,6 +31,8 @@ from torch import nn
 from models import TinyGPT
 from ranks import run_ranks
 
+SERVER = "libraries"
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

@@ -33,6 +33,8 @@ from torch import Tensor, nn
 from models import TinyMLP, features_of
 from ranks import run_ranks
 
+SERVER = "libraries"
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )

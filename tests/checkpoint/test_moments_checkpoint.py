@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from moments_runs import different, left_of, made, train
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
 pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
-preload("torchao.optim")
+SERVER = "libraries"
 
 FORMATS = ("int8", "int4", "fp8", "bf16")
 #: Those of the matrix of ranks, stages and tiers: two codes in a byte, a dtype that few know,

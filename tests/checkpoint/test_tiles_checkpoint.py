@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from models import TinyGPT, tokens_of
 from ranks import run_ranks
 
+SERVER = "libraries"
+
 TILE = 700  # bytes
 KINDS = ((None, 0), (TILE, 0), (TILE, 1), (TILE, 3), (None, 3), (2 * TILE, 2))  # (tile, stage)
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from ranks import preload
 
 TEXT = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
         "intermediate_size": 32, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
@@ -89,15 +86,6 @@ def complaint(act: Callable[[], object]) -> str:
     except CheckpointError as error:
         return str(error)
     return "nothing was raised"
-
-
-#: At once, when tests are collected: a module that is asked for later ends the fork server that
-#: there is, and starts another.
-preload(
-    "transformers",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "mixtral")),
-    *(["peft"] if importlib.util.find_spec("peft") else []),
-)
 
 
 def saved_folders(root: Path) -> dict[str, Path]:

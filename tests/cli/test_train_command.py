@@ -19,14 +19,14 @@ import torch
 from typer.testing import CliRunner
 
 from onefold.cli.app import app
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 SOURCE = os.pathsep.join(str(ROOT / part) for part in ("src", "tests/train"))
 if str(ROOT / "tests" / "train") not in sys.path:
     # Where small_lm is, for ranks that are forked
     sys.path.insert(0, str(ROOT / "tests" / "train"))
-preload("onefold.train.worker")
+SERVER = "libraries"
 BYTES = ["--tokenizer", "bytes", "--seq", "64", "--device", "cpu"]
 TINY = ["--model", "llama:tiny", *BYTES]
 #: Starts without transformers, where what is asked of a run has nothing to do with its model.

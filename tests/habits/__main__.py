@@ -17,7 +17,7 @@ sys.path[:0] = [str(TESTS), *([str(TESTS.parent / "src")] if "onefold" not in sy
 from habits import page
 from habits.registry import COLUMNS, REFUSED, everything
 from habits.verdicts import Task, Verdict, sentence, surprises, tasks_of, verdicts_of
-from ranks import preload, stop_fork_server
+from ranks import preload, stop_fork_servers
 
 
 def main(arguments: list[str]) -> int:
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
             print(line[: given.width], flush=True)
 
     verdicts = verdicts_of(tasks, tell=tell)
-    stop_fork_server()
+    stop_fork_servers()
     found = kept | {
         (titles[0], column): verdict
         for (titles, column), verdict in zip(tasks, verdicts, strict=True)

@@ -18,10 +18,8 @@ from habits import page
 from habits.registry import COLUMNS, REFUSED, REPLACES, STALLED, Habit, everything
 from habits.subjects import SUBJECTS
 from habits.verdicts import CRASH, DIFFERENT, HANG, Task, sentence, surprises, verdicts_of
-from ranks import preload
 
 KNOWN = everything()
-preload("habits.verdicts", "habits.loop", "models")
 
 
 def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:

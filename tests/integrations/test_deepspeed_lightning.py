@@ -23,7 +23,7 @@ def test_losses_are_those_of_ddp_and_checkpoints_go_on_at_another_stage(
 ) -> None:
     some = {"stage 2", "stage 3", *sample(RUNS, 3)}
     chosen = [name for name in RUNS if name in some]
-    seen = run_ranks(2, runs, str(tmp_path), chosen, fresh=True)[0]
+    seen = run_ranks(2, runs, str(tmp_path), chosen, server="served")[0]
     for name in chosen:
         kind = next((k for k in ("accumulated", "bf16") if k in name), None)
         ours, ddp = seen[name], seen[f"ddp, {kind}" if kind else "ddp"]

@@ -68,7 +68,7 @@ def test_losses_are_those_of_ddp(stage: int, kind: str, tmp_path: Path) -> None:
         {"name": "ddp", "save": "of-ddp", **asked},
         {"name": "ours", "save": "of-ours", "deepspeed": ds(stage, **more), **asked},
     ]
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="served")[0]
     ddp, ours = seen["ddp"], seen["ours"]
     assert (ddp["type"], ours["type"]) == ("DistributedDataParallel", "DeepSpeedEngine")
     assert len(ddp["losses"]) == 4 and ours["losses"] == ddp["losses"]
@@ -93,7 +93,7 @@ def test_a_run_goes_on_from_its_checkpoint(stage: int, lora: bool, tmp_path: Pat
         {"name": "whole", "deepspeed": ds(stage), "arguments": saves, **common},
         {"name": "resumed", "deepspeed": ds(3), "resume": str(folder), **common},
     ]
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="served")[0]
     assert (folder / "latest").read_text() == "global_step2" and (folder / "global_step2").is_dir()
     assert seen["resumed"]["losses"] == seen["whole"]["losses"]
     assert seen["resumed"]["rates"] == seen["whole"]["rates"]
@@ -117,8 +117,8 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
         "resume": str(folder),
         "arguments": {"gradient_accumulation_steps": 2},
     }
-    two = run_ranks(2, runs, [first], str(tmp_path), fresh=True)[0]["two"]
-    one = run_ranks(1, runs, [second], str(tmp_path), fresh=True)[0]["one"]
+    two = run_ranks(2, runs, [first], str(tmp_path), server="served")[0]["two"]
+    one = run_ranks(1, runs, [second], str(tmp_path), server="served")[0]["one"]
     assert len(one["losses"]) == 4 and one["losses"][:2] == two["losses"][:2]
     assert one["losses"][2:] == pytest.approx(two["losses"][2:], rel=1e-3)
 
@@ -131,7 +131,7 @@ def test_bf16_with_optimizer_and_schedule_of_the_json(stage: int, tmp_path: Path
         {"name": "ddp", "arguments": {"bf16": True}},
         {"name": "ours", "deepspeed": given, "arguments": arguments},
     ]
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="served")[0]
     ours = seen["ours"]
     assert len(ours["losses"]) == 4
     assert ours["losses"] == pytest.approx(seen["ddp"]["losses"], abs=0.05)

@@ -58,7 +58,7 @@ def test_losses_are_those_of_ddp_wherever_the_state_rests(
         folder = str(tmp_path / begun / "checkpoint-2")
         case = {"name": f"{begun}, then {other}", "resume": folder}
         cases.append(case | {"deepspeed": configs[other], **common})
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="served")[0]
     ddp = seen.pop("ddp")
     for name, ours in seen.items():
         assert ours["type"] == "DeepSpeedEngine" and len(ours["losses"]) == 4, name
@@ -86,7 +86,7 @@ def test_fp16_of_the_json_scales_its_loss_and_skips_what_overflows(tmp_path: Pat
         for kind, fp16 in kinds.items()
         for stage, json in ((2, ADAMW), (3, {}))
     ]  # fmt: skip
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="served")[0]
     ddp = seen["ddp"]["losses"]
     for stage in (2, 3):
         ours = {kind: seen[f"{kind} {stage}"] for kind in kinds}

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> list[dict[str, Any]]:
     """What each rank saw."""
-    return run_ranks(2, every_trial, str(folder), fresh=True)
+    return run_ranks(2, every_trial, str(folder), server="served")
 
 
 def same_run(ours: dict[str, Any], ddp: dict[str, Any], steps: int = 4) -> None:

@@ -65,7 +65,7 @@ def test_losses_are_those_of_ddp(tmp_path: Path, sample: Sample) -> None:
         for name, (asked, stages) in chosen.items()
         for stage in (None, *stages)
     ]
-    seen = run_ranks(2, runs_under_the_name, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs_under_the_name, cases, str(tmp_path), server="served")[0]
     for name, (asked, stages) in chosen.items():
         ddp = seen[f"{name}, None"]
         assert len(ddp["loss"]) == 4 and len(set(ddp["loss"])) == 4

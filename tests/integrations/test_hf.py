@@ -18,15 +18,15 @@ from hf_trials import quantized
 
 def test_what_it_takes_and_what_it_refuses(tmp_path: Path) -> None:
     """One rank; what is wrong is a sentence of the list that comes back."""
-    assert run_ranks(1, alone, str(tmp_path), fresh=True) == [[]]
+    assert run_ranks(1, alone, str(tmp_path), server="libraries") == [[]]
 
 
 def test_evaluation_saving_figures_and_compiled_blocks(tmp_path: Path) -> None:
-    assert run_ranks(2, around, str(tmp_path), fresh=True) == [[], []]
+    assert run_ranks(2, around, str(tmp_path), server="libraries") == [[], []]
 
 
 def test_a_frozen_base_is_held_quantized(tmp_path: Path) -> None:
-    seen = run_ranks(2, quantized, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, quantized, str(tmp_path), server="libraries")[0]
     plain = seen["None"]
     for codec, most in (("int8", 0.02), ("nf4", 0.1)):
         ours = seen[codec]

@@ -49,7 +49,7 @@ def test_losses_are_those_of_ddp_at_every_stage(
         for stage, recipe in stages.items()
         if kind in kinds and (stage == "ddp" or stage in STAGES.get(kind, "123"))
     ]
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="libraries")[0]
     for kind in kinds:
         ddp = seen[f"{kind} ddp"]
         assert len(ddp["loss"]) == 4 and not ddp["sharded"]
@@ -76,7 +76,7 @@ def test_losses_are_those_of_ddp_at_every_stage(
 
 def test_runs_go_on_from_checkpoints(tmp_path: Path) -> None:
     """At another stage, from another engine, with adapters, and from the best weights."""
-    seen = run_ranks(2, continued, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, continued, str(tmp_path), server="libraries")[0]
     pairs = [
         ("whole", "resumed"),
         ("ddp", "from ddp"),
@@ -126,7 +126,7 @@ def test_a_run_goes_on_on_another_number_of_ranks(tmp_path: Path) -> None:
         "resume": str(tmp_path / "two" / "checkpoint-2"),
         "arguments": {"gradient_accumulation_steps": 2},
     }
-    two = run_ranks(2, runs, [first], str(tmp_path), fresh=True)[0]["two"]
-    one = run_ranks(1, runs, [second], str(tmp_path), fresh=True)[0]["one"]
+    two = run_ranks(2, runs, [first], str(tmp_path), server="libraries")[0]["two"]
+    one = run_ranks(1, runs, [second], str(tmp_path), server="libraries")[0]["one"]
     assert len(one["loss"]) == 4 and one["loss"][:2] == two["loss"][:2]
     assert one["loss"][2:] == pytest.approx(two["loss"][2:], rel=1e-3)

@@ -45,7 +45,7 @@ def test_losses_are_those_of_ddp(
         for kind in ("dpo", "grpo")
         if (kind, True) in kinds
     ]
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="libraries")[0]
     for kind in ("dpo", "grpo"):  # the second with its reference as an idle adapter
         if (kind, True) not in kinds:
             continue

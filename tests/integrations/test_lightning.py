@@ -45,7 +45,7 @@ def test_losses_are_those_of_ddp_at_every_stage(
         for stage, strategy in STAGES.items()
         if kind in kinds and (stage == "ddp" or ONCE.get(kind, stage) == stage)
     ]
-    seen = run_ranks(2, runs, cases, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, runs, cases, str(tmp_path), server="libraries")[0]
     assert seen["clipped ddp"]["loss"][1:] != seen["plain ddp"]["loss"][1:]
     for case in cases:
         name, (kind, _) = case["name"], case["name"].split()
@@ -62,8 +62,8 @@ def test_losses_are_those_of_ddp_at_every_stage(
 
 def test_checkpoints_go_on_at_other_stages_and_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A folder of shards, one file, and DDP's own file: each at another stage, and by DDP."""
-    first = run_ranks(2, saved, str(tmp_path), fresh=True)
-    again, alone = (run_ranks(n, resumed, str(tmp_path), fresh=True) for n in (2, 1))
+    first = run_ranks(2, saved, str(tmp_path), server="libraries")
+    again, alone = (run_ranks(n, resumed, str(tmp_path), server="libraries") for n in (2, 1))
     assert (tmp_path / "folder" / "epoch=0.ckpt" / "rank-00001.safetensors").exists()
     assert (tmp_path / "folder" / "last.ckpt").resolve().name == "epoch=1.ckpt"
     assert (tmp_path / "file" / "epoch=0.ckpt").is_file()
@@ -87,7 +87,7 @@ def test_checkpoints_go_on_at_other_stages_and_on_another_number_of_ranks(tmp_pa
 def test_manual_optimization_names_loops_figures_averages_and_refusals(tmp_path: Path) -> None:
     """Each rank says what is wrong, by check."""
     right = {"by_hand": [], "named": [], "around": []}
-    assert run_ranks(2, all_of_it, str(tmp_path), fresh=True) == [right, right]
+    assert run_ranks(2, all_of_it, str(tmp_path), server="libraries") == [right, right]
 
 
 def test_the_example_runs_in_ranks_that_lightning_starts(tmp_path: Path) -> None:

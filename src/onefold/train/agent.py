@@ -1,7 +1,8 @@
 """The processes below `onefold train`, both of them `python -m onefold.train.agent`.
 
-    launcher ─► ... agent TORCHRUN'S ARGUMENTS    torchrun's elastic agent, without its log of what the ranks say better
-    agent    ─► ... agent rank CONFIG             one rank
+    launcher ─► ... agent CONFIG SAID TORCHRUN'S ARGUMENTS    the checks that need torch, then torchrun's elastic agent, without its log of
+                                                              what the ranks say better
+    agent    ─► ... agent rank CONFIG                         one rank
 
 The agent leads a session of its own: a Ctrl-C in the terminal reaches the launcher only, and the
 launcher decides (see `onefold.train.process`). Schedulers that send a signal to every process of a
@@ -11,6 +12,7 @@ job reach the agent too; it lets them pass. Nothing is imported before `end_with
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -21,6 +23,7 @@ from onefold.train.process import (
     CONTROL,
     GRACE,
     PARENT,
+    REFUSED,
     end_with_parent,
     parent_told,
     quiet_third_parties,
@@ -39,11 +42,15 @@ def rank(config: Path) -> int:
     from onefold.train.config import TrainConfig
     from onefold.train.worker import run_rank
 
+    gc.freeze()
+    gc.enable()
     return run_rank(TrainConfig.model_validate_json(config.read_text(encoding="utf-8")))
 
 
-def agent(arguments: list[str]) -> int:
-    """Run torchrun's agent until its ranks have ended. Returns the exit status."""
+def agent(file: Path, said: str, arguments: list[str]) -> int:
+    """Check the configuration in `file`, say `said`, and run torchrun's agent until its ranks have
+    ended. Returns the exit status.
+    """
     # A handler that does nothing rather than SIG_IGN, which the ranks would inherit
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
@@ -53,7 +60,18 @@ def agent(arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
 
+    from onefold.train.errors import TrainError
+
     asked = run.parse_args(arguments)
+    try:
+        _make_ready(file, int(asked.nproc_per_node))
+    except TrainError as error:
+        Path(os.environ[CONTROL], REFUSED).write_text(str(error), encoding="utf-8")
+        return 1
+    gc.freeze()
+    gc.enable()
+    if said:
+        print(said, flush=True)
     # Those above stay as they are. Not every version of torch has these options.
     for name, value in (
         ("signals_to_handle", "SIGQUIT"),
@@ -90,6 +108,33 @@ def agent(arguments: list[str]) -> int:
     return 1
 
 
+def _make_ready(file: Path, nproc: int) -> None:
+    """Check what needs torch, and have a model of the hub where the ranks find it. Here rather than
+    in the launcher, which so need not import torch.
+    Raises TrainError.
+    """
+    from onefold.train.config import TrainConfig, with_precision
+    from onefold.train.early import kind_of, refuse_groups
+    from onefold.train.folders import fetch
+    from onefold.train.output import with_output
+    from onefold.train.sources import needs_hub
+
+    config = TrainConfig.model_validate_json(file.read_text(encoding="utf-8"))
+    config.check_recipe()
+    if config.nodes[1] == 1:
+        refuse_groups(config, nproc)
+        # On several machines the first rank of all decides about the folder, which may be in use by
+        # the time that others come.
+        config = with_output(config)
+    if kind_of(config.model) == "hub":
+        out = sys.stderr if config.json_lines else sys.stdout
+        fetch(config.model, lambda line: print(line, file=out, flush=True))
+        config = with_precision(config)
+        if not needs_hub(config.data):
+            os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the ranks find it in the cache
+        file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
+
+
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
@@ -116,4 +161,8 @@ def _how_it_ended(rank: int, status: int) -> str:
 
 if __name__ == "__main__":
     end_with_parent(parent_told())
-    sys.exit(rank(Path(sys.argv[2])) if sys.argv[1] == "rank" else agent(sys.argv[1:]))
+    # What the imports make stays: going over it again and again takes a fifth of their time
+    gc.disable()
+    if sys.argv[1] == "rank":
+        sys.exit(rank(Path(sys.argv[2])))
+    sys.exit(agent(Path(sys.argv[1]), sys.argv[2], sys.argv[3:]))

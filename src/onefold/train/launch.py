@@ -1,7 +1,7 @@
 """`onefold train` where nobody has started ranks yet: torchrun as a child process.
 
     joins, from_slurm    has a launcher set RANK? then this process is a rank (worker.run_rank)
-    launch               checks ─► the output folder is claimed ─► ranks are counted ─► torch is imported ─► the agent runs
+    launch               checks without torch ─► the output folder is claimed ─► ranks are counted ─► the agent runs, which checks the rest
     _Waiting             while it runs: signals are passed on to the ranks, and met in time
     _end                 no process is left
 
@@ -25,17 +25,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from onefold.train.config import TrainConfig, with_precision
-from onefold.train.early import check_batch, kind_of, refuse_groups
+from onefold.train.config import TrainConfig
+from onefold.train.early import check_batch, kind_of
 from onefold.train.errors import TrainError, seconds_of
-from onefold.train.folders import fetch
-from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of, with_output
+from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of
 from onefold.train.process import (
     CONTROL,
     FINAL,
     GRACE,
     PARENT,
     PREEMPTION,
+    REFUSED,
     REQUESTS,
     STARTED,
     TRAINING,
@@ -171,7 +171,7 @@ def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
 
 def launch(config: TrainConfig) -> int:
     """Run on ranks of this machine; the exit status: 0, 1 for a failure, 130 after Ctrl-C.
-    Raises TrainError if it cannot be; nothing was started then, and nothing is left.
+    Raises TrainError if it cannot be; no rank was started then, and nothing is left.
     """
     fewest, most = config.nodes
     # It needs no GPUs counted, which takes an import of torch
@@ -185,18 +185,8 @@ def launch(config: TrainConfig) -> int:
         nproc, why = ranks_to_start(config)
         if fewest == most:
             check_batch(config, nproc * fewest)
-        config.check_recipe()  # torch is imported here at the latest
-        if most == 1:
-            refuse_groups(config, nproc)
-            # On several machines the first rank of all decides about the folder, which may be in
-            # use by the time that others come.
-            config = with_output(named)
-        if kind_of(config.model) == "hub":  # the ranks find it in the cache
-            fetch(config.model, _say if config.json_lines else print)
-            config = with_precision(config)
-        if not config.json_lines:
-            print(f"starting {nproc} ranks ({why})", flush=True)
-        return _run(config, nproc, run)
+        said = "" if config.json_lines else f"starting {nproc} ranks ({why})"
+        return _run(named, nproc, run, said)
 
 
 @contextlib.contextmanager
@@ -223,8 +213,10 @@ def _claimed(config: TrainConfig, new: bool) -> Iterator[str]:
         claim.release()
 
 
-def _run(config: TrainConfig, nproc: int, run: str) -> int:
-    """Start the agent, which starts the ranks, and wait for the end. Returns the exit status."""
+def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
+    """Start the agent, which says `said` and starts the ranks, and wait for the end. Returns the
+    exit status. Raises the TrainError that the agent's checks end with.
+    """
     asked = torchrun_arguments(config, nproc)
     with (
         noted_signals() as arrived,
@@ -233,8 +225,9 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
         control = Path(folder)
         file = control / "config.json"
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
+        online = kind_of(config.model) == "hub" or needs_hub(config.data)
         environment = {
-            **child_environment(os.environ, nproc, control, config.compile, needs_hub(config.data)),
+            **child_environment(os.environ, nproc, control, config.compile, online),
             GRACE: str(seconds_of(config.grace)),
             STARTED: str(time.time()),
             PARENT: str(os.getpid()),
@@ -245,20 +238,26 @@ def _run(config: TrainConfig, nproc: int, run: str) -> int:
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         this = "onefold.train.agent"
         process = subprocess.Popen(
-            [sys.executable, "-m", this, *asked, f"--log-dir={control}", "-m", this, "rank", str(file)],
+            [
+                sys.executable, "-m", this, str(file), said,
+                *asked, f"--log-dir={control}", "-m", this, "rank", str(file),
+            ],
             env=environment, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         try:
-            return _Waiting(process, control, arrived, nproc, config).to_the_end()
+            code = _Waiting(process, control, arrived, nproc, config).to_the_end()
         finally:
             _end(process, control)
+        if code and (refused := control / REFUSED).exists():
+            raise TrainError(refused.read_text(encoding="utf-8"))
+        return code
 
 
 def child_environment(
     environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
 ) -> dict[str, str]:
     """The ranks' environment: cores divided among them, libraries quiet and offline by default
-    (unless `online`: data of the hub is read as a stream).
+    (unless `online`: data of the hub is read as a stream, or the agent downloads the model first).
     """
     ours = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),

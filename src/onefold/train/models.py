@@ -10,14 +10,16 @@ factory; and what is done to its blocks (recomputation, compilation).
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.pretrained import on_meta, read_whole
+from onefold.plan.calibrate import default_path
 from onefold.plan.repeat import repeated_blocks
 from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
@@ -151,16 +154,39 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
         return ByteTokenizer()
     from transformers import AutoTokenizer
 
-    given: dict[str, Any] = {"local_files_only": True}
-    if own.is_file():
-        own, given["gguf_file"] = own.parent, own.name
     try:
-        words: Any = AutoTokenizer.from_pretrained(str(own), **given)
+        if own.is_file():
+            return _of_gguf(own)
+        words: Any = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
     except (OSError, ValueError) as error:
         raise TrainError(
             f"{own} has no tokenizer that transformers can read ({error}); name one with"
             " --tokenizer."
         ) from None
+    return words
+
+
+def _of_gguf(file: Path) -> Any:
+    """The tokenizer in a GGUF file, which transformers takes some seconds to convert: in a form that
+    is read at once it is kept in the user's cache, where that can be written.
+    """
+    from transformers import AutoTokenizer, __version__
+
+    state = file.stat()
+    of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
+    key = hashlib.sha256(of.encode()).hexdigest()[:16]
+    kept = default_path().parent / "tokenizers" / key
+    with contextlib.suppress(OSError, ValueError):  # not there, or something else
+        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+    words = AutoTokenizer.from_pretrained(
+        str(file.parent), gguf_file=file.name, local_files_only=True
+    )
+    made = kept.with_name(f"{key}-{os.getpid()}")
+    try:
+        words.save_pretrained(made)
+        os.rename(made, kept)
+    except OSError:  # a folder that cannot be written to, or another rank was first
+        shutil.rmtree(made, ignore_errors=True)
     return words
 
 
@@ -192,7 +218,7 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
     return Loaded(whole.train(), words, str(path), True, notes=notes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _read_once() -> Iterator[None]:
     """Inside, what transformers asks of a GGUF file over and over is found out once.
 
@@ -331,7 +357,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     return Loaded(module.train(), own, name, False)
 
 
-@contextmanager
+@contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """Without transformers' progress bars and warnings, which each rank would print."""
     try:

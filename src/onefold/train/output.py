@@ -247,12 +247,10 @@ def refuse_earlier_run(config: TrainConfig) -> None:
 
 
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
-    """`config` with its output folder decided. Imports torch.
+    """`config` with its output folder decided. Imports torch where that holds checkpoints.
     With --overwrite, checkpoints of the run that is replaced are removed. `restarted`: this is
     the same run once more. Raises TrainError for an earlier run's folder, or a file.
     """
-    from onefold.train.checkpoints import newest_first
-
     if config.output is None:
         return name_output(config)
     folder = Path(config.output)
@@ -260,7 +258,11 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         raise TrainError(f"--output {folder} is a file; name a folder.")
     if restarted:
         return config
-    kept = newest_first(folder / "checkpoints")
+    kept: list[Path] = []
+    if (folder / "checkpoints").is_dir():
+        from onefold.train.checkpoints import newest_first
+
+        kept = newest_first(folder / "checkpoints")
     if config.overwrite:
         for path in kept:
             shutil.rmtree(path)

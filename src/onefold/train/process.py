@@ -112,6 +112,8 @@ INTERRUPTED = 130
 #: machines that remain.
 AGAIN = 75
 TRAINING, FINAL = "training", "final"
+#: The file in the control folder in which the agent says why it starts no ranks.
+REFUSED = "refused"
 #: Signals by which schedulers announce the end.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 
