@@ -34,7 +34,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.runtime.entry import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state_dicts import contents
+from onefold.runtime.state_contents import contents
 
 # Options of a parameter group that say how the update is computed here, not what it is: a
 # checkpoint does not decide them.

@@ -18,7 +18,7 @@ from onefold.checkpoint.hf_names import Runs, Shape, overlapping
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
-from onefold.runtime.state_dicts import contents
+from onefold.runtime.state_contents import contents
 
 #: Elements compared at a time where a source holds twice what the model ties.
 STEP = 1 << 20

@@ -36,7 +36,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.state_dicts import beside_parameters
+from onefold.runtime.state_contents import beside_parameters
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state_dicts import beside_parameters
+from onefold.runtime.state_contents import beside_parameters
 from onefold.runtime.stream import tell_all
 from onefold.runtime.whole import state_context
 
