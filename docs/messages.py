@@ -74,7 +74,7 @@ _PARTS = {
     "Lightning": ("integrations/lightning", "lightning.py"),
     "Other trainers": ("integrations/axolotl.py", "integrations/llamafactory.py", "integrations/prometheus.py",
                        "integrations/torchtitan.py", "integrations/verl.py"),
-    "The plan": ("plan",),
+    "The plan": ("plan", "simulation", "tracing", "doctor"),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "cli"),
 }  # fmt: skip

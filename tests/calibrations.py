@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from onefold.plan.calibrate import COPIED, PARTS, Calibration, work_of
-from onefold.plan.fit import Costs, Kernels
-from onefold.plan.hardware import calibrated
-from onefold.plan.measured import (
+from onefold.doctor.calibration import Calibration
+from onefold.doctor.fit import Costs
+from onefold.doctor.identity import this_machine
+from onefold.doctor.kernels import Kernels
+from onefold.doctor.measured import (
     AtRanks,
     BlockPoint,
     Disk,
@@ -16,9 +17,10 @@ from onefold.plan.measured import (
     Overlap,
     PassPoint,
     StepPoint,
-    this_machine,
 )
-from onefold.plan.times import step_times
+from onefold.plan.efficiency import COPIED, PARTS, measured_software, work_of
+from onefold.plan.hardware import Machine, calibrated
+from onefold.plan.times import Times, Work, step_times
 
 LATENCY, BANDWIDTH = 1e-4, 2e9
 SIZES = (1e5, 1e6, 1e7)
@@ -164,3 +166,8 @@ def without_steps(*counts: int) -> Calibration:
 def elsewhere(found: Calibration) -> Calibration:
     """The same figures from a machine with another processor."""
     return replace(found, identity=replace(found.identity, cpu="Abacus 3000"))
+
+
+def timed(work: Work, machine: Machine) -> Times:
+    """A step on a calibrated machine, with what its reference steps showed."""
+    return step_times(work, machine, measured_software(work, machine))

@@ -16,7 +16,7 @@ from torch import nn
 import onefold
 from benchmarks.convergence.settings import SIDES, Case
 from benchmarks.peers.worker import join_over_gloo, leave, read_job
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES
 from onefold.train.data import Data, DataOrder, eval_batches, held_out_batch, load_data
 from onefold.train.models import Loaded, load_model, load_on_first_rank
 from onefold.train.prepare import lr_factor, names_without_decay, parameter_groups

@@ -17,7 +17,7 @@ from benchmarks.faults.ranks import Ranks
 from benchmarks.faults.run import Log, Run, lines
 from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, key_of, read_manifest
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.checkpoint.verify import verify
+from onefold.checkpoint.verify import examine
 
 WORLD = 2
 #: (stage, precision) of the run that saves, whose checkpoints are injured.
@@ -122,7 +122,7 @@ def _tensor_at(folder: Path, name: str, at: int) -> str:
 
 def judge(injury: Injury, folder: Path) -> None:
     """Whether `verify` has found and named it."""
-    problems = verify(folder)
+    problems = examine(folder).problems
     injury.found = [str(p) for p in problems]
     if not any(p.file in injury.files for p in problems):
         injury.wrong.append(f"verify does not name {' or '.join(injury.files)}")
@@ -184,7 +184,7 @@ def drill(
         _together(fork, WORLD, 120.0, _save, str(sound))
         whole = sorted(p.name for p in sound.iterdir())
         for name in whole:
-            if found := verify(sound / name):
+            if found := examine(sound / name).problems:
                 raise RuntimeError(
                     f"{name}, which nobody has injured, is said to be damaged: {found[0]}"
                 )

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.faults import run
 from benchmarks.faults.ranks import Ranks
 from onefold.checkpoint.folder import OWNER, latest
-from onefold.checkpoint.verify import is_like_a_checkpoint, verify
+from onefold.checkpoint.verify import examine, is_like_a_checkpoint
 
 WORLD, STEPS, EVERY = 2, 24, 2
 SETTINGS = [(stage, asynchronous) for stage in (3, 0, 1, 2) for asynchronous in (True, False)]
@@ -214,7 +214,7 @@ class Drill:
             if not folder.name.startswith(".") and is_like_a_checkpoint(folder):
                 kill.wrong += [
                     f"{folder.name} is not whole after the kill: {problem}"
-                    for problem in verify(folder)
+                    for problem in examine(folder).problems
                 ]
         newest = latest(root)
         kill.newest = int(newest.name.removeprefix("step-")) if newest else 0

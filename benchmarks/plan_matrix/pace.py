@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from onefold.plan.benchmark_blocks import Block, block_flops
+from onefold.doctor.benchmark_blocks import Block, block_flops
 
 #: Width and tokens of the block, which every calibration of a CPU measures (`Sizes.blocks`).
 HIDDEN, TOKENS = 256, 256

@@ -16,7 +16,7 @@ from onefold.plan.choose import Question
 from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job, Scheme
 from onefold.plan.schema import Account
-from onefold.plan.trace import trace
+from onefold.tracing.trace import trace
 
 MIB = 1 << 20
 #: Relative errors that a prediction may have: the engine's peak, and a calibrated step's time.

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from benchmarks.validation.runs import RUNS, Run
 from benchmarks.validation.systems import DEEPSPEED_OVERLAP, SYSTEMS, System
-from onefold.plan.times import Software
+from onefold.plan.traffic import Software
 
 
 def misfit(system: System, runs: Iterable[Run]) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from benchmarks.validation.formulas import activations, estimators, states, streaming
 from benchmarks.validation.tables import Line, Table, read
-from onefold.plan.shapes import Transformer, architecture
+from onefold.plan.architectures import architecture
+from onefold.plan.shapes import Transformer
 
 GB, GIB, TIB, BILLION = 1e9, 2**30, 2**40, 1e9
 CONVENTIONS = states.CONVENTIONS

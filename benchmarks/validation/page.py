@@ -6,7 +6,7 @@ from benchmarks.validation import compute, fits, memory, printed, runs
 from benchmarks.validation.claims import claims
 from benchmarks.validation.systems import SYSTEMS
 from benchmarks.validation.tables import Table, markdown, within
-from onefold.plan.times import Software
+from onefold.plan.traffic import Software
 
 _HEAD = """\
 # The plan beside published figures

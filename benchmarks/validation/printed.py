@@ -1,7 +1,7 @@
 """Tables of formulas: what a paper prints, evaluated as it is printed, beside what the code answers
 for the same symbols.
 
-Traffic of the stages is answered by the plan itself (`onefold.plan.states.wire`, which the engine's
+Traffic of the stages is answered by the plan itself (`onefold.plan.wire.wire`, which the engine's
 ledger equals to the byte), the rest by `benchmarks.validation.formulas`.
 """
 
@@ -16,7 +16,8 @@ from typing import Any
 from benchmarks.validation.formulas import activations, compute, states, streaming, traffic
 from benchmarks.validation.tables import Line, Table, read
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.states import MOMENTS_OF, units_of, wire
+from onefold.plan.states import MOMENTS_OF, units_of
+from onefold.plan.wire import wire
 from onefold.recipe import Recipe
 
 Symbols = Mapping[str, float]

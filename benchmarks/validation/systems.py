@@ -19,7 +19,8 @@ from benchmarks.validation.formulas import traffic as formulas
 from onefold.plan import hardware
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape
-from onefold.plan.times import Software, Times, Traffic, Work, step_times
+from onefold.plan.times import Times, Work, step_times
+from onefold.plan.traffic import Software, Traffic
 
 Scheme = Literal["zero-2", "zero-3", "zero++"]
 

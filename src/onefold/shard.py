@@ -23,8 +23,8 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
 from onefold.recipe.rows import NATIVE
+from onefold.runtime import elsewhere, state, state_dicts
 from onefold.runtime import keep_gathered as kept_gathered
-from onefold.runtime import state, state_dicts
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.capabilities import Activations, Capabilities, Store
 from onefold.runtime.engine import Engine
@@ -126,6 +126,8 @@ def shard(
     wanted = units if units is not None else recipe.units
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
+    if recipe.tile is not None:  # tiles are cut of what is there
+        elsewhere.fetch(module.parameters())
     # Weights above recipe.tile; as it was if anything below raises
     with Cut(module, recipe) as cut:
         coming, init = with_tiles(module, coming), initializing(init)
@@ -147,6 +149,7 @@ def shard(
             brought.settle(engine)
         values = rank_0_needs_values(engine, module)
         for spec, unit in zip(specs, engine.units, strict=True):
+            elsewhere.fetch(found.param for found in spec.found)
             unset += materialize(spec, specs, where, init, module, values, coming)
             without = (
                 without_value(engine, unit, coming) if values or engine.world_size == 1 else set()

@@ -223,8 +223,8 @@ def test_a_checkpoint_is_exported_without_ranks(
     family: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     import onefold
-    from onefold.checkpoint.export import export_folder
-    from onefold.checkpoint.manifest import FolderSource
+    from onefold.checkpoint.export_folder import export_folder
+    from onefold.checkpoint.folder_source import FolderSource
     from onefold.checkpoint.saving import save
 
     model = onefold.shard(opened(folders[family], family), onefold.Recipe.zero(3))

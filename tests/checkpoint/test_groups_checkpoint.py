@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import onefold
 from models import TinyGPT, tokens_of
 from onefold.checkpoint.diff import differences
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.inspect import summarize
-from onefold.checkpoint.manifest import FolderSource
 from onefold.checkpoint.reshard import reshard
 from ranks import run_ranks
 

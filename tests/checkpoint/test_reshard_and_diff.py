@@ -22,10 +22,11 @@ from models import TinyGPT, tokens_of
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint import reshard as resharding
 from onefold.checkpoint.diff import Difference, Tolerance, differences
-from onefold.checkpoint.manifest import MANIFEST, FolderSource, read_manifest
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.reshard import reshard
 from onefold.checkpoint.source import Item, Source, Stored
-from onefold.checkpoint.verify import verify
+from onefold.checkpoint.verify import examine
 from onefold.runtime.parameter import disable_torch_function
 from ranks import run_ranks
 
@@ -53,7 +54,7 @@ def test_a_resharded_checkpoint_is_whole_and_the_same_in_other_files(
 ) -> None:
     between = reshard(saved, tmp_path / "between", 5)
     target = reshard(between, tmp_path / "b", ranks)
-    assert verify(target) == []
+    assert examine(target).problems == []
     found = compared(saved, target)
     assert found.equal and sum(found.compared.values()) == len(
         [r for r in read_manifest(saved).records if r.item.kind != "rng"]
@@ -135,7 +136,7 @@ def test_large_tensors_become_several_pieces(
         )
         == 250
     )
-    assert verify(target) == [] and compared(saved, target).equal
+    assert examine(target).problems == [] and compared(saved, target).equal
     run = Run(seed=5)
     assert onefold.load(target, model=run.model, optimizer=run.optimizer).step == 2
     assert compared(saved, run.save(tmp_path / "c"), parts=["weights", "optimizer"]).equal
@@ -177,7 +178,7 @@ def test_a_checkpoint_can_be_resharded_in_its_place_and_is_never_replaced_unaske
     reshard(place, place, 4, overwrite=True)
     assert (
         len(list(place.glob("rank-*"))) == 4
-        and verify(place) == []
+        and examine(place).problems == []
         and compared(saved, place).equal
     )
     (tmp_path / "file").write_text("mine")

@@ -35,7 +35,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.reshard import reshard
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import TensorFile, combine, crc32, header_of
-from onefold.checkpoint.verify import Problem, examine, verify
+from onefold.checkpoint.verify import Problem, examine
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def tensor_at(folder: Path, name: str, at: int) -> str:
 def test_a_whole_checkpoint_has_no_problem_and_every_byte_was_read(whole: Path) -> None:
     steps: list[int] = []
     verdict = examine(whole, steps.append)
-    assert verdict.problems == [] and verdict.notes == [] and verify(whole) == []
+    assert verdict.problems == [] and verdict.notes == [] and examine(whole).problems == []
     assert verdict.files == len(files_of(whole)) == 8
     assert verdict.nbytes == sum(p.stat().st_size for p in whole.iterdir())
     assert verdict.tensors == len(read_manifest(whole).records)
@@ -95,7 +95,7 @@ def test_every_flipped_byte_is_found_and_named(whole: Path, tmp_path: Path, name
         data = bytearray(sound)
         data[at] ^= draw.randrange(1, 256)
         (folder / name).write_bytes(data)
-        problems = verify(folder)
+        problems = examine(folder).problems
         assert name in {p.file for p in problems}, (at, problems)
         if name.startswith("rank-"):
             tensor = tensor_at(whole, name, at)
@@ -113,7 +113,7 @@ def test_a_short_file_is_named_with_the_tensors_that_are_cut(whole: Path, tmp_pa
         }
     data = (folder / name).read_bytes()
     (folder / name).write_bytes(data[: last.begin - 1])
-    first, *others = verify(folder)
+    first, *others = examine(folder).problems
     assert first == Problem(
         name, "", f"it has {last.begin - 1} bytes and should have {len(data)}: it was cut short."
     )
@@ -131,21 +131,25 @@ def test_a_file_that_is_missing_or_longer_or_a_folder_is_named(
     folder = copied(whole, tmp_path / "a")
     with (folder / name).open("ab") as file:
         file.write(b"\n")
-    assert {p.file for p in verify(folder)} >= {name} and {p.file for p in verify(folder)} <= {
+    assert {p.file for p in examine(folder).problems} >= {name} and {
+        p.file for p in examine(folder).problems
+    } <= {
         name,
         MANIFEST,
         CHECKSUM,
     }
     (folder / name).unlink()
-    assert [p.file for p in verify(folder)] == [name] and "missing" in verify(folder)[0].what
+    assert [p.file for p in examine(folder).problems] == [name] and "missing" in examine(
+        folder
+    ).problems[0].what
     (folder / name).mkdir()
-    assert [p.file for p in verify(folder)] == [name]
+    assert [p.file for p in examine(folder).problems] == [name]
 
 
 def test_a_missing_file_says_which_tensors_went_with_it(whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, tmp_path / "a")
     (folder / "rank-00001.safetensors").unlink()
-    (problem,) = verify(folder)
+    (problem,) = examine(folder).problems
     inside = [key for _, p, key in pieces(whole) if p.file == problem.file]
     assert f"a part of {len(inside)} tensors" in problem.what
 
@@ -159,12 +163,15 @@ def test_files_of_another_checkpoint_are_found(whole: Path, tmp_path: Path) -> N
             continue
         folder = copied(whole, tmp_path / f"with {name}")
         shutil.copyfile(later / name, folder / name)
-        assert name in {p.file for p in verify(folder)}
+        assert name in {p.file for p in examine(folder).problems}
     folder = copied(whole, tmp_path / "exchanged")
     (folder / "rank-00000.safetensors").rename(folder / "x")
     (folder / "rank-00001.safetensors").rename(folder / "rank-00000.safetensors")
     (folder / "x").rename(folder / "rank-00001.safetensors")
-    assert {p.file for p in verify(folder)} == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    assert {p.file for p in examine(folder).problems} == {
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    }
 
 
 def test_what_a_damaged_manifest_says_of_others_is_said_with_that(
@@ -174,13 +181,15 @@ def test_what_a_damaged_manifest_says_of_others_is_said_with_that(
     text = (folder / MANIFEST).read_text()
     crc = read_manifest(folder).records[0].pieces[0].crc
     (folder / MANIFEST).write_text(text.replace(str(crc), str(crc ^ 1), 1))
-    first, second = verify(folder)
+    first, second = examine(folder).problems
     assert first.file == MANIFEST and "SHA-256" in first.what
     assert second.file.startswith("rank-") and second.what.endswith(
         "So says the manifest, which is damaged itself."
     )
     (folder / MANIFEST).write_text(text.replace('"created"', '"Created"', 1))
-    assert [p.file for p in verify(folder)] == [MANIFEST, MANIFEST], "it cannot be read at all"
+    assert [p.file for p in examine(folder).problems] == [MANIFEST, MANIFEST], (
+        "it cannot be read at all"
+    )
 
 
 def test_a_number_that_became_another_kind_of_number_stops_nothing(
@@ -191,7 +200,7 @@ def test_a_number_that_became_another_kind_of_number_stops_nothing(
     size = read_manifest(folder).files["rank-00000.safetensors"].nbytes
     for wrong in (f"{size}.5", f"-{size}", '"many"', "1e5", "null", "1e400"):
         (folder / MANIFEST).write_text(text.replace(f'"bytes": {size}', f'"bytes": {wrong}', 1))
-        assert verify(folder)[0].file == MANIFEST, wrong
+        assert examine(folder).problems[0].file == MANIFEST, wrong
 
 
 def test_files_that_do_not_belong_to_it_are_noted_and_are_no_problem(
@@ -214,13 +223,13 @@ def test_what_is_no_checkpoint_is_said_in_a_sentence(whole: Path, tmp_path: Path
         ("nothing", "there is no folder"),
     ):
         with pytest.raises(CheckpointError, match=words):
-            verify(tmp_path / name)
+            examine(tmp_path / name)
     folder = copied(whole, tmp_path / "later")
     text = json.dumps(json.loads((folder / MANIFEST).read_text()) | {"version": 99}).encode()
     (folder / MANIFEST).write_bytes(text)
     (folder / CHECKSUM).write_text(checksum_line(text))
     with pytest.raises(CheckpointError, match="version 99"):
-        verify(folder)
+        examine(folder)
 
 
 def test_tensors_beyond_memory_are_read_through_small_buffers(tmp_path: Path) -> None:
@@ -295,10 +304,12 @@ def test_nothing_outside_the_folder_is_read_though_every_hash_is_right(
         onefold.load(folder, model=run.model, optimizer=run.optimizer, scheduler=run.scheduler)
     with pytest.raises(CheckpointError, match=said):
         reshard(folder, tmp_path / "resharded", 1)
-    assert any(said in str(problem) for problem in verify(folder)), verify(folder)
+    assert any(said in str(problem) for problem in examine(folder).problems), examine(
+        folder
+    ).problems
     assert said in glance(folder).wrong
 
 
 def test_a_checkpoint_may_itself_be_reached_by_a_link(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "newest").symlink_to(whole)
-    assert verify(tmp_path / "newest") == [] and not glance(tmp_path / "newest").wrong
+    assert examine(tmp_path / "newest").problems == [] and not glance(tmp_path / "newest").wrong

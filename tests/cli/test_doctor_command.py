@@ -23,8 +23,8 @@ from typer.testing import CliRunner, Result
 from calibrations import calibration, elsewhere
 from onefold.cli.doctor import doctor_command
 from onefold.cli.doctor_calibrate import default_ranks, threads_of
-from onefold.plan.calibrate import Calibration, default_path
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES
+from onefold.doctor.calibration import Calibration, default_path
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
@@ -33,7 +33,7 @@ COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.ru
 SMALLEST = (
     """
 from dataclasses import replace
-from onefold.plan.benchmark_blocks import Sizes
+from onefold.doctor.benchmark_blocks import Sizes
 def smallest(device, quick, half, real=Sizes.for_device):
     s = real(device, quick, half)
     fewer = {name: getattr(s, name)[:2] for name in ("matrices", "blocks", "gated", "chains", "optimizer_numels", "move_bytes")}

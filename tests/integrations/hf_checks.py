@@ -28,7 +28,7 @@ def refused(folder: str) -> list[tuple[str, Any, dict[str, Any], dict[str, Any]]
         ("save_on_each_node", 3, {"save_on_each_node": True}, {}),
         ("steps inside the backward pass", 3, {"optim": "lomo"}, {}),
         ("computes in float32", {"stage": 3, "precision": "fp32"}, {"bf16": True}, {}),
-        ("fp16 is not supported", {"stage": 3, "precision": "fp16"}, {}, {}),
+        ("fp16 skips steps", in_backward, {"fp16": True, "max_grad_norm": 0.0}, {}),
         ("asks for FSDP", 3, {}, {"ACCELERATE_USE_FSDP": "true"}),
         ("asks for DeepSpeed", 3, {}, {"ACCELERATE_USE_DEEPSPEED": "true"}),
     ]
@@ -70,7 +70,8 @@ def interface() -> list[str]:
             if names != others:
                 wrong.append(f"{theirs.__name__}.{name} takes {others}, not {names}")
 
-    own = ("_shard_model", "_torch_optimizer", "_steps_done", "_first_rank_writes")
+    own = ("_shard_model", "_torch_optimizer", "_steps_done", "_first_rank_writes",
+           "_scale_loss", "_unscale")  # fmt: skip
     compare(TrainerMixin, transformers.Trainer, own)
     compare(ShardingAccelerator, Accelerator, ())
     compare(WholeWeights, DistributedBackend, ())

@@ -63,7 +63,8 @@ def runs(folder: str, chosen: list[str]) -> dict[str, Any]:
         }
         return used
 
-    fitted("ddp", "ddp")
+    trained = fitted("ddp", "ddp").lightning_module
+    expected = {name: value.clone() for name, value in trained.state_dict().items()}
     fitted("ddp, accumulated", "ddp", accumulate_grad_batches=2, max_epochs=2)
     fitted("ddp, bf16", "ddp", precision="bf16-true")
     for name in chosen:
@@ -79,4 +80,27 @@ def runs(folder: str, chosen: list[str]) -> dict[str, Any]:
     tests = trials.trainer(strategy(stage=3), folder)
     tests.test(fresh, trials.loader(8), ckpt_path=f"{folder}/stage 3.ckpt", verbose=False)
     out["tested"] = fresh.evaluated
+    out["converted"] = converted(folder, expected)
     return out
+
+
+def converted(folder: str, expected: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning's converter makes of the checkpoints, and whether it is DDP's model."""
+    import lightning_trials as trials
+    import torch
+    from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
+
+    seen: dict[str, Any] = {}
+    for saved in ("stage 2", "stage 3"):
+        file = f"{folder}/{saved} of rank {torch.distributed.get_rank()}.ckpt"
+        state = convert_zero_checkpoint_to_fp32_state_dict(f"{folder}/{saved}.ckpt", file)
+        module = trials.Tuned.load_from_checkpoint(file, map_location="cpu", weights_only=False)
+        seen[saved] = {
+            "epoch": state["epoch"],
+            "names": module.state_dict().keys() == expected.keys(),
+            "near": all(
+                torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+                for name, value in module.state_dict().items()
+            ),
+        }
+    return seen

@@ -40,3 +40,5 @@ def test_losses_are_those_of_ddp_and_checkpoints_go_on_at_another_stage(
         assert again["rate"] == longer["rate"] and again["steps"] == 8
         assert (tmp_path / f"{saved}.ckpt" / "checkpoint").is_dir()
     assert seen["tested"] == seen["stage 3"]["val_loss"][-2:]
+    for made in seen["converted"].values():
+        assert made == {"epoch": 1, "names": True, "near": True}

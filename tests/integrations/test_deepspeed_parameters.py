@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.integrations.deepspeed.names import access, gathered, init, leaves, optimizers
+from onefold.integrations.deepspeed.names import access, divided, gathered, init, leaves, optimizers
 from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.integrations.deepspeed.names.training import (
     DeepSpeedOptimizer,
@@ -40,6 +40,14 @@ def values(model: nn.Module) -> list[Any]:
 # -- zero.Init -------------------------------------------------------------------------------------
 
 
+def held(params: list[Any]) -> int:
+    """Bytes that this rank keeps of parameters that no engine has."""
+    kept = [divided.values_of(p) for p in params]
+    return sum(p.untyped_storage().nbytes() for p in params) + sum(
+        0 if values is None else values.untyped_storage().nbytes() for values in kept
+    )
+
+
 def init_and_shard(precision: str | None) -> dict[str, Any]:
     given = config(3, **({precision: {"enabled": True}} if precision else {}))
     with init.Init(config_dict_or_path={**given, "train_batch_size": "auto"}):
@@ -48,7 +56,7 @@ def init_and_shard(precision: str | None) -> dict[str, Any]:
     made = list(model.parameters())
     out: dict[str, Any] = {
         "dtypes": {str(p.dtype) for p in made},
-        "bytes": sum(p.untyped_storage().nbytes() for p in made),
+        "bytes": held(made),
         "shapes": [tuple(p.shape) for p in made],
     }
     with gathered.GatheredParameters(set(made)):
@@ -57,7 +65,7 @@ def init_and_shard(precision: str | None) -> dict[str, Any]:
             if dist.get_rank() == 1:
                 made[0].data.fill_(0.5)
         out["inside"] = made[0].mean().item()
-    out["after"] = sum(p.untyped_storage().nbytes() for p in made)
+    out["after"] = held(made)
     with gathered.GatheredParameters(made[1], modifier_rank=1):
         if dist.get_rank() == 1:
             nn.init.constant_(made[1], 2.0)
@@ -69,12 +77,13 @@ def init_and_shard(precision: str | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
-def test_a_model_made_under_init_is_whole_on_rank_0_alone(precision: str | None) -> None:
+def test_a_model_made_under_init_is_divided_until_it_is_gathered(precision: str | None) -> None:
     first, second = run_ranks(2, init_and_shard, precision)
     size = 2 if precision else 4
     assert first["dtypes"] == {"torch.bfloat16" if precision else "torch.float32"}
-    assert first["bytes"] == size * (6 * 5 + 5 + 5 * 3 + 3) == first["after"]
-    assert second["bytes"] == size * 4 == second["after"], "one element of each parameter"
+    # Half of each, rounded up, and one element of each
+    expected = size * (15 + 3 + 8 + 2 + 4)
+    assert {seen[at] for seen in (first, second) for at in ("bytes", "after")} == {expected}
     assert first["shapes"] == second["shapes"] == [(5, 6), (5,), (3, 5), (3,)]
     assert first["gathered"] == second["gathered"]
     assert first["inside"] == second["inside"] == 0.5

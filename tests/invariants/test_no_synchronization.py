@@ -174,7 +174,7 @@ def test_what_encoding_lost_is_forgotten_on_the_device() -> None:
 
 @virtual.alone
 def a_batch_is_sent() -> None:
-    from onefold.train.loop import loss_of
+    from onefold.train.step import loss_of
 
     seen = []
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from models import TinyMLP, features_of
 from onefold.layout import Dtypes, FlatLayout, ShardSpec, Topology, overlap
 from onefold.layout.spec import CODED_ALIGNMENT
+from onefold.plan.wire import gathered, part_bytes
 from onefold.quant import codec
 from onefold.recipe import Recipe
 from ranks import run_ranks
@@ -84,22 +85,22 @@ def test_what_is_sent_in_a_gather_arrives_as_the_whole_less_what_was_there(
 ):
     """Every rank sends and receives the same: what all send is what all lacked."""
     for spec in everybodys(shapes, topology, scheme):
-        sent = sum(move.peers * move.nbytes for move in spec.gather_moves)
+        sent = sum(nbytes for _, nbytes in gathered(spec))
         held = (spec.shard[1] - spec.shard[0]) if spec.has_secondary else spec.own
         missing = (spec.numel - held) // max(spec.layout.shard_numel, 1)
-        assert sent == missing * spec.each, (sent, missing, spec.each, spec.gather_moves)
+        assert sent == missing * spec.each, (sent, missing, spec.each, gathered(spec))
 
 
 @given(shapes, topologies, schemes)
 def test_a_hop_receives_what_its_peers_send(shapes, topology, scheme):
     spec = spec_of(shapes, topology, scheme)
-    for at, (hop, move) in enumerate(zip(spec.hops, spec.reduce_moves, strict=True)):
+    for at, hop in enumerate(spec.hops):
         room = spec.exchange(at, spec.dtypes.wire)
         bytes_of_a_part = room.part * room.dtype.itemsize
-        padding = bytes_of_a_part - move.nbytes
-        assert 0 <= padding < CODED_ALIGNMENT and (padding == 0 or spec.encodes(hop)), (room, move)
-        own_rows = hop.size - move.peers if spec.encodes(hop) else 0
-        assert room.rows + bool(room.apart) == move.peers + own_rows, (room, move)
+        padding = bytes_of_a_part - part_bytes(spec, hop)
+        assert 0 <= padding < CODED_ALIGNMENT and (padding == 0 or spec.encodes(hop)), (room, hop)
+        own_rows = 1 if spec.encodes(hop) else 0
+        assert room.rows + bool(room.apart) == hop.size - 1 + own_rows, (room, hop)
 
 
 @given(shapes, topologies, schemes, st.data())

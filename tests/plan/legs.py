@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from onefold.layout import Level, Topology
-from onefold.plan.states import Leg, elsewhere
+from onefold.plan.wire import Leg, elsewhere
 
 
 def by_link(

@@ -13,7 +13,8 @@ import torch
 from benchmarks.validation.formulas import compute
 
 from onefold.plan import shapes
-from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture, model_of
+from onefold.plan.architectures import ARCHITECTURES, architecture, model_of
+from onefold.plan.shapes import Transformer
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

@@ -26,9 +26,9 @@ from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import MOMENTS
-from onefold.plan.simulate import simulate
 from onefold.plan.subject import subject_of
-from onefold.plan.trace import trace
+from onefold.simulation.simulate import simulate
+from onefold.tracing.trace import trace
 
 
 class Language(nn.Module):

@@ -15,6 +15,7 @@ from random_plans import GIB, activity, gpus
 
 from onefold.plan import choose
 from onefold.plan.activity import Activity, assumed_dims, blocks_of
+from onefold.plan.architectures import architecture
 from onefold.plan.choose import (
     Question,
     deeper,
@@ -29,7 +30,7 @@ from onefold.plan.evaluate import Candidate, usable_bytes
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
-from onefold.plan.shapes import ModelShape, architecture
+from onefold.plan.shapes import ModelShape
 
 
 def question(shape: ModelShape, ranks: int, capacity: float, job: Job) -> Question:

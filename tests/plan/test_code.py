@@ -14,13 +14,15 @@ from benchmarks.peers.model import GPT, Shape
 from torch import nn
 
 from onefold.plan.activity import Activity
+from onefold.plan.architectures import model_of
 from onefold.plan.formulas import CODES, check_code
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
+from onefold.plan.model_code import build, class_for
 from onefold.plan.planner import plan
-from onefold.plan.shapes import Transformer, model_of
-from onefold.plan.stand_in import _build, _class_for, _config
-from onefold.plan.trace import trace
+from onefold.plan.shapes import Transformer
+from onefold.simulation.stand_in import _config
+from onefold.tracing.trace import trace
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -58,7 +60,7 @@ def module(code: str) -> nn.Module:
 
     config = _config(transformers, code, dims)
     config.use_cache = False
-    made: nn.Module = _build(_class_for(config), config)
+    made: nn.Module = build(class_for(config), config)
     return made
 
 
@@ -127,7 +129,7 @@ def test_a_plan_by_name_fits_where_the_traced_code_fits(name: str) -> None:
     """The same question asked of a name and of transformers' code for it: peaks within 5 %, the
     name's never below.
     """
-    from onefold.plan.stand_in import code_of
+    from onefold.simulation.stand_in import code_of
 
     there, job = (
         machine(8, 8, "h100-80"),

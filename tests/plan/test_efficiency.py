@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from calibrations import COSTS, calibration, with_steps, without_steps
-from onefold.plan.calibrate import COPIED, PARTS, CalibrationError, Shares, shares, work_of
-from onefold.plan.fit import Kernels
+from calibrations import COSTS, calibration, timed, with_steps, without_steps
+from onefold.doctor.calibration import CalibrationError
+from onefold.doctor.kernels import Kernels
+from onefold.doctor.measured import AtRanks, middle
+from onefold.plan.efficiency import COPIED, PARTS, Shares, shares, shares_of, work_of
 from onefold.plan.hardware import calibrated
-from onefold.plan.measured import AtRanks, middle
-from onefold.plan.times import Software, step_times
+from onefold.plan.times import step_times
+from onefold.plan.traffic import Software
 
 #: What one copy of an element takes in the calibration of one rank.
 COPY = COPIED / 1e10
@@ -47,7 +49,7 @@ def test_the_plan_then_says_of_those_steps_what_was_measured(
         there = calibrated(found, at.ranks)
         for point in at.steps:
             for traced in (True, False):
-                assert step_times(work_of(point, there, traced), there).step == pytest.approx(
+                assert timed(work_of(point, there, traced), there).step == pytest.approx(
                     point.seconds, rel=0.06
                 )
 
@@ -55,7 +57,7 @@ def test_the_plan_then_says_of_those_steps_what_was_measured(
 def test_a_step_that_is_the_sum_of_its_parts_has_shares_of_one() -> None:
     found = calibration(1, 2, 4)
     for ranks in (1, 2, 3, 4):
-        said = found.shares(ranks=ranks)
+        said = shares_of(found, ranks=ranks)
         assert (said.step, said.move) == pytest.approx((1.0, 1.0), rel=1e-3)
         assert said.handed_s == pytest.approx(COPY * ranks, rel=0.2)  # 3 ranks lie between 2 and 4
 
@@ -72,7 +74,7 @@ def test_what_no_step_has_shown_stays_at_one() -> None:
 def test_a_calibration_without_steps_is_planned_as_the_sum_of_its_parts() -> None:
     before, after = without_steps(1, 2), with_steps(without_steps(1, 2), 0.5)
     work = work_of(after.at[1].steps[0], calibrated(after, 2))
-    old, new = (step_times(work, calibrated(found, 2)) for found in (before, after))
+    old, new = (timed(work, calibrated(found, 2)) for found in (before, after))
     assert old == step_times(work, calibrated(before, 2), Software(overlap=1.0))
     assert new.seconds["compute"] > 1.8 * old.seconds["compute"]
     assert new.seconds["optimizer"] == old.seconds["optimizer"]
@@ -83,9 +85,7 @@ def test_a_file_older_than_passes_is_planned_by_its_blocks_rate() -> None:
     new = without_steps(1)
     old = replace(new, at=tuple(replace(a, passes=()) for a in new.at))
     work = work_of(with_steps(new).at[0].steps[0], calibrated(new, 1))
-    assert step_times(work, calibrated(old, 1)) == step_times(
-        replace(work, kernels=None), calibrated(new, 1)
-    )
+    assert timed(work, calibrated(old, 1)) == timed(replace(work, kernels=None), calibrated(new, 1))
     assert not old.knows_passes("float32") and new.knows_passes("float32")
     with pytest.raises(CalibrationError, match="no pass in float32 was measured"):
         old.pass_seconds(Kernels(1, 1, 1, 1, 1))
@@ -101,7 +101,7 @@ def test_operations_cost_what_passes_showed() -> None:
 def test_shares_between_numbers_of_ranks_lie_between() -> None:
     low, high = with_steps(without_steps(1, 4), 0.9), with_steps(without_steps(1, 4), 0.5)
     found = replace(low, at=(low.at[0], high.at[1]))
-    steps = [found.shares(ranks=r).step for r in (1, 2, 3, 4)]
+    steps = [shares_of(found, ranks=r).step for r in (1, 2, 3, 4)]
     assert steps == sorted(steps, reverse=True)
     assert len(set(steps)) == 4
 

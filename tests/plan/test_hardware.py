@@ -9,8 +9,8 @@ import pytest
 from benchmarks.validation.systems import work
 
 from calibrations import calibration as made_up
+from calibrations import timed
 from onefold.plan.hardware import builtin, calibrated, catalogue, machine
-from onefold.plan.times import step_times
 
 
 @pytest.mark.parametrize("name", builtin().gpus)
@@ -137,7 +137,7 @@ def test_a_step_on_a_calibrated_machine_takes_the_measured_block_rate_and_moves(
         micro_tokens=1024,
         optimizer_numel=5e7,
     )
-    times = step_times(task, here)
+    times = timed(task, here)
     assert times.seconds["compute"] == pytest.approx(
         1e12 / calibration.block_rate(512, 1024, "float32", 2)
     )

@@ -20,7 +20,8 @@ from random_plans import (
     stages,
 )
 
-from onefold.plan.evaluate import FRAGMENTED, bound_of, evaluate
+from onefold.plan.bound import bound_of
+from onefold.plan.evaluate import FRAGMENTED, evaluate
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
 from onefold.plan.replay import Replay

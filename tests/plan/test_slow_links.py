@@ -14,13 +14,14 @@ from random_plans import GIB, gpus
 
 import onefold
 from onefold.plan.api import plan_here
-from onefold.plan.communication import waiting
+from onefold.plan.architectures import architecture
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
-from onefold.plan.shapes import architecture
-from onefold.plan.states import legs_of, topology_of, units_of
+from onefold.plan.slow_links import waiting
+from onefold.plan.states import topology_of, units_of
+from onefold.plan.wire import legs_of
 from onefold.quant import codec
 from onefold.recipe import Recipe
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.schema import SECONDS
-from onefold.plan.times import Software, Traffic, Work, links_of, slowest_of, step_times, traffic_of
+from onefold.plan.times import Work, slowest_of, step_times
+from onefold.plan.traffic import Software, Traffic, links_of, traffic_of
 
 gpus = st.sampled_from(sorted(builtin().gpus))
 links = st.sampled_from(["100g", "8x200g", "ib-ndr"])
@@ -181,7 +182,7 @@ class Clock:
 
 
 def test_a_calibrated_machine_is_believed() -> None:
-    there = replace(plain(2), measured=Clock())
+    there = replace(plain(2), measured=Clock())  # type: ignore[arg-type]
     moves = [Traffic.pairwise("all-gather", 1e9, 10, there, "boundary")]
     task = Work(
         2e10,
@@ -192,13 +193,14 @@ def test_a_calibrated_machine_is_believed() -> None:
         hidden=64,
         micro_tokens=128,
     )
-    seconds = step_times(task, there).seconds
+    soft = Software(overlap=1.0)
+    seconds = step_times(task, there, soft).seconds
     assert seconds["compute"] == pytest.approx(2.0)
     assert seconds["exposed communication"] == pytest.approx(10 * 1e-3 + 1.0)
     assert seconds["optimizer"] == pytest.approx(0.5)
-    assert step_times(replace(task, precision="bf16"), there).seconds["compute"] == pytest.approx(
-        4.0
-    )
+    assert step_times(replace(task, precision="bf16"), there, soft).seconds[
+        "compute"
+    ] == pytest.approx(4.0)
 
 
 def test_what_is_reduced_at_the_boundary_hides_behind_one_micro_batch() -> None:

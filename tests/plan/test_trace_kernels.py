@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from calibrations import calibration
+from onefold.doctor.kernels import count
 from onefold.plan.activity import Activity
 from onefold.plan.choose import Question
+from onefold.plan.efficiency import shares_of
 from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import calibrated
 from onefold.plan.job import Job, Scheme
-from onefold.plan.kernels import count
-from onefold.plan.trace import trace, trace_at
+from onefold.tracing.trace import trace, trace_at
 from onefold.train.models import checkpoint_activations
 
 transformers = pytest.importorskip("transformers")
@@ -77,8 +78,8 @@ def test_a_calibrated_plan_prices_operations_and_says_how_steps_compare() -> Non
         return candidate.account.seconds["compute"]
 
     assert traced.kernels is not None
-    handed = 3 * shape.trainable * found.shares(ranks=2).handed_s
-    passes = 3 * found.pass_seconds(traced.kernels, ranks=2) / found.shares(ranks=2).step
+    handed = 3 * shape.trainable * shares_of(found, ranks=2).handed_s
+    passes = 3 * found.pass_seconds(traced.kernels, ranks=2) / shares_of(found, ranks=2).step
     assert seconds(traced) == pytest.approx(passes + handed, rel=1e-6)
     assert seconds(replace(traced, kernels=None)) != pytest.approx(passes + handed, rel=1e-3)
     # Of frozen parameters there are no gradients: what was traced does not hold

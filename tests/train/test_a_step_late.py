@@ -23,10 +23,10 @@ from torch import nn
 import onefold
 from onefold.optim.skip import skips_on_device
 from onefold.train import checkpoints, loop
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.data import Feed, Samples
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.process import Stop
@@ -342,7 +342,7 @@ def test_the_device_leaves_a_bad_step_out_before_anybody_has_read_it(fault: str)
     with tempfile.TemporaryDirectory() as folder:
         run, _ = start("virtual", Path(folder), on_nonfinite="skip")
         break_at(run, 5, fault, micro_batch=1)
-        update, held = loop._update_unless_bad, []
+        update, held = loop.update_unless_bad, []
 
         def states() -> list[torch.Tensor]:
             params = [p for group in run.optimizer.param_groups for p in group["params"]]
@@ -356,7 +356,7 @@ def test_the_device_leaves_a_bad_step_out_before_anybody_has_read_it(fault: str)
                 update(*args)
             held.append((before, states()))
 
-        loop._update_unless_bad = watched
+        loop.update_unless_bad = watched
         train(run, lambda: 0, lambda row: None)
     same = [
         len(a) == len(b) and all(torch.equal(x.cpu(), y.cpu()) for x, y in zip(a, b, strict=True))

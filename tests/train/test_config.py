@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from onefold.train.config import TrainConfig, read_config_file, resolve
+from onefold.train.config import TrainConfig, field_names, resolve
+from onefold.train.config_file import read_config_file
 from onefold.train.errors import TrainError
 from onefold.train.output import with_output, write_config
 
@@ -64,9 +65,9 @@ def test_steps_on_the_command_line_replace_epochs_of_the_file(tmp_path: Path) ->
 def test_files_of_another_kind_and_absent_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "run.ini").write_text("")
     with pytest.raises(TrainError, match=r"\.yaml, \.yml or \.toml"):
-        read_config_file(tmp_path / "run.ini")
+        read_config_file(tmp_path / "run.ini", field_names())
     with pytest.raises(TrainError, match="no such file"):
-        read_config_file(tmp_path / "none.yaml")
+        read_config_file(tmp_path / "none.yaml", field_names())
 
 
 def test_the_saved_configuration_reads_back_as_the_same_run(tmp_path: Path) -> None:
@@ -108,7 +109,7 @@ def test_a_file_that_is_no_yaml_is_told_in_one_line_with_its_place(
 ) -> None:
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(TrainError) as error:
-        read_config_file(tmp_path / "run.yaml")
+        read_config_file(tmp_path / "run.yaml", field_names())
     assert f"is not valid YAML {where}: " in str(error.value) and "\n" not in str(error.value), (
         error.value
     )

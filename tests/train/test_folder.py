@@ -29,11 +29,11 @@ from hf_folders import (
 )
 from started_runs import alone, this_rank
 
-from onefold.train import models, worker
+from onefold.train import models, results
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.worker import export, sample
+from onefold.train.results import export, sample
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -83,7 +83,7 @@ def both_ways(root: Path, names: list[str], stages: list[str]) -> list[str]:
                 if model.name_or_path != str(root / name):
                     wrong.append(f"name_or_path {model.name_or_path}")
                 texts.append(sample(run))
-                with patch.object(worker, "SPARE_TO_HOLD", 1 << 60):  # unit by unit
+                with patch.object(results, "SPARE_TO_HOLD", 1 << 60):  # unit by unit
                     texts.append(sample(run))
                 losses.append(trained(run))
                 if streamed:

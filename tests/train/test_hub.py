@@ -170,11 +170,21 @@ def test_a_model_in_the_cache_of_which_a_file_is_missing_is_not_taken(
 
 READS = """
 import sys
+from onefold.train.errors import TrainError
 from onefold.train.sources import check_data, is_small, rows_of
 check_data("tiny/text", 16)
 assert not is_small("tiny/text") and "torch" not in sys.modules
-rows = list(rows_of("tiny/text"))
-assert rows == [("text", f"document {n}", True) for n in range(50)], rows
+for name, numbers in (("tiny/text", range(50)), ("tiny/text:validation", range(50, 60))):
+    check_data(name, 16)
+    rows = list(rows_of(name))
+    assert rows == [("text", f"document {n}", True) for n in numbers], rows
+try:
+    list(rows_of("tiny/text:test"))
+except TrainError as error:
+    assert "train" in str(error) and "validation" in str(error), error
+    assert str(error).endswith("Name one as org/name/CONFIG:SPLIT."), error
+else:
+    raise AssertionError("a split that is not there was read")
 print("read")
 """
 
@@ -184,8 +194,9 @@ def test_a_dataset_of_the_hub_is_read_as_a_stream(tmp_path: Path) -> None:
     import datasets
 
     (tmp_path / "d").mkdir()
-    rows = [{"text": f"document {n}"} for n in range(50)]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "d" / "train.parquet")
+    for split, numbers in (("train", range(50)), ("validation", range(50, 60))):
+        rows = [{"text": f"document {n}"} for n in numbers]
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "d" / f"{split}.parquet")
     clean = {k: v for k, v in environment(tmp_path / "tmp").items() if k != "HF_HUB_OFFLINE"}
     with hub(tmp_path / "d") as (address, asked):
         given = {

@@ -5,6 +5,7 @@ mixed by weights, and its documents kept apart.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import shutil
@@ -30,10 +31,17 @@ from started_runs import alone, this_rank
 
 from onefold.train import sources, token_cache
 from onefold.train.config import resolve
-from onefold.train.data import IGNORE, Data, DataOrder, Samples, Share, load_data, shares
+from onefold.train.data import (
+    IGNORE,
+    Data,
+    Samples,
+    eval_batches,
+    load_data,
+)
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
+from onefold.train.order import DataOrder, Share, shares
 from onefold.train.prepare import prepare
 from onefold.train.sources import is_small, parts_of, rows_of
 from onefold.train.text import ByteTokenizer
@@ -109,36 +117,79 @@ def test_tables_lines_and_folders_of_datasets_hold_the_same(tmp_path: Path) -> N
     assert [row for _, row, _ in rows_of(str(tmp_path / "c.parquet"))] == CHATS
 
 
-@needs_datasets
-def test_a_dataset_in_the_cache_is_read_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of `datasets` that has org/name: its configurations default and short, each with the
+    splits train and validation. The network is forbidden.
+    """
     import datasets
 
-    datasets.Dataset.from_list([{"text": t} for t in TEXTS]).to_parquet(tmp_path / "d.parquet")
-    made = datasets.load_dataset(
-        "parquet", data_files=str(tmp_path / "d.parquet"), cache_dir=str(tmp_path / "made")
-    )
-    built = Path(made["train"].cache_files[0]["filename"]).parent
-    home = tmp_path / "hub" / "datasets" / "org___name" / "default" / "0.0.0"
-    home.mkdir(parents=True)
-    shutil.copytree(built, home / ("0" * 40))
-    for file in (home / ("0" * 40)).glob("parquet-train*"):
-        file.rename(file.with_name(file.name.replace("parquet-", "name-")))
-    info = home / ("0" * 40) / "dataset_info.json"
-    said = json.loads(info.read_text())
-    info.write_text(json.dumps({**said, "dataset_name": "name"}))
+    home = tmp_path / "datasets"
+    for config, texts in (("default", TEXTS), ("short", TEXTS[:9])):
+        splits = {"train": texts, "validation": [text + "!" for text in texts]}
+        files = {}
+        for split, rows in splits.items():
+            file = tmp_path / f"{config}-{split}.parquet"
+            datasets.Dataset.from_list([{"text": text} for text in rows]).to_parquet(file)
+            files[split] = str(file)
+        made = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "made"))
+        place = home / "org___name" / config / "0.0.0" / ("0" * 40)
+        shutil.copytree(Path(made["train"].cache_files[0]["filename"]).parent, place)
+        for file in place.glob("parquet-*"):
+            file.rename(file.with_name(file.name.replace("parquet-", "name-")))
+        info = place / "dataset_info.json"
+        said = {**json.loads(info.read_text()), "dataset_name": "name", "config_name": config}
+        info.write_text(json.dumps(said))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(home.parents[2]))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home.parents[2])
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(home))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    sources.check_data("org/name", 16)
-    assert [text for _, text, _ in rows_of("org/name")] == TEXTS
-    assert not is_small("org/name")
-    with pytest.raises(TrainError, match="no such dataset in the cache of `datasets`"):
-        sources.check_data("org/other", 16)
-    with pytest.raises(TrainError, match="`datasets` cannot open it"):
-        list(rows_of("org/other"))
+    return home
+
+
+@needs_datasets
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_dataset_in_the_cache_is_read_without_a_network() -> None:
+    held_out = [text + "!" for text in TEXTS]
+    for name, expected in (
+        ("org/name/default", TEXTS),
+        ("org/name/default:train", TEXTS),
+        ("org/name/default:validation", held_out),
+        ("org/name/short", TEXTS[:9]),
+        ("org/name/short:validation", held_out[:9]),
+        ("org/name/default:train[10:20]", TEXTS[10:20]),
+        ("org/name/short:validation[:3]+train", held_out[:3] + TEXTS[:9]),
+    ):
+        sources.check_data(name, 16)
+        assert [text for _, text, _ in rows_of(name)] == expected, name
+        assert not is_small(name)
+
+
+@needs_datasets
+@pytest.mark.usefixtures("datasets_cache")
+def test_of_a_dataset_of_the_hub_what_is_missing_is_named() -> None:
+    for name in ("org/other", "org/name/long", "org/name/long:validation"):
+        with pytest.raises(TrainError, match="no such dataset in the cache of `datasets`"):
+            sources.check_data(name, 16)
+    for name, said in (
+        ("org/other", "`datasets` cannot open it"),
+        ("org/name/short:test", r"validation.*Name one as org/name/CONFIG:SPLIT"),
+        ("org/name", r"default.*short.*Name one as org/name/CONFIG:SPLIT"),  # which of the two?
+    ):
+        with pytest.raises(TrainError, match=said):
+            list(rows_of(name))
+
+
+@needs_datasets
+def test_two_splits_of_a_dataset_are_two_parts_with_tokens_of_their_own(
+    datasets_cache: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(datasets_cache / "org___name" / "short")
+    data = cached("org/name:0.5,org/name:validation:0.5", tmp_path)  # one configuration: no name
+    assert [share.count for share in data.mix] and len(list((tmp_path / "tokens").iterdir())) == 2
+    first = cached("org/name:validation", tmp_path).train.tokens
+    assert bytes(np.asarray(first[0]).astype(np.uint8)) == b"document 0 !\x00doc"
+    assert len(list((tmp_path / "tokens").iterdir())) == 2
 
 
 def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
@@ -247,12 +298,44 @@ def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> 
         data.order(20, 5).load_state_dict(without.order(20, 5).state_dict())
 
 
+def letters_held_out(data: Data, limit: int) -> str:
+    """The first letters of the samples that ranks 0 and 1 read of `limit` held-out ones."""
+    cut = [eval_batches(len(data.held_out), limit, rank, 2, micro_batch=2) for rank in (0, 1)]
+    ids = [
+        data.held_out.batch(indices[:real])["input_ids"][:, 0].tolist()
+        for indices, real in itertools.chain(*cut)
+        if real
+    ]
+    return "".join(map(chr, itertools.chain(*ids)))
+
+
+def test_held_out_samples_have_the_shares_of_the_training_samples(tmp_path: Path) -> None:
+    one = lines(tmp_path / "a.jsonl", [{"text": "a" * 15}] * 900)
+    two = lines(tmp_path / "b.jsonl", [{"text": "b" * 15}] * 100)
+    data = cached(f"{one}:0.25,{two}:0.75", tmp_path)
+    assert len(data.held_out) == 200 and len(data.train) == 800
+    for limit in (4, 16, 100, 200):
+        assert Counter(letters_held_out(data, limit)) == {"a": limit // 4, "b": limit * 3 // 4}
+    # Each part gives the same fraction of its own samples, and none of them is trained on
+    held, trained = (
+        set(some._rows(np.arange(len(some))).tolist()) for some in (data.held_out, data.train)
+    )
+    assert not held & trained and len(held & set(range(900, 1000))) == 20
+    assert len(trained & set(range(900, 1000))) == 80
+    # Without shares the first ones are of all parts too, as large as those are
+    without = letters_held_out(cached(f"{one},{two}", tmp_path), 100)
+    assert 80 <= without.count("a") < 100
+    lonely = lines(tmp_path / "c.jsonl", [{"text": "c" * 15}])
+    data = cached(f"{one}:0.5,{lonely}:0.5", tmp_path)
+    assert data.notes == [f"{lonely} has one sample only: nothing of it is held out"]
+    assert set(letters_held_out(data, 16)) == {"a"}
+
+
 def test_shares_are_counted_among_the_training_samples() -> None:
-    chosen = np.array([0, 2, 3, 7, 8, 9])
-    assert shares(chosen, [4, 6], [1.0, 1.0]) == (Share(0, 3, 3), Share(3, 3, 3))
-    assert shares(chosen, [4, 6], [1.0, 5.0]) == (Share(0, 3, 1), Share(3, 3, 5))
-    assert shares(chosen, [4, 6], [None, None]) == ()
-    order = DataOrder(6, 3, 1, mix=shares(chosen, [4, 6], [1.0, 5.0]))
+    assert shares([3, 3], [1.0, 1.0]) == (Share(0, 3, 3), Share(3, 3, 3))
+    assert shares([3, 3], [1.0, 5.0]) == (Share(0, 3, 1), Share(3, 3, 5))
+    assert shares([3, 3], [None, None]) == ()
+    order = DataOrder(6, 3, 1, mix=shares([3, 3], [1.0, 5.0]))
     assert sorted(np.concatenate([order.at(0), order.at(1)]))[1:] in (
         [3, 3, 4, 4, 5], [3, 3, 4, 5, 5], [3, 4, 4, 5, 5],
     )  # fmt: skip
@@ -266,6 +349,11 @@ def test_names_with_weights_are_read_as_such(tmp_path: Path) -> None:
     assert parts_of("a.jsonl:0.7, org/name:3") == [
         sources.Part("a.jsonl", 0.7), sources.Part("org/name", 3.0)
     ]  # fmt: skip
+    assert parts_of("org/name:test:0.5,org/name/en:train[5:9]:2,org/name:test[:1%]:1") == [
+        sources.Part("org/name:test", 0.5),
+        sources.Part("org/name/en:train[5:9]", 2.0),
+        sources.Part("org/name:test[:1%]", 1.0),
+    ]
     assert parts_of("a,b") == [sources.Part("a"), sources.Part("b")]
     for wrong, said in (("a:1,b", "b has no weight"), ("a:0,b:1", "weights above 0")):
         with pytest.raises(TrainError, match=said):

@@ -23,17 +23,18 @@ from hf_folders import (
 )
 from started_runs import alone, this_rank
 
-from onefold.checkpoint.manifest import FolderSource
+from onefold.checkpoint.folder import newest_first
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.train import checkpoints
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
-from onefold.train.worker import export
+from onefold.train.results import export
 from ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
@@ -138,7 +139,7 @@ def runs(root: Path) -> dict[str, Any]:
             halted = config.model_copy(update={"output": str(root / "again" / name)})
             first = losses_of(*start(halted, ranks), most=4)
             assert first + losses_of(*start(halted, ranks)) == whole, name
-            (newest, *_) = checkpoints.newest_first(Path(halted.output) / checkpoints.CHECKPOINTS)
+            (newest, *_) = newest_first(Path(halted.output) / checkpoints.CHECKPOINTS)
             found["checkpoint"] = newest
             _refused(halted, ranks, root)
     return found
@@ -180,7 +181,7 @@ def refused_merging() -> list[str]:
 def test_a_stream_merges_adapters_that_add_to_linear_layers_and_refuses_others() -> None:
     for said in run_ranks(2, refused_merging):
         wrong = [
-            "LlamaForCausalLM is no PeftModel", "more than add B·A", "is on a weight that is tied",
+            "LlamaForCausalLM has no adapters of peft", "more than add B·A", "is on a weight that is tied",
             "active are ['default', 'other']", "in the weights already", "adapters are disabled",
         ]  # fmt: skip
         assert all(words in text for words, text in zip(wrong, said, strict=True)), said

@@ -16,10 +16,10 @@ from onefold.memory import GATHERED, GRADIENTS
 from onefold.plan.schema import ACTIVATIONS, Account
 from onefold.train.config import resolve
 from onefold.train.errors import readable
-from onefold.train.faults import _colder as colder
-from onefold.train.faults import _wrong_line as wrong_line
-from onefold.train.faults import explain, is_out_of_memory
 from onefold.train.loop import train
+from onefold.train.memory_error import _colder as colder
+from onefold.train.memory_error import _wrong_line as wrong_line
+from onefold.train.memory_error import explain, is_out_of_memory
 from onefold.train.prepare import prepare
 from onefold.train.ranks import Ranks
 

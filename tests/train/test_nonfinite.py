@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks

@@ -18,10 +18,10 @@ from started_runs import JOB, alone, losses_in_ranks, losses_on
 
 from onefold.plan.states import MOMENTS_OF
 from onefold.train import checkpoints
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.early import check_early
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import train
 from onefold.train.optimizers import ELSEWHERE, KINDS, make, planned_as
 from onefold.train.output import write_config

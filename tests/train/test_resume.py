@@ -17,11 +17,11 @@ from torch import nn
 
 from onefold.observe import TensorBoard
 from onefold.train import checkpoints
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.data import DataOrder, Samples, fingerprint_of
 from onefold.train.early import micro_batch_that_divides
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.output import Metrics, with_output
 from onefold.train.prepare import Run, prepare

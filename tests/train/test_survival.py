@@ -36,10 +36,10 @@ from started_runs import (
 
 from onefold import engine_of
 from onefold.checkpoint.background import running
-from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.errors import TrainError
 from onefold.train.faults import WINDOW
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 from onefold.train.process import CONTROL, STARTED, Stop, StopSignal

@@ -25,16 +25,17 @@ from onefold.observe.report.page import render
 from onefold.observe.runfile import read_observed
 from onefold.recipe.options import NODES
 from onefold.train import checkpoints
-from onefold.train.checkpoints import OPTIONS, Keeper
+from onefold.train.checkpoints import OPTIONS
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.early import refuse_groups
 from onefold.train.errors import TrainError
+from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import ConsoleReporter, Reporter, describe, observe, of_the_wire
-from onefold.train.worker import export
+from onefold.train.results import export
 from ranks import run_ranks
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200

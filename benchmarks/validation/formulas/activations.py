@@ -1,7 +1,7 @@
 """Bytes that the forward pass keeps for backward, as papers print them.
 
 `s` tokens, `b` sequences of a micro-batch, `h` width, `a` heads, `t` tensor-parallel ranks. The
-tracer (`onefold.plan.trace`) is exact.
+tracer (`onefold.tracing.trace`) is exact.
 """
 
 from __future__ import annotations

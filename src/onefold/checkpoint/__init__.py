@@ -13,11 +13,11 @@ There is no pickle in it.
 | to read about             | modules, in the order of a call                                                          |
 |---------------------------|------------------------------------------------------------------------------------------|
 | a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
-| a load                    | loading ► source (what can be loaded from), manifest, views ► apply (into the model)      |
+| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)      |
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
 | commands                  | inspect, verify, diff, reshard                                                           |
-| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, streams; of peft: adapters      |
+| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, export_folder, streams; of peft: adapters |
 | torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
 Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the

@@ -26,6 +26,7 @@ from onefold.checkpoint.huggingface import HuggingFaceSource, load_fitted
 from onefold.checkpoint.source import closed_on_error
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.runtime.registry import engine_of
+from onefold.runtime.state_contents import unguarded
 
 FILES = "adapter_model"
 #: What peft puts before the names of a model that it wraps.
@@ -127,9 +128,11 @@ def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
         for name, (_, shape) in Outline.of(model).tensors.items()
     }
     names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    found = get_peft_model_state_dict(
-        wrapped, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=False
-    )
+    # peft asks modules that are saved whole (modules_to_save) for their names by state_dict()
+    with unguarded(engine_of(model)):
+        found = get_peft_model_state_dict(
+            wrapped, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=False
+        )
     odd = [key for key, value in found.items() if id(value) not in names]
     if odd or not found:
         raise CheckpointError(

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.checkpoint.background import Background, running, settle
+from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import Lock, checkpoints, in_words, latest, prune, remove_litter
+from onefold.checkpoint.folder import Lock, in_words, latest, newest_first, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
@@ -63,7 +63,6 @@ class Checkpointer:
         self.asynchronous, self.busy = asynchronous, busy
         self.model, self._engine = model, engine_of(model)
         meet(self._engine, "Checkpointer(...)")
-        settle(self._engine)
         self._together = Together.of(self._engine)
         self._saving: Background | None = None
         self._lock: Lock | None = None
@@ -155,7 +154,6 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The newest checkpoint whose manifest is sound, as the first rank sees it. Collective."""
         meet(self._engine, "Checkpointer.latest")
-        settle(self._engine)
         return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
@@ -167,10 +165,9 @@ class Checkpointer:
         meet(self._engine, "Checkpointer.load")
         self.wait()
         first = self._together.rank == 0
-        listed = sorted((n, p.name, p) for n, p in checkpoints(self.root)) if first else []
-        found = [path for _, _, path in self._together.from_first(listed)]
+        found = newest_first(self.root, damaged=True) if first else []
         errors = []
-        for path in reversed(found):
+        for path in self._together.from_first(found):
             try:
                 return load(path, model=self.model, **parts)
             except DamagedCheckpoint as error:

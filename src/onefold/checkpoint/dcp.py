@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.runtime.entry import Entry
@@ -36,9 +37,8 @@ from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state_contents import contents
 
-# Options of a parameter group that say how the update is computed here, not what it is: a
-# checkpoint does not decide them.
-_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+# Options of a parameter group that a checkpoint does not decide.
+_OWN = ("params", "param_names", *LOCAL_OPTIONS)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
@@ -278,7 +278,7 @@ class OptimizerState(_State):
             for key, value in loaded[found[0]].items() if found else ():
                 if isinstance(group.get(key), torch.Tensor):
                     _take(key, group[key], value)
-                elif key not in _HOW:
+                elif key not in _OWN:
                     group[key] = value
 
 

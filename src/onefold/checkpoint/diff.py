@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from onefold.checkpoint.manifest import FolderSource
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import bytes_of, numel_of
 from onefold.checkpoint.values import decode

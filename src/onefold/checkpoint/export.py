@@ -2,7 +2,7 @@
 its tokenizer.
 
     onefold.export        from a sharded model: each rank writes its own intervals into the same files (streams.py)
-    export_folder         from a checkpoint, without ranks: tensor by tensor
+    export_folder.py      from a checkpoint, without ranks: tensor by tensor
 
 The folder appears under its name when it is whole, and not before. What goes wrong on one rank is
 raised on all, and nothing is left.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
 import re
 import shutil
@@ -29,9 +28,7 @@ from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.hf_names import Layout, is_transformers, writing
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.saving import check_moment
-from onefold.checkpoint.source import Source
 from onefold.checkpoint.streams import Pieces, Progress, Sheet
-from onefold.checkpoint.tensorfile import CHUNK, numel_of
 from onefold.checkpoint.together import Together, meet
 from onefold.runtime.engine import Engine
 from onefold.runtime.on_disk import OnDisk
@@ -92,7 +89,7 @@ def export(
     asked: Any = None if dtype == "master" else dtype
 
     def sheet() -> Sheet:
-        _check_arguments(asked, max_shard_bytes)
+        check_arguments(asked, max_shard_bytes)
         if getattr(model, "peft_config", None):
             raise CheckpointError(
                 "this model is one of peft, adapters around another: onefold.save_adapters(model,"
@@ -107,62 +104,11 @@ def export(
         if tokenizer is not None:
             tokenizer.save_pretrained(str(there))
         elif is_transformers(model):
-            _copy(Path(str(getattr(model.config, "_name_or_path", "") or "/")), TOKENIZER, there)
+            copy_files(
+                Path(str(getattr(model.config, "_name_or_path", "") or "/")), TOKENIZER, there
+            )
 
     return stream(engine, model, Path(folder), sheet, beside, progress, overwrite)
-
-
-def export_folder(
-    source: Source,
-    folder: str | os.PathLike[str],
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Progress | None = None,
-    *,
-    beside: str | os.PathLike[str] | None = None,
-    overwrite: bool = False,
-) -> Path:
-    """Write the model in a checkpoint as a folder that `from_pretrained` opens, without ranks, 4
-    MiB at a time.
-
-    Args:
-        source: an opened checkpoint.
-        folder, max_shard_bytes, progress, overwrite: as for `export`.
-        dtype: of floating-point parameters in the files; None leaves them as the checkpoint has
-            them (its masters).
-        beside: where config.json and the tokenizer's files are; None takes the source's own folder.
-
-    Raises:
-        CheckpointError: the source is damaged, or nothing can be written at `folder`.
-    """
-    _check_arguments(dtype, max_shard_bytes)
-    target = Path(folder)
-    near = Path(beside) if beside is not None else source.folder
-    outline = _outline_of(source)
-    tied_once = near is not None and (near / "config.json").is_file()
-    sheet = plan(outline, _twin(near, outline), dtype, max_shard_bytes, tied_once)
-    items = {item.name: item for item in source.items() if item.kind in ("parameter", "buffer")}
-
-    def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
-        for name, item in items.items():
-            count, dtype = numel_of(outline.tensors[name][1]), outline.dtypes[name]
-            step = CHUNK // dtype.itemsize
-            buffer = torch.empty(min(step, count), dtype=dtype)
-            for start in range(0, count, step):
-                part = buffer[: min(step, count - start)]
-                source.read(item, start, start + part.numel(), part)
-                yield name, start, part
-
-    with Export(target, overwrite) as made:
-        sheet.files.create(made.folder)
-        if near is not None:
-            _copy(near, (*CONFIGURATION, *TOKENIZER), made.folder)
-            _say_dtype(made.folder / "config.json", dtype or first_dtype(outline))
-        total = sheet.nbytes_of((name, 0, numel_of(outline.tensors[name][1])) for name in items)
-        sheet.write(made.folder, pieces(), total, progress)
-        source.compare()
-        _finish(made, overwrite)
-    return target
 
 
 def stream(
@@ -213,13 +159,12 @@ def stream(
                 for name, start, stop in _intervals(engine, model)
             )
             mine: Pieces = (
-                (names.get(name, name), start, data)
-                for name, start, data in _in_memory(_own(engine, model))
+                (names.get(name, name), start, data) for name, start, data in _own(engine, model)
             )
             planned.write(there, mine if change is None else change(mine), total, progress)
         with together.each_rank():
             if made is not None:
-                _finish(made, overwrite)
+                finish(made, overwrite)
     return target
 
 
@@ -274,15 +219,16 @@ def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int
         yield name, 0, value.numel()
 
 
-def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor | OnDisk]]:
+def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
     """What this rank writes: its share of every parameter, and on the first rank the buffers. What
-    rests encoded is decoded one flat buffer at a time.
+    rests encoded is decoded one flat buffer at a time, what rests on NVMe read a piece at a time.
     """
     flat, decoded = None, torch.empty(0)
     for entry in engine.entries:
         start, stop = entry.accounted()
         if stop > start:
             held: torch.Tensor | OnDisk
+            name, at = entry.part.names[0], entry.part.first + start
             if entry.flat.storage.encoded:
                 if flat is not entry.flat:
                     flat, decoded = entry.flat, entry.flat.storage.load()
@@ -290,32 +236,21 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
                 held = decoded[first + start : first + stop]
             else:
                 held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
-            yield entry.part.names[0], entry.part.first + start, held
+            for piece in held.pieces() if isinstance(held, OnDisk) else (held,):
+                yield name, at, piece
+                at += piece.numel()
     for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
         yield name, 0, value.detach().reshape(-1)
 
 
-def _in_memory(
-    mine: Iterable[tuple[str, int, torch.Tensor | OnDisk]],
-) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """`mine` with what rests on NVMe read a piece at a time."""
-    for name, start, data in mine:
-        if isinstance(data, OnDisk):
-            for piece in data.pieces():
-                yield name, start, piece
-                start += piece.numel()
-        else:
-            yield name, start, data
-
-
-def _finish(made: Export, overwrite: bool) -> None:
+def finish(made: Export, overwrite: bool) -> None:
     for file in made.folder.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":
             flush(file)
     made.commit(overwrite)
 
 
-def _check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
+def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise CheckpointError(
             f"dtype={dtype!r}: expected a floating-point torch.dtype such as torch.bfloat16, or"
@@ -374,54 +309,10 @@ def first_dtype(outline: Outline) -> torch.dtype:
     return next(found, torch.float32)
 
 
-def _copy(near: Path, names: Iterable[str], folder: Path) -> None:
+def copy_files(near: Path, names: Iterable[str], folder: Path) -> None:
     # A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder
     whole = (near / MANIFEST).is_file()
     for name in names:
         path = path_in(near, name) if whole else near / name
         if path.is_file():
             shutil.copyfile(path, folder / name)
-
-
-def _say_dtype(path: Path, dtype: torch.dtype) -> None:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-# -- without ranks ---------------------------------------------------------------------------------
-
-
-def _outline_of(source: Source) -> Outline:
-    others, out = source.other_names(), Outline()
-    for item, stored in source.items().items():
-        if item.kind in ("parameter", "buffer"):
-            names = [item.name, *others.get(item.name, ())]
-            out.ties.append(names)
-            for name in names:
-                out.tensors[name], out.dtypes[name] = (item.kind, stored.shape), stored.dtype
-    if not out.ties:
-        raise CheckpointError("there is no parameter in it to export.")
-    return out
-
-
-def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
-    """The model that config.json describes, on the meta device, if the checkpoint's names fit."""
-    if near is None or not (near / "config.json").is_file():
-        return None
-    try:
-        import transformers
-
-        config: Any = transformers.AutoConfig.from_pretrained(str(near), local_files_only=True)
-        kind: Any = getattr(transformers, config.architectures[0])
-        with torch.device("meta"):
-            twin: nn.Module = kind(config)
-    except Exception:
-        # No transformers here, or a model of somebody's own: the names stay as they are, which
-        # opens as well
-        return None
-    return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None

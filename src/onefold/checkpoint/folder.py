@@ -276,10 +276,17 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
             yield (-1 if step is None else step), folder
 
 
+def newest_first(root: Path, damaged: bool = False) -> list[Path]:
+    """The checkpoints in `root`, the one of the greatest step first; `damaged`: also those whose
+    step cannot be read, behind the others.
+    """
+    found = [(step, folder.name, folder) for step, folder in checkpoints(root)]
+    return [folder for step, _, folder in sorted(found, reverse=True) if damaged or step >= 0]
+
+
 def latest(root: Path | str) -> Path | None:
     """The checkpoint of the greatest step in `root` whose manifest is sound, if there is one."""
-    found = [(step, folder.name, folder) for step, folder in checkpoints(Path(root)) if step >= 0]
-    return max(found)[2] if found else None
+    return next(iter(newest_first(Path(root))), None)
 
 
 def of_run(path: Path) -> Path:
@@ -304,22 +311,20 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
     Left alone: the one just saved, also if others have greater steps; folders of other names than a
     run gives; damaged manifests.
     """
-    found = sorted(
-        (step, folder.name, folder)
-        for step, folder in checkpoints(root)
-        if step >= 0 and _OF_A_RUN.match(folder.name)
-    )
-    removed = []
-    for _, _, folder in found[:-keep]:
-        if folder.name == just_saved.name:
-            continue
-        # First out of sight under one rename: a kill in the middle leaves litter, not half a
-        # checkpoint.
-        aside = root / f".{folder.name}.{secrets.token_hex(4)}.removed"
-        os.rename(folder, aside)
-        shutil.rmtree(aside, ignore_errors=True)
-        removed.append(folder)
-    return removed
+    of_a_run = [folder for folder in newest_first(root) if _OF_A_RUN.match(folder.name)]
+    old = [folder for folder in reversed(of_a_run[keep:]) if folder.name != just_saved.name]
+    for folder in old:
+        remove(folder)
+    return old
+
+
+def remove(checkpoint: Path) -> None:
+    """Out of sight under one rename first: a kill in the middle leaves litter, not half a
+    checkpoint. Raises: OSError.
+    """
+    aside = checkpoint.with_name(f".{checkpoint.name}.{secrets.token_hex(4)}.removed")
+    os.rename(checkpoint, aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def in_words(error: OSError) -> str:

@@ -12,14 +12,8 @@ from typing import Any
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import is_unfinished
-from onefold.checkpoint.manifest import (
-    CHECKSUM,
-    MANIFEST,
-    STATE,
-    FolderSource,
-    path_in,
-    read_manifest,
-)
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, path_in, read_manifest
 from onefold.checkpoint.source import KINDS, Item, Source
 from onefold.checkpoint.tensorfile import CODES, numel_of
 from onefold.checkpoint.verify import is_like_a_checkpoint

@@ -23,11 +23,12 @@ from onefold.checkpoint.apply import (
     fit_groups,
     fit_model,
 )
-from onefold.checkpoint.background import Background, settle
+from onefold.checkpoint.background import Background
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import checkpoints, latest, of_run
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
-from onefold.checkpoint.manifest import MANIFEST, FolderSource
+from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
 from onefold.checkpoint.source import Item, Source, closed_on_error, read_by_another
@@ -100,7 +101,6 @@ def load(
     engine = engine_of(model)
     refuse_changes(engine, "load")
     meet(engine, "load")
-    settle(engine)
     with contextlib.closing(_open(engine, Path(path))) as source:
         return _apply(engine, model, source, None, optimizer, things, strict, rng)
 
@@ -157,7 +157,6 @@ def load_async(
     engine = engine_of(model)
     refuse_changes(engine, "load_async")
     meet(engine, "load_async")
-    settle(engine)
     with closed_on_error(_open(engine, Path(path))) as source, Together.of(engine).each_rank():
         ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
 

@@ -1,5 +1,5 @@
 """The manifest: which tensors a checkpoint holds, and in which bytes of which file each element
-lies; and the checkpoint as something to read from (`FolderSource`).
+lies. Who reads those bytes is `FolderSource` (folder_source.py).
 
     tensor   parameter 'h.0.weight'   float32 [48, 16]                 768 elements
     pieces   |rank-00000: 0 .. 300|rank-00001: 300 .. 768|             tile them exactly
@@ -17,18 +17,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.source import Item, Source, Stored
-from onefold.checkpoint.tensorfile import DTYPES, TensorFile, joined, numel_of
-from onefold.checkpoint.values import decode
+from onefold.checkpoint.source import Item
+from onefold.checkpoint.tensorfile import DTYPES, numel_of
 
 VERSION = 1
 MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
@@ -242,180 +238,3 @@ def read_manifest(folder: Path) -> Manifest:
             f" {said}."
         )
     return Manifest.from_text(text.decode(), path)
-
-
-# -- a checkpoint as a source ----------------------------------------------------------------------
-
-#: Files held open at a time.
-OPEN = 64
-
-
-@dataclass(frozen=True, order=True)
-class RangeRead:
-    """Elements `[start, stop)` of a piece were read, and their bytes have this CRC-32."""
-
-    item: Item
-    start: int
-    stop: int
-    crc: int
-
-
-class FolderSource(Source):
-    """See `Source`.
-
-    Attributes:
-        checks: what was read and not compared yet.
-
-    Raises:
-        CheckpointError: the folder is no checkpoint, damaged, or of a later version.
-    """
-
-    form = "Onefold"
-    folder: Path
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
-        self.manifest: Manifest = read_manifest(self.folder)
-        self.step, self.created = self.manifest.step, self.manifest.created
-        self.saved_by = self.manifest.saved_by
-        self.records: dict[Item, Record] = {r.item: r for r in self.manifest.records}
-        self._items = {item: Stored(DTYPES[r.dtype], r.shape) for item, r in self.records.items()}
-        self._aliases = {alias: r.item.name for r in self.manifest.records for alias in r.aliases}
-        self.checks: list[RangeRead] = []
-        self._files: dict[str, TensorFile] = {}
-        self._state: dict[str, Any] | None = None
-
-    @property
-    def describe(self) -> str:
-        return f"checkpoint {self.folder}"
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """state.json, its checksum verified."""
-        if self._state is None:
-            path = self._path(STATE)
-            try:
-                text = path.read_bytes()
-            except OSError as error:
-                raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-            record = self.manifest.files.get(STATE)
-            if record is None or hashlib.sha256(text).hexdigest() != record.sha256:
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its SHA-256 is not the one in the manifest."
-                )
-            self._state = json.loads(text)
-        return self._state
-
-    def _path(self, name: str) -> Path:
-        path = path_in(self.folder, name)
-        if not path.exists():
-            raise DamagedCheckpoint(f"{path} is missing: the checkpoint is not whole any more.")
-        return path
-
-    def value(self, key: str) -> Any:
-        """A value of state.json, tensors fetched; None where there is none."""
-        if key not in self.state:
-            return None
-        return decode(self.state[key], lambda number: self.whole(Item("extra", str(number))))
-
-    def whole(self, item: Item) -> torch.Tensor:
-        """A whole tensor, on the host, its checksums verified."""
-        stored = self.stored(item)
-        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        before = len(self.checks)
-        self.read(item, 0, out.numel(), out.reshape(-1))
-        self.compare_with(self.checks[before:])
-        return out
-
-    def stored(self, item: Item) -> Stored:
-        if item not in self._items:
-            raise CheckpointError(f"{self.describe} holds no {item}.")
-        return self._items[item]
-
-    def items(self) -> Mapping[Item, Stored]:
-        return self._items
-
-    def aliases(self) -> Mapping[str, str]:
-        return self._aliases
-
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        record = self.records[item]
-        first = max(0, bisect_right([p.start for p in record.pieces], start) - 1)
-        for piece in record.pieces[first:]:
-            a, b = max(start, piece.start), min(stop, piece.stop)
-            if a >= b:
-                if piece.start >= stop:
-                    break
-                continue
-            file, key = self._open(piece.file), key_of(item, piece.start)
-            entry = file.header.get(key)
-            expected = DTYPES[record.dtype], (piece.stop - piece.start,)
-            if entry is None or (entry.dtype, entry.shape) != expected:
-                raise DamagedCheckpoint(
-                    f"{file.path} does not hold {item} as the manifest says: it belongs to another"
-                    " checkpoint, or is damaged."
-                )
-            crc = file.read(key, a - piece.start, b - piece.start, out[a - start : b - start])
-            self.checks.append(RangeRead(item, a, b, crc))
-
-    def _open(self, name: str) -> TensorFile:
-        if name not in self._files:
-            while len(self._files) >= OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            path = self._path(name)
-            file = TensorFile(path)
-            record = self.manifest.files.get(name)
-            if record is None or hashlib.sha256(file.head).hexdigest() != record.sha256:
-                file.close()
-                raise DamagedCheckpoint(
-                    f"{path} is damaged: its header is not the one in the manifest."
-                )
-            self._files[name] = file
-        return self._files[name]
-
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        known = self.state.get("scalars", {}).get(name, {})
-        return {key: decode(value) for key, value in known.items()}
-
-    def groups(self) -> list[list[dict[str, Any]]] | None:
-        optimizers = self.state.get("optimizers") or ()
-        return [[decode(group) for group in o["groups"]] for o in optimizers] or None
-
-    def compare(self) -> None:
-        checks, self.checks = self.checks, []
-        self.compare_with(checks)
-
-    def compare_with(self, checks: list[RangeRead]) -> None:
-        """Compare what was read, also by other ranks, with the manifest, piece by piece. What
-        several ranks have read of a piece is put together.
-
-        Pieces that were not read wholly are passed over.
-
-        Raises:
-            CheckpointError: bytes have changed since they were written; it names file and tensor.
-        """
-        by_item: dict[Item, list[RangeRead]] = {}
-        for check in sorted(set(checks)):
-            by_item.setdefault(check.item, []).append(check)
-        bad = []
-        for item, parts in by_item.items():
-            size = DTYPES[self.records[item].dtype].itemsize
-            for piece in self.records[item].pieces:
-                inside = [c for c in parts if piece.start <= c.start and c.stop <= piece.stop]
-                starts, ends = [c.start for c in inside], [c.stop for c in inside]
-                if [piece.start, *ends] != [*starts, piece.stop]:
-                    continue
-                if joined((c.crc, (c.stop - c.start) * size) for c in inside) != piece.crc:
-                    where = f"elements {piece.start} to {piece.stop}"
-                    bad.append(f"{self.folder / piece.file}: {item}, {where}")
-        if bad:
-            more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-            raise DamagedCheckpoint(
-                f"bytes have changed since they were written: {'; '.join(bad[:3])}{more}. Load an"
-                " earlier checkpoint; `onefold checkpoint verify` lists all that is damaged."
-            )
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()

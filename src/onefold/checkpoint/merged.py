@@ -54,7 +54,9 @@ def export_merged(
     Collective.
 
     Args:
-        model: what `onefold.shard` returned of a PeftModel with LoRA adapters.
+        model: what `onefold.shard` returned of a PeftModel with LoRA adapters, or of a
+            transformers model after `add_adapter`. Biases and modules that they train besides
+            (`bias="all"`, `modules_to_save`) are written as the model has them.
         adapters: the folder that `onefold.save_adapters` has written of it; every rank reads it.
         folder: to be made.
         dtype: of floating-point parameters in the files; None keeps each parameter's master dtype.
@@ -62,7 +64,7 @@ def export_merged(
 
     Raises:
         CheckpointError: on every rank: the adapters do more than add B·A to weights of linear
-            layers (DoRA, embeddings, saved modules), something is at `folder`, no room.
+            layers (DoRA, embeddings), something is at `folder`, no room.
     """
     engine = engine_of(model)
     base, names, inside = _base_of(model)
@@ -92,10 +94,29 @@ def export_merged(
 
 
 def _base_of(model: nn.Module) -> tuple[nn.Module, dict[str, str], Outline]:
-    """The base model below the adapters, {a name in `model`: that in it}, and its outline."""
+    """The base model below the adapters, {a name in `model`: that in it}, and its outline.
+
+    Of a module that the adapter saves whole (peft's modules_to_save) it is that copy.
+    """
     outline = Outline.of(model)
     outline.dtypes |= masters(engine_of(model))
     base, names = unwrapped(model, outline)
+    adapter = active_of(model)
+    for path, module in model.named_modules():
+        if not hasattr(module, "original_module") or adapter not in module.modules_to_save:
+            continue
+        original, copy = f"{path}.original_module.", f"{path}.modules_to_save.{adapter}."
+        for own in [own for own in names if own.startswith(original)]:
+            tied = next(tied for tied in outline.ties if own in tied)
+            if len(tied) > 1:
+                raise CheckpointError(
+                    f"the adapter saves {path!r} whole, and its weight is tied in the base model"
+                    f" ({', '.join(tied)}): merged, the two would be one again. Untie them"
+                    " (tie_word_embeddings=False) before the adapters are made."
+                )
+            plain = names.pop(own)
+            if (saved := copy + own.removeprefix(original)) in outline.tensors:
+                names[saved] = plain
     inside = Outline(
         {names[n]: what for n, what in outline.tensors.items() if n in names},
         {names[n]: what for n, what in outline.dtypes.items() if n in names},
@@ -124,10 +145,10 @@ class Merging:
         CheckpointError: no adapters of peft, or they do more than add B·A to weights of linear
             layers.
         """
-        if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
+        if not getattr(model, "peft_config", None):
             raise CheckpointError(
-                f"merge_adapters=True: {type(model).__name__} is no PeftModel. Make it one with"
-                " peft.get_peft_model, or leave merge_adapters out."
+                f"merge_adapters=True: {type(model).__name__} has no adapters of peft. Add them"
+                " with peft.get_peft_model or model.add_adapter, or leave merge_adapters out."
             )
         _, names, inside = _base_of(model)
         layers = _layers(model, names, inside)
@@ -249,9 +270,10 @@ def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Lay
             float(module.scaling[adapter]),
             bool(module.fan_in_fan_out),
         )
-    if in_file:
+    # Biases that were trained, and modules saved whole, are the model's own: nothing is to be added
+    if other := [own for own in in_file if own not in names]:
         raise CheckpointError(
-            f"adapter {adapter!r} has tensors that belong to no linear layer ({next(iter(in_file))!r}):"
+            f"adapter {adapter!r} has tensors that belong to no linear layer ({other[0]!r}):"
             " merge it by peft's merge_and_unload()."
         )
     return out

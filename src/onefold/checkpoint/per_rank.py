@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from onefold.checkpoint.apply import StateReader
-from onefold.checkpoint.manifest import FolderSource
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.together import Together
 from onefold.device import default_device, rng_state, set_rng_state

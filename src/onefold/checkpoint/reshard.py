@@ -27,11 +27,11 @@ import torch
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Unfinished, flush
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import (
     CHECKSUM,
     MANIFEST,
     FileRecord,
-    FolderSource,
     Manifest,
     Record,
     StoredPiece,

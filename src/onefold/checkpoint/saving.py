@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.background import Background, settle
+from onefold.checkpoint.background import Background
 from onefold.checkpoint.copying import Copying
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import OWNER, Unfinished, flush
@@ -141,46 +141,33 @@ def _begin(
     engine = engine_of(model)
     refuse_changes(engine, "save")
     meet(engine, call)
-    settle(engine)
     together, target = Together.of(engine), Path(path).absolute()
     given = optimizers_of(optimizer)
-    error: Exception | None = None
-    parts, place, copying = RankState(), None, None
+    parts, copying = RankState(), None
+    place: Unfinished | None = None
     engine.unset.look(engine)
-    try:
-        step = step_of(step)
-        check_moment(engine, "save", optimizer)
-        engine.unset.refuse("save() would write")
-        engine.transfers.check()
-        parts = collect(engine, model, given, things, frozen)
-        copying = Copying(engine, parts) if call == "save_async" else None
-        if together.rank == 0:
-            place = Unfinished(target, overwrite)
-    except Exception as failure:
-        error = failure
-    mine = {"path": str(target), "step": step, "optimizers": len(given), "overwrite": overwrite}
-    mine["frozen"] = frozen
-    # All ranks hear of all errors, and of the folder, before anything is written
-    said = together.all_gather(
-        (None if error is None else worded(error), str(place.folder) if place else "", mine)
-    )
-    try:
-        raise_first([message for message, *_ in said])
-        raise_different("save", [others for *_, others in said])
-    except CheckpointError:
-        if place is not None:
-            place.discard()
-        if error is not None and not isinstance(error, (CheckpointError, OSError)):
-            raise error from None
-        raise
-    finally:
-        error = None  # its traceback holds this frame, and with it the model
+    with contextlib.ExitStack() as on_error:
+        # All ranks hear of all errors, and of the folder, before anything is written
+        with together.each_rank():
+            step = step_of(step)
+            check_moment(engine, "save", optimizer)
+            engine.unset.refuse("save() would write")
+            engine.transfers.check()
+            parts = collect(engine, model, given, things, frozen)
+            copying = Copying(engine, parts) if call == "save_async" else None
+            if together.rank == 0:
+                place = on_error.enter_context(Unfinished(target, overwrite))
+        mine = {"path": str(target), "step": step, "optimizers": len(given)}
+        mine |= {"overwrite": overwrite, "frozen": frozen}
+        said = together.all_gather((str(place.folder) if place is not None else "", mine))
+        raise_different("save", [given for _, given in said])
+        on_error.pop_all()
     texts: list[Any] = []  # what writes HF's files
     if together.rank == 0:
         named = (getattr(model, name, None) for name in ("config", "generation_config"))
         savers = ((thing, getattr(thing, "save_pretrained", None)) for thing in (*named, tokenizer))
         texts = [thing for thing, writes in savers if callable(writes)]
-    folder, saver = Path(said[0][1]), saved_by(engine)
+    folder, saver = Path(said[0][0]), saved_by(engine)
     return _Writing(together, parts, copying, folder, place, overwrite, step, saver, texts)
 
 

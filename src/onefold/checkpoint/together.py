@@ -31,14 +31,14 @@ CALLS = ("save", "save_async", "load", "load_async", "Checkpointer(...)", "Check
 
 
 def meet(engine: Engine, call: str) -> None:
-    """Every rank has come to the same call. On the training's communicator, whose waits end within
-    the recipe's `stall_timeout`.
+    """Every rank has come to the same call, and no save or load of this one is under way any more.
+    On the training's communicator, whose waits end within the recipe's `stall_timeout`.
 
     Raises:
         StallError: another rank does not come. CheckpointError: another rank calls something else.
     """
     if engine.group.fake:
-        return
+        return settle(engine)
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
     place = CollectiveContext("control", f"({call})", engine.step, "state")
     said = [int(p.item()) for p in engine.group.exchange_control(payload, place)]
@@ -49,6 +49,7 @@ def meet(engine: Engine, call: str) -> None:
             f" {engine.group.ranks[other]} called {CALLS[said[other]]}: every rank must call the"
             " same, in the same order."
         )
+    settle(engine)
 
 
 class Together:

@@ -88,13 +88,8 @@ class Examination:
         self.notes.append(Problem(file, tensor, what))
 
 
-def verify(folder: Path | str, advance: Advance | None = None) -> list[Problem]:
-    """What is wrong with the checkpoint in `folder`, nothing if it is whole. See `examine`."""
-    return examine(folder, advance).problems
-
-
 def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
-    """Read every byte of the checkpoint in `folder`.
+    """Read every byte of the checkpoint in `folder`; without `problems` it is what was saved.
 
     Args:
         advance: called, from several threads, with the bytes of tensor files read since its last
@@ -280,14 +275,12 @@ def _check_file(
 
 def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool) -> None:
     """A file with one checksum. `named`: say so if it is wrong; otherwise that is clear already."""
-    digest = hashlib.sha256()
     with (out.folder / name).open("rb") as file:
-        while block := file.read(CHUNK):
-            digest.update(block)
-            out.nbytes += len(block)
-    if digest.hexdigest() != recorded.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        out.nbytes += file.tell()
+    if digest != recorded.sha256:
         if named:
-            sums = f"(SHA-256 {digest.hexdigest()}, saved {recorded.sha256})"
+            sums = f"(SHA-256 {digest}, saved {recorded.sha256})"
             out.add(name, f"its bytes are not those that were saved {sums}.")
     elif name == STATE:
         try:

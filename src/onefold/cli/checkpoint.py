@@ -176,7 +176,7 @@ def export_command(
     with _told(as_json):
         import torch
 
-        from onefold.checkpoint.export import export_folder
+        from onefold.checkpoint.export_folder import export_folder
 
         try:
             limit = bytes_of("--max-shard", max_shard)
@@ -205,7 +205,7 @@ def reshard_command(
     it loads on any number as it is.
     """
     with _told(as_json):
-        from onefold.checkpoint.manifest import FolderSource
+        from onefold.checkpoint.folder_source import FolderSource
         from onefold.checkpoint.reshard import reshard
 
         with _opened(path) as source:
@@ -352,7 +352,7 @@ def _written(
 
 def _made(source: Source) -> dict[str, Any]:
     """How and when a checkpoint was made: for people, never compared."""
-    from onefold.checkpoint.manifest import FolderSource
+    from onefold.checkpoint.folder_source import FolderSource
 
     if not isinstance(source, FolderSource):
         return {}

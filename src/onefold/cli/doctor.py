@@ -16,7 +16,7 @@ from onefold.cli.options import option, refuse, stopped
 from onefold.train.process import interruptible
 
 if TYPE_CHECKING:
-    from onefold.plan.calibrate import Calibration
+    from onefold.doctor.calibration import Calibration
 
 
 # fmt: off
@@ -51,7 +51,7 @@ def doctor_command(
     Exit status 1 if a check failed.
     """
     from onefold.cli.doctor_ranks import MeasurementError, Stopped
-    from onefold.plan.calibrate import CalibrationError
+    from onefold.doctor.calibration import CalibrationError
     from onefold.train.errors import TrainError
 
     try:
@@ -81,7 +81,7 @@ def _doctor(
     quick: bool,
 ) -> None:
     from onefold.cli.doctor_facts import facts
-    from onefold.plan.calibrate import default_path
+    from onefold.doctor.calibration import default_path
 
     found = facts(device)
     path = output or default_path()
@@ -125,7 +125,7 @@ def _refuse(
     quick: bool,
 ) -> None:
     """Raise CalibrationError for options that mean nothing together."""
-    from onefold.plan.calibrate import CalibrationError
+    from onefold.doctor.calibration import CalibrationError
 
     if file is not None and not (check and as_json):
         raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
@@ -157,7 +157,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
 
     from onefold.cli.doctor_check import check_here, check_with_launcher, report_of
     from onefold.cli.doctor_facts import facts
-    from onefold.plan.calibrate import CalibrationError
+    from onefold.doctor.calibration import CalibrationError
     from onefold.train.launch import joins
 
     begun = time.monotonic()
@@ -200,7 +200,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
     """The calibration, and a note on it. One that was asked for by name must be good."""
-    from onefold.plan.calibrate import Calibration, CalibrationError
+    from onefold.doctor.calibration import Calibration, CalibrationError
 
     try:
         found = Calibration.load(path)

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from onefold.cli.doctor_ranks import measure_with_ranks
-from onefold.plan.benchmark_blocks import (
+from onefold.doctor.benchmark_blocks import (
     MIB,
     Sizes,
 )
-from onefold.plan.calibrate import KIND, VERSION, Calibration, CalibrationError
-from onefold.plan.measure import measure_disk, says
-from onefold.plan.measured import this_machine
+from onefold.doctor.calibration import KIND, VERSION, Calibration, CalibrationError
+from onefold.doctor.disk import measure_disk
+from onefold.doctor.identity import this_machine
+from onefold.doctor.measure import says
 from onefold.train.errors import readable
 
 #: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.

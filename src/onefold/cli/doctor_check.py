@@ -49,7 +49,7 @@ from onefold.cli.doctor_checks import (
     merge,
 )
 from onefold.cli.doctor_ranks import Children, Stopped
-from onefold.plan.calibrate import CalibrationError
+from onefold.doctor.calibration import CalibrationError
 from onefold.train.launch import child_environment, noted_signals
 
 SCHEMA = "onefold-check/1"

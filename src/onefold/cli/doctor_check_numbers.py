@@ -7,10 +7,8 @@ Kernels run on the device, or on a CPU in Triton's interpreter.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,9 +18,8 @@ from torch import nn
 
 import onefold
 from onefold.cli.doctor_checks import Findings, Here, LeftOut
-from onefold.comm import sums
-from onefold.comm.launching import INTERPRETED, by_torch, usable
-from onefold.quant import Blockwise, Encoded, Stochastic, codec, kernels
+from onefold.comm.launching import INTERPRETED, usable
+from onefold.quant import kernel_check, kernels
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
@@ -249,14 +246,6 @@ def _reduced(
         )
 
 
-BLOCK_SIZES = (64, 256)
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Parts of a sum.
-PARTS = (2, 5)
-#: Elements: whole blocks and a shorter last one; on an accelerator also many programs at once.
-KERNEL_NUMELS = {"cpu": (1000,), "cuda": (1000, 256 * 17 + 64, 1 << 20)}
-
-
 def kernels_run_here(device: torch.device) -> str:
     """Why they cannot be compared on this device; "" if they can."""
     if importlib.util.find_spec("triton") is None:
@@ -274,66 +263,19 @@ def kernels_run_here(device: torch.device) -> str:
     return ""
 
 
-@contextlib.contextmanager
-def by_kernels(wanted: bool) -> Iterator[None]:
-    """Inside, whole blocks are done by the kernels, or by plain operations."""
-
-    def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
-        return wanted and codec.name in kernels.NAMES and floats.numel() >= codec.block
-
-    before, kernels.serve = kernels.serve, serve
-    try:
-        yield
-    finally:
-        kernels.serve = before
-
-
-def cases(numel: int, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Intervals on the host with what rounds, overflows, underflows or is not a number."""
-    info, generator = torch.finfo(dtype), torch.Generator().manual_seed(7)
-    floats = torch.randn(numel, generator=generator, dtype=torch.float64)
-    floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator))
-    for at, factor in (
-        (0, 4 * info.smallest_normal),
-        (200, info.max / 2),
-        (500, 0.0),
-        (700, 2.0**-140),
-    ):
-        floats[at : at + 150] *= factor
-    finite = floats.clamp(info.min, info.max).to(dtype)
-    yield "numbers", finite
-    broken = finite.clone()
-    broken[30], broken[numel // 2], broken[-1] = torch.inf, torch.nan, info.max
-    yield "numbers with inf and nan", broken
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits; one NaN is as good as another."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[a.element_size()]
-    return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())
-
-
 def kernels_and_operations(here: Here, findings: Findings) -> str:
     """Every codec that has kernels, and the sums of reductions, with both."""
     reason = kernels_run_here(here.device)
     if reason:
         raise LeftOut(reason)
-    interpreted, compared = here.device.type == "cpu", 0
-    sizes = list(product(KERNEL_NUMELS["cpu" if interpreted else "cuda"], KERNEL_DTYPES))
-    for (numel, dtype), ranks in product(sizes, PARTS):
-        compared += 1
-        findings.expect(
-            _sums_agree(here.device, ranks, numel, dtype),
-            f"sums of {ranks} parts of {numel:,} {_name(dtype)} differ",
-        )
-    for name, block, (numel, dtype) in product(kernels.NAMES, BLOCK_SIZES, sizes):
-        by = codec(name, block=block)
-        assert isinstance(by, Blockwise)
-        for what, source in cases(numel, dtype):
-            for act, right in _acts(by, source.to(here.device)):
-                compared += 1
-                of = f"{name}, {block} a block, {numel:,} {_name(dtype)} {what}"
-                findings.expect(right, f"{of}: {act} differ")
+    interpreted = here.device.type == "cpu"
+    # The interpreter takes a thousand times as long
+    blocks = kernel_check.BLOCKS[:1] if interpreted else kernel_check.BLOCKS
+    for what in kernel_check.sum_differences(here.device):
+        findings.expect(False, f"sums differ: {what}")
+    for what in kernel_check.codec_differences(here.device, blocks=blocks):
+        findings.expect(False, f"{what} differ")
+    compared = sum(kernel_check.compared(blocks))
     findings.figures |= {
         "compared": compared,
         "codecs": list(kernels.NAMES),
@@ -343,40 +285,6 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
     if interpreted:
         how = " in Triton's interpreter (the device's own compiler is not tried on a CPU)"
     return (
-        f"{compared} sums and results of {', '.join(kernels.NAMES)} have the bits of torch's"
+        f"{compared} sums and intervals of {', '.join(kernels.NAMES)} have the bits of torch's"
         f" operations{how}"
     )
-
-
-def _acts(by: Blockwise, source: torch.Tensor) -> Iterator[tuple[str, bool]]:
-    """(what was done, whether both did the same)"""
-
-    def both(act: Callable[[torch.Tensor], object], like: torch.Tensor) -> bool:
-        results = []
-        for wanted in (False, True):
-            results.append(like.clone())
-            with by_kernels(wanted):
-                act(results[-1])
-        return same(*results)
-
-    with by_kernels(False):
-        payload = Encoded.of(source, by).payload
-    yield "encoded", both(lambda into: by.encode(source, into), torch.empty_like(payload))
-    if by.stochastic:
-        encode = partial(by.encode, source, rounding=Stochastic(2, 3, 2**33 - 77))
-        yield "stochastically encoded", both(encode, torch.empty_like(payload))
-    for dtype in KERNEL_DTYPES:
-        decoded = both(lambda into: by.decode(payload, into), torch.empty_like(source, dtype=dtype))
-        yield f"decoded into {dtype}", decoded
-    yield "decoded and added", both(lambda into: by.decode_add(payload, into), source.float())
-
-
-def _sums_agree(device: torch.device, ranks: int, numel: int, dtype: torch.dtype) -> bool:
-    """Whether the kernel that adds up parts gives torch's bits, in the parts' dtype."""
-    parts = torch.stack([values(numel, rank, dtype) for rank in range(ranks)]).to(device)
-    results = []
-    for alone in (contextlib.nullcontext, by_torch):
-        results.append(torch.empty(numel, dtype=dtype, device=device))
-        with alone():
-            sums.sum_parts(parts, results[-1], 1 / ranks)
-    return same(*results)

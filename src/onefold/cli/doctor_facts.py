@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from onefold.memory.host import free_host_memory
-from onefold.plan.calibrate import Calibration, default_path
-from onefold.plan.measured import cpu_name, total_host_memory, usable_cpus
-from onefold.plan.schema import MOVES
+from onefold.comm import MOVES
+from onefold.doctor.calibration import Calibration, default_path
+from onefold.doctor.identity import cpu_name, usable_cpus
+from onefold.memory.host import free_host_memory, total_host_memory
+from onefold.plan.efficiency import shares_of
 from onefold.train.config import resolve
 from onefold.train.errors import readable
 from onefold.train.launch import physical_cores, ranks_to_start
@@ -161,7 +162,7 @@ def _compute(found: Calibration) -> Table:
         for dtype in found.dtypes:
             nbytes, seconds = max(at.optimizer)
             block = max(p.flops_per_s for p in at.blocks if p.dtype == dtype)
-            shares = found.shares(dtype, at.ranks) if at.steps else None
+            shares = shares_of(found, dtype, at.ranks) if at.steps else None
             rates = [
                 f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}",
                 f"{block / 1e12:.3g}",
@@ -196,7 +197,8 @@ def _lines(found: Calibration) -> Iterable[str]:
                 f"which takes {at.overlap.slowdown:.2f} times as long beside it."
             )
             moves = [
-                f"{found.shares(d, at.ranks).move:.0%} ({SHORT.get(d, d)})" for d in found.dtypes
+                f"{shares_of(found, d, at.ranks).move:.0%} ({SHORT.get(d, d)})"
+                for d in found.dtypes
             ]
             if at.steps:
                 yield (

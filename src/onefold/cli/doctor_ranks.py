@@ -27,7 +27,7 @@ from onefold.train.launch import child_environment, noted_signals
 from onefold.train.process import end_with_parent, quiet_third_parties
 
 if TYPE_CHECKING:
-    from onefold.plan.benchmark_blocks import Sizes
+    from onefold.doctor.benchmark_blocks import Sizes
 
 JOB, RESULT = "job.json", "result.json"
 #: Seconds between two looks at the ranks.
@@ -189,9 +189,9 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     from onefold.cli.doctor_steps import take_steps
-    from onefold.plan.benchmark_blocks import Sizes
-    from onefold.plan.measure import measure
-    from onefold.plan.measured import decode
+    from onefold.doctor.benchmark_blocks import Sizes
+    from onefold.doctor.measure import measure
+    from onefold.doctor.measured import decode
 
     world = int(job["world"])
     device = torch.device("cuda", rank) if job["device"] == "cuda" else torch.device("cpu")

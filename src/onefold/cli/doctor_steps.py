@@ -4,7 +4,7 @@ whose passes were measured alone.
     sum of parts   passes ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
     a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
-What lies between the two is the software's efficiency (`onefold.plan.calibrate`), here measured
+What lies between the two is the software's efficiency (`onefold.doctor.calibration`), here measured
 rather than assumed. It is measured in this room because a plan knows no running engine.
 """
 
@@ -20,19 +20,19 @@ import torch.nn.functional as F
 from torch import nn
 
 import onefold
-from onefold.plan.benchmark_blocks import (
+from onefold.doctor.bench import Bench
+from onefold.doctor.benchmark_blocks import (
     REFERENCE_BLOCKS,
     REFERENCE_VOCABULARY,
     Gated,
     RootMeanSquare,
     gated_flops,
 )
-from onefold.plan.fit import Kernels
+from onefold.doctor.kernels import Kernels, count
+from onefold.doctor.measured import StepPoint
 from onefold.plan.from_module import model_shape
-from onefold.plan.kernels import count
-from onefold.plan.measure import Bench
-from onefold.plan.measured import StepPoint
-from onefold.plan.states import calls_of, units_of, wire
+from onefold.plan.states import units_of
+from onefold.plan.wire import calls_of, wire
 from onefold.recipe import Recipe
 from onefold.recipe.options import Precision
 

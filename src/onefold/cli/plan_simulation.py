@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.cli.tables import plain_table
+from onefold.comm import MOVES
 from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
-from onefold.plan.schema import CATEGORIES, MOVES
-from onefold.plan.simulate import Event, Simulation, simulate
+from onefold.plan.schema import CATEGORIES
 from onefold.recipe import Tier
 from onefold.recipe.rows import NODE
+from onefold.simulation.result import Event, Simulation
+from onefold.simulation.simulate import simulate
 
 #: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
 MICRO_BATCHES = 3

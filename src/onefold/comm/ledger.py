@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+#: The moves of a step that are counted on the wire.
+MOVES = ("all-gather", "reduce-scatter", "all-reduce")
 #: Events kept: some steps of a large model.
 WINDOW = 8192
 

@@ -16,9 +16,9 @@ bits of a sum therefore depend neither on the placement of the result nor on how
 into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel in 16 bits
 and still be summed in fp32.
 
-[Note: one rank stands for all] Under torch's "fake" backend (plan/simulate.py) moves are entered in
+[Note: one rank stands for all] Under torch's "fake" backend (simulation/simulate.py) moves are entered in
 the ledger and nothing arrives. What the others would tell this rank is what it would tell them. A
-simulation with a clock (plan/timeline.py) gives each move a work that is waited for as NCCL's is.
+simulation with a clock (simulation/clock.py) gives each move a work that is waited for as NCCL's is.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ computed on: a thread that works on tensors of another is given that one's strea
 (`use_stream(stream)`), or orders itself by an event.
 
 [Note: simulated streams] Inside `clocked(clock)` streams and events are the clock's, on any device:
-plan/timeline.py times a step with them in which nothing is computed. The code that asks for streams
+simulation/clock.py times a step with them in which nothing is computed. The code that asks for streams
 and waits on them is the same.
 """
 

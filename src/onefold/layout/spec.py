@@ -20,8 +20,6 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
 | moments                        | by the format, of each slot's part                 | `moment_bytes`            |
 | error feedback                 | the span of each encoded hop, fp32                 | `residual_bytes`          |
 | gathered                       | whole, and N·e·interval while it arrives encoded   | `gathered_bytes`          |
-| sent by a gather               | an interval, then a shard, to each peer of a level | `gather_moves`            |
-| sent by a reduction            | a part to each peer of a level                     | `reduce_moves`            |
 | buffers of a reduction         | what travels, what is received, the sum apart      | `exchange`                |
 
 e is what a codec leaves of an element, N the number of ranks. What the checker in `__post_init__`
@@ -159,15 +157,6 @@ class Hop:
         """The addresses that each rank sums, by its place in the hop."""
         edges = [self.start + i * self.own for i in range(self.size + 1)]
         return tuple(itertools.pairwise(edges))
-
-
-@dataclass(frozen=True)
-class Move:
-    """What one rank sends on a level: `nbytes` to each of `peers`."""
-
-    level: Level
-    peers: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -491,29 +480,6 @@ class ShardSpec:
         """Bytes of the whole while it is gathered, and of what arrives encoded."""
         return self.numel * self.dtypes.compute.itemsize + self.coded_bytes
 
-    @property
-    def gather_moves(self) -> tuple[Move, ...]:
-        """Of one gather, from the ranks whose masters (or copies) together are the whole, each
-        once.
-        """
-        inner, outer = self.topology.inner, self.topology.outer
-        inside = Move("intra-group", inner - 1, outer * self.each)
-        if self.has_secondary or (outer > 1 and self.group_master and not self.whole_master):
-            return (inside,)
-        if self.whole_master:
-            return ()
-        if not self.topology.two_levels:
-            return (Move("all", self.ranks - 1, self.each),)
-        return Move("inter-group", outer - 1, self.each), inside
-
-    @property
-    def renewal_moves(self) -> tuple[Move, ...]:
-        """Of what brings a second copy up to date, before it is gathered from."""
-        if not (self.has_secondary and self.trainable):
-            return ()
-        level: Level = "inter-group" if self.topology.two_levels else "all"
-        return (Move(level, self.topology.outer - 1, self.each),)
-
     # -- reduced -----------------------------------------------------------------------------------
 
     @cached_property
@@ -547,23 +513,6 @@ class ShardSpec:
     def added_by(self, hop: Hop) -> Adds:
         """Who adds up what comes on a hop: what travels encoded is decoded part by part."""
         return "pairwise" if hop.size == 1 or self.encodes(hop) else self.adds
-
-    def part_bytes(self, hop: Hop) -> int:
-        """What one peer is sent on a hop."""
-        if self.reduce_codec is not None and self.encodes(hop):
-            return self.reduce_codec.encoded_bytes(hop.own)
-        return hop.own * self.dtypes.wire.itemsize
-
-    @property
-    def reduce_moves(self) -> tuple[Move, ...]:
-        """Of one reduction, by hop."""
-        return tuple(Move(hop.level, hop.size - 1, self.part_bytes(hop)) for hop in self.hops)
-
-    @property
-    def broadcast_moves(self) -> tuple[Move, ...]:
-        """Of sums on their way to who holds them too."""
-        wire = self.dtypes.wire.itemsize
-        return tuple(Move(h.level, h.size - 1, h.own * wire) for h in self.broadcast_back)
 
     def exchange(
         self,

@@ -1,4 +1,4 @@
-"""What is free on this host."""
+"""What this host has of memory, and what of it is free."""
 
 from __future__ import annotations
 
@@ -34,3 +34,18 @@ def free_host_memory() -> int:
     if not candidates and hasattr(os, "sysconf"):
         candidates.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
     return max(0, min(candidates))
+
+
+def total_host_memory() -> int:
+    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0
+    where neither is known.
+    """
+    found = (
+        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    )
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        found += [] if limit == "max" else [int(limit)]
+    except (OSError, ValueError):
+        pass
+    return min(found, default=0)

@@ -4,7 +4,7 @@ One process a rank; rows: compute, optimizer, waiting, and as many rows of gathe
 as were under way at once; a counter of memory by category. Times are microseconds from the window's
 start, or torch.profiler's clock where its events are in the file too.
 
-A simulated step (plan/timeline.py) has a row of units and a row for each stream; arrows lead from a
+A simulated step (simulation/timeline.py) has a row of units and a row for each stream; arrows lead from a
 collective to the wait for it.
 """
 
@@ -19,7 +19,7 @@ from onefold.observe.memory import DEVICE, MOVED
 
 if TYPE_CHECKING:
     from onefold.observe.trace import Recording
-    from onefold.plan.timeline import Timeline
+    from onefold.simulation.timeline import Timeline
 
 #: Process numbers of ranks in the file; far from real process ids, which torch.profiler's events
 #: carry.

@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from onefold.comm import MOVES
 from onefold.observe.memory import (
     DEVICE,
     HOST,
@@ -26,7 +27,7 @@ from onefold.observe.memory import (
     reconcile,
 )
 from onefold.observe.trace import Recording
-from onefold.plan.schema import CATEGORIES, ENGINE, FRAGMENTATION, MOMENTS, MOVES, Account
+from onefold.plan.schema import CATEGORIES, ENGINE, FRAGMENTATION, MOMENTS, Account
 from onefold.runtime.registry import engine_of
 
 

@@ -24,10 +24,10 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onefold.comm import Sent
+from onefold.comm import MOVES, Sent
 from onefold.observe.activations import watch_activations
 from onefold.observe.memory import DEVICE, MOVED, ledgers_of, moments_by_tier
-from onefold.plan.schema import CATEGORIES, MOMENTS, MOVES
+from onefold.plan.schema import CATEGORIES, MOMENTS
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 

@@ -13,8 +13,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from onefold.doctor.kernels import Kernels
 from onefold.offload.activations import SMALLEST
-from onefold.plan.fit import Kernels
 from onefold.plan.formulas import (
     beside_gradient,
     block_bytes,
@@ -25,7 +25,7 @@ from onefold.plan.formulas import (
     transformer_flops_per_token,
 )
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
-from onefold.plan.trace import ActivationTrace
+from onefold.tracing.trace import ActivationTrace
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,7 @@ class Activity:
         checkpointing: str,
         code: str = "",
     ) -> Activity:
-        """From dimensions alone (`plan.formulas`, `plan.formulas`): for models
-        without code at hand.
+        """From dimensions alone (`plan.formulas`): for models without code at hand.
 
         A block keeps A bytes; while it runs it has W in hand, and in backward the gradient of its
         largest parameter. The loss takes the logits to fp32 and keeps their log-probabilities; in
@@ -94,7 +93,7 @@ class Activity:
         the embedding has a gradient that waits for the embedding's.
 
         Args:
-            code: the family whose code will run, as `formulas.code.CODES` has them; "" counts fused
+            code: the family whose code will run, as `formulas.CODES` has them; "" counts fused
                 kernels.
 
         Raises:
@@ -121,35 +120,18 @@ class Activity:
         # The head's gradient, until the embedding adds its own
         shared = dims.vocab * dims.hidden * element_bytes if dims.tied else 0
         for block, kept in zip(reversed(blocks), reversed(kept_of), strict=True):
-            largest = max((p.numel for p in block.parameters), default=0) * element_bytes
+            largest = _largest(block) * element_bytes
             again = 0 if kept else whole
             beside = beside_gradient(code, dims, tokens, seq, element_bytes, largest)
-            slots.append(
-                Slot(
-                    block.name,
-                    "backward",
-                    held + again + beside + shared,
-                    0,
-                    min(largest, again + beside) + shared,
-                )
-            )
+            own = min(largest, again + beside) + shared
+            slots.append(Slot(block.name, "backward", held + again + beside + shared, 0, own))
             held -= whole if kept else point
         repeated = {u.name for u in blocks}
         for unit in [u for u in model.units if u.name not in repeated and u.parameters]:
-            largest = max(p.numel for p in unit.parameters) * element_bytes
-            slots.append(Slot(unit.name, "backward", held + largest + shared, 0, largest + shared))
-        whole_step = (flops_per_token(model, dims, seq) - _looked_up(model)) * tokens
-        looked_up = sum(p.numel for u in model.units if u.looks_up_only for p in u.parameters)
-        forward = (
-            transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
-        )
-        done = (
-            whole_step
-            + kept_of.count(False)
-            / max(len(kept_of), 1)
-            * _recomputed(model, dims, seq, blocks)
-            * tokens
-        )
+            own = _largest(unit) * element_bytes + shared
+            slots.append(Slot(unit.name, "backward", held + own, 0, own))
+        recomputed = kept_of.count(False) / max(len(kept_of), 1)
+        done, forward = _flops(model, dims, seq, tokens, recomputed)
         movable = {
             b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)
         } | {"(root)": 4 * entries}
@@ -164,6 +146,24 @@ class Activity:
             "formula",
             movable=movable if large else {},
         )
+
+
+def _largest(unit: UnitShape) -> int:
+    """Elements of its largest parameter."""
+    return max((p.numel for p in unit.parameters), default=0)
+
+
+def _flops(
+    model: ModelShape, dims: Transformer, seq: int, tokens: int, recomputed: float
+) -> tuple[float, float]:
+    """(FLOPs of matrix products that are done, those of the forward pass), where the share
+    `recomputed` of the blocks runs again in the backward pass.
+    """
+    blocks = blocks_of(model)
+    whole = (flops_per_token(model, dims, seq) - _looked_up(model)) * tokens
+    looked_up = sum(p.numel for u in model.units if u.looks_up_only for p in u.parameters)
+    forward = transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
+    return whole + recomputed * _recomputed(model, dims, seq, blocks) * tokens, forward
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:

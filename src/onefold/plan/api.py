@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.device import available, default_device, device_count, free_memory, with_index
+from onefold.doctor.calibration import Calibration, CalibrationError
 from onefold.memory.host import free_host_memory
 from onefold.plan import hardware
-from onefold.plan.calibrate import Calibration, CalibrationError
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import Job
@@ -43,8 +43,9 @@ def machine_here(
     """
     beside = beside or Beside.here(())
     try:
-        found = hardware.calibrated(Calibration.load(), ranks)
-        measured = getattr(found.measured, "device", "") == device and ranks == local_ranks
+        calibration = Calibration.load()
+        found = hardware.calibrated(calibration, ranks)
+        measured = calibration.device == device and ranks == local_ranks
     except (CalibrationError, ValueError, OSError):
         measured = False
     if not measured:
@@ -211,7 +212,12 @@ def recipe_for(
     )
     if found.recommended is None:
         raise ValueError(found.why_not)
-    best, recipe = found.recommended, found.recipe
+    recipe = found.recipe
+    return recipe.replace(notes=(*recipe.notes, _planned(found.recommended, ranks)))
+
+
+def _planned(best: Candidate, ranks: int) -> str:
+    """The note of a recipe that was planned."""
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
     peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
     others = [
@@ -220,11 +226,10 @@ def recipe_for(
         if n
     ]
     more = f", {' and '.join(others)}" if others else ""
-    said = (
+    return (
         f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"
         f" ranks, {peak} at peak{more}."
     )
-    return recipe.replace(notes=(*recipe.notes, said))
 
 
 def plan(

@@ -13,7 +13,7 @@ ladder starts at stage 1: stage 0 sends the same bytes and divides nothing.
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -21,18 +21,16 @@ from math import floor
 
 from onefold.plan.activity import Activity, blocks_of
 from onefold.plan.evaluate import Candidate, evaluate
-from onefold.plan.hardware import Machine, builtin
+from onefold.plan.hardware import Machine
 from onefold.plan.job import (
     CHECKPOINTING,
-    COMMUNICATION_OPTIONS,
     IN_PART,
     OFFLOAD,
-    PLACES,
     Job,
     Scheme,
 )
 from onefold.plan.shapes import ModelShape
-from onefold.plan.times import Software
+from onefold.plan.traffic import Software
 
 
 def shares_of(sizes: Sequence[int]) -> list[float]:
@@ -66,21 +64,17 @@ def smallest_share(
     if answer(scheme).spare < 0 or answer(scheme.with_(offload="none")).fits:
         return None
     shares = shares_of([u.trainable for u in model.units])
-    low, high = 0, len(shares)
-    while low < high:
-        middle = (low + high) // 2
-        if answer(scheme.with_(share=shares[middle])).spare >= 0:
-            high = middle
-        else:
-            low = middle + 1
-    if low == len(shares):
+    least = bisect_left(
+        shares, True, key=lambda share: answer(scheme.with_(share=share)).spare >= 0
+    )
+    if least == len(shares):
         return None
-    found = answer(scheme.with_(share=shares[low]))
+    found = answer(scheme.with_(share=shares[least]))
     return found if found.fits else None
 
 
-#: Where the searches end: samples of a micro-batch, blocks of a model, devices.
-MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
+#: Where the searches end: samples of a micro-batch, blocks of a model.
+MOST_SAMPLES, MOST_BLOCKS = 4096, 1024
 
 # (samples of a micro-batch, checkpointing) → what they keep
 Activities = Callable[[int, str], Activity]
@@ -330,97 +324,3 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
     passed_by = (model.numel - model.active_numel) * blocks // max(len(found), 1)
     active = sum(u.numel for u in units) - passed_by
     return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
-
-
-def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
-    """The sentence for a job that fits nowhere on this machine: what is nearest, what is missing,
-    and how many ranks would do.
-    """
-    model, machine, job = question.model, question.machine, question.job
-    nearest = max(ladder(question, stages), key=lambda c: c.spare)
-    if nearest.spare < 0:
-        said = (
-            f"{model.name} does not fit: the nearest is {nearest.scheme}, whose peak of"
-            f" {_gib(nearest.needed)} exceeds the {_gib(nearest.usable)} of a device by"
-            f" {_gib(-nearest.spare)}."
-        )
-    else:
-        said = (
-            f"{model.name} does not fit: {nearest.scheme} needs {_gib(nearest.account.host)} of"
-            f" host and {_gib(nearest.account.nvme)} of NVMe for each rank, more than a node has."
-        )
-    for relaxed, at in _relaxed(question, stages):
-        if (found := recommend(relaxed, at)) is not None:
-            return (
-                f"{said} Here {found.scheme} with micro-batch"
-                f" {found.scheme.micro_batch}{_less(job, relaxed.job)} would fit."
-            )
-    kept = "none" if job.offload == "none" else ""
-    one = replace(job, micro_batch=1, global_batch=0, checkpointing="", offload=kept)
-    for asked in (one, _without_communication(one)) if one.communication else (one,):
-        for ranks in _more_ranks(machine):
-            there = replace(question, machine=_on(machine, ranks), job=asked)
-            least = there
-            if blocks_of(model):  # what needs least, first
-                least = replace(there, job=replace(asked, checkpointing="full"))
-            if any(c.fits for c in ladder(least)) and (found := recommend(there)) is not None:
-                return (
-                    f"{said} On {ranks} devices {found.scheme} with micro-batch"
-                    f" 1{_less(one, asked)} would fit."
-                )
-    return (
-        f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
-        " shorter --seq or a larger device."
-    )
-
-
-def _relaxed(
-    question: Question, stages: tuple[int, ...]
-) -> Iterator[tuple[Question, tuple[int, ...]]]:
-    """The question with less and less of what was asked for: the micro-batch, the stage, the
-    checkpointing, where states go, groups.
-    """
-    if question.job.micro_batch > 1:
-        question = replace(question, job=replace(question.job, micro_batch=1))
-        yield question, stages
-    if stages:
-        yield question, ()
-    if question.job.checkpointing:
-        question = replace(question, job=replace(question.job, checkpointing=""))
-        yield question, ()
-    if question.job.offload not in ("", "none") or question.job.places:
-        options = tuple((k, v) for k, v in question.job.options if k not in PLACES)
-        question = replace(question, job=replace(question.job, offload="", options=options))
-        yield question, ()
-    if question.job.communication:
-        yield replace(question, job=_without_communication(question.job)), ()
-
-
-def _without_communication(job: Job) -> Job:
-    return replace(
-        job, options=tuple((k, v) for k, v in job.options if k not in COMMUNICATION_OPTIONS)
-    )
-
-
-def _less(asked: Job, answered: Job) -> str:
-    """What of groups and codecs an answer leaves out, in words."""
-    left_out = sorted(set(asked.communication) - set(answered.communication))
-    return f", without {', '.join(left_out)}," if left_out else ""
-
-
-def _more_ranks(machine: Machine) -> Iterator[int]:
-    """Twice as many and twice again: within a node first, then in whole nodes."""
-    ranks = machine.ranks
-    while ranks < MOST_RANKS:
-        ranks = min(2 * ranks, machine.per_node) if ranks < machine.per_node else 2 * ranks
-        yield ranks
-
-
-def _on(machine: Machine, ranks: int) -> Machine:
-    between = machine.between or builtin().link("8x200g")
-    measured = machine.measured if ranks == machine.ranks else None
-    return replace(machine, ranks=ranks, between=between, measured=measured)
-
-
-def _gib(nbytes: float) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if math.isfinite(nbytes) else "unlimited"

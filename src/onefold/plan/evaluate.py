@@ -17,33 +17,24 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from onefold.device.copies import WINDOW
-from onefold.layout import ShardSpec
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
+from onefold.plan.bound import bound_of
+from onefold.plan.copies import coded_bytes, handled_bytes, summed_bytes
+from onefold.plan.efficiency import measured_software
 from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.offloaded import HOST, OffloadedBytes, OnHost, moved_by, offloaded_bytes, on_host
-from onefold.plan.replay import Moment, Replay, outer
+from onefold.plan.replay import Replay
+from onefold.plan.replayed import Moment
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import (
-    MOMENTS_OF,
-    Leg,
-    UnitPlan,
-    at_rest,
-    coded_bytes,
-    handled_bytes,
-    legs_of,
-    summed_bytes,
-    topology_of,
-    units_ahead,
-    units_of,
-    wire,
-)
-from onefold.plan.times import Software, Work, node_links, step_times, traffic_over
+from onefold.plan.states import MOMENTS_OF, at_rest, topology_of, units_of
+from onefold.plan.times import Work, step_times
+from onefold.plan.traffic import Software, node_links, traffic_over
+from onefold.plan.wire import Leg, legs_of, wire
 from onefold.recipe import Recipe
-from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 
 #: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks
@@ -125,18 +116,17 @@ def evaluate(
     host = sum(held[HOST].values())
     topology = topology_of(recipe, machine.ranks, per_node)
     traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
-    links = node_links(engine.legs, machine, topology, nccl=nccl)
-    links = {k: v for k, v in links.items() if v}
+    links = _filled(node_links(engine.legs, machine, topology, nccl=nccl))
     work = replace(
         _work(model, engine, activity, machine, job, scheme, accumulation),
         traffic=tuple(traffic),
         carried=carried,
         in_backward=recipe.step_in_backward,
     )
-    times = step_times(work, machine, software)
+    times = step_times(work, machine, software or measured_software(work, machine))
     account = Account(
-        rest={k: v for k, v in engine.rest.items() if v},
-        peak={k: v for k, v in peak.items() if v},
+        rest=_filled(engine.rest),
+        peak=_filled(peak),
         ledger=dict(engine.ledger),
         bound=bound + peak.get(FRAGMENTATION, 0),
         host=host,
@@ -151,15 +141,11 @@ def evaluate(
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
-    usable, local, there = usable_bytes(machine), machine.local, machine.host
-    on_device = account.peak_bytes + (host if machine.shared else 0)
     return Candidate(
         scheme,
         account,
-        fits=on_device <= usable
-        and (machine.shared or host * local <= there.memory)
-        and offloaded.nvme * local <= there.nvme,
-        usable=usable,
+        fits=_fits(account, machine),
+        usable=usable_bytes(machine),
         accumulation=accumulation,
         states=states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
         notes=(*activity.notes, *times.notes),
@@ -167,11 +153,27 @@ def evaluate(
     )
 
 
+def _filled(figures: Mapping[str, int]) -> dict[str, int]:
+    return {k: v for k, v in figures.items() if v}
+
+
+def _fits(account: Account, machine: Machine) -> bool:
+    """Whether a node's ranks have room on their devices, on the host and on NVMe; where the device
+    is a CPU its memory is the host's.
+    """
+    on_device = account.peak_bytes + (account.host if machine.shared else 0)
+    return (
+        on_device <= usable_bytes(machine)
+        and (machine.shared or account.host * machine.local <= machine.host.memory)
+        and account.nvme * machine.local <= machine.host.nvme
+    )
+
+
 def on_nccl(machine: Machine) -> bool:
     """Whether moves are operations of NCCL's, on the device."""
-    return bool(
-        getattr(machine.measured, "backend", "gloo" if machine.shared else "nccl") != "gloo"
-    )
+    if machine.measured is not None:
+        return machine.measured.backend != "gloo"
+    return not machine.shared
 
 
 def states_of(
@@ -250,91 +252,6 @@ def _engine(
         handled=handled_bytes(units, recipe, micro_batches),
         summed=summed_bytes(units, recipe, micro_batches),
     )
-
-
-def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, window: int = 0) -> int:
-    """Bytes that the engine's ledger never exceeds, in closed form.
-
-    S + G·(ahead + 2) + C + R·(in_flight + 2) + T, where S is what rests, G the largest gathered
-    unit, ahead how many are gathered before their use, C the gathered units around one another at
-    most, R the largest reduction of a unit (on each hop its buffer, what is received, what is sent
-    where that is a copy), T all gradients once they are reduced (and copied where the masters have
-    another dtype), and as long as they are kept whole or held in a group. Of what is stepped off
-    the device T has the largest alone, or all while they are sent on, and
-    what copies to the host still read: at most a `window` and the largest, or all of it. Where
-    parameters come from a disk, G counts once more. Small units that do not count as ahead or under
-    way (SMALL_TRAFFIC) add 1 MiB at most.
-    """
-    rest = {k: v for k, v in at_rest(units).items() if k != MOMENTS}
-    prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
-    gathered = [sum(f.gathered_bytes for f in u.flats if not f.resident) for u in units]
-    late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
-    names = outer(list(units))
-    around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
-    nested = max(
-        (sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0
-    )
-    reductions, total, leaving = [], 0, [0]
-    for unit in units:
-        one = 0
-        for f in (f for f in unit.flats if f.trainable):
-            one += _on_its_way(f, late)
-            sums, sent_on = f.dtypes.sums.itemsize, f.whole_master or f.broadcast_back
-            held = again and recipe.gradients.over == GROUP and len(f.hops) > 1
-            kept = f.numel * sums if late else f.hops[0].own * sums if held else 0
-            landed = f.landed
-            copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
-            # Sums that are sent on wait for the end of backward
-            twice = landed.itemsize if sent_on else 0
-            elements = f.own if sent_on else f.layout.shard_numel
-            if f.tiers is None:
-                total += elements * (landed.itemsize + copied + twice)
-            elif f.broadcast_back:
-                total += elements * landed.itemsize
-            else:
-                leaving.append(elements * landed.itemsize)
-            total += kept
-        reductions.append(one)
-    every = sum(gathered) if not recipe.reshard_after_forward else 0
-    fetched = any(f.gathers_from_disk for u in units for f in u.flats)
-    ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
-    # Small units may be gathered, and small reductions be under way, beyond those counts: the
-    # latter with what they send and receive.
-    small = min(sum(gathered), SMALL_TRAFFIC) * bool(prefetch) + min(
-        sum(reductions), 3 * SMALL_TRAFFIC
-    ) * bool(in_flight)
-    read = min(window + max(leaving), sum(leaving)) if window else 0
-    return (
-        sum(rest.values())
-        + ahead
-        + max(reductions, default=0) * (in_flight + 2)
-        + total
-        + max(leaving)
-        + read
-        + small
-    )
-
-
-def _on_its_way(flat: ShardSpec, late: bool) -> int:
-    """Bytes of a reduction on all its hops; `late`: it was kept whole, in the dtype of sums."""
-    wire, sums, out = flat.dtypes.wire.itemsize, flat.dtypes.sums.itemsize, 0
-    for at, hop in enumerate(flat.hops):
-        out += hop.span * (sums if at else wire)
-        if flat.added_by(hop) == "backend":
-            out += hop.own * wire + (hop.span * wire if wire != sums and (late or at) else 0)
-        elif flat.encodes(hop):
-            room = flat.exchange(at, flat.dtypes.wire)
-            out += room.sent + room.received
-        else:
-            out += hop.span * (2 * wire if wire != sums and (late or at) else wire)
-        out += hop.own * sums if wire != sums or at + 1 < len(flat.hops) else 0
-    return out
-
-
-def _enclosing(path: str) -> list[str]:
-    """The paths of whatever may lie around a unit, its own among them."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
 
 
 def _higher(a: Moment | None, b: Moment) -> Moment:

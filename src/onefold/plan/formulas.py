@@ -98,8 +98,7 @@ def transformer_flops_per_token(
     """
     if dims is None:
         return model_flops_per_token(active_numel)
-    width = dims.heads * (dims.head_dim or dims.hidden // dims.heads)
-    return model_flops_per_token(active_numel, dims.layers, width, seq or dims.seq)
+    return model_flops_per_token(active_numel, dims.layers, dims.q, seq or dims.seq)
 
 
 Recompute = Literal["none", "selective", "full"]
@@ -140,10 +139,14 @@ def block_bytes(
     h = dims.hidden
     if recompute == "full":
         return float(tokens * h * element_bytes)
-    head_dim = dims.head_dim or h // dims.heads
-    q, k = dims.heads * head_dim, (dims.kv_heads or dims.heads) * head_dim
     copies = dims.active if dims.experts > 1 else 1
-    elements = 2 * h + h + (q + 2 * k) + q + copies * (h + (4 if dims.gated else 2) * dims.ffn)
+    elements = (
+        2 * h
+        + h
+        + (dims.q + 2 * dims.k)
+        + dims.q
+        + copies * (h + (4 if dims.gated else 2) * dims.ffn)
+    )
     per_token = elements * element_bytes + (2 * h if dropout else 0)
     if dims.fused_attention:
         per_token += 4 * dims.heads  # the log-sum-exp of each row, fp32
@@ -174,8 +177,7 @@ def kept_beyond(code: str, dims: Transformer, length: int, element_bytes: int) -
         return 4 * e
     own = 8 * h + 8
     if e >= 4:
-        head = dims.head_dim or h // dims.heads
-        own += 2 * (dims.heads - (dims.kv_heads or dims.heads)) * head * e
+        own += 2 * (dims.q - dims.k) * e
     if code == "mixtral":
         own += (dims.active + 1) * h * e + 4 * dims.experts + 40 * dims.active + 4
     return own
@@ -228,7 +230,7 @@ def held_before(
     if code == "gpt2":
         own += tokens * h
     elif code in ("llama", "mixtral"):
-        own += 2 * length * (dims.head_dim or h // dims.heads) * e
+        own += 2 * length * dims.head * e
     elif code == "bloom":
         own += tokens * (h + length) * e
     return own

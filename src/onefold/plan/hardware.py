@@ -19,24 +19,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from onefold.doctor.calibration import Calibration
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 #: What a GPU of the table has if its entry leaves the key out.
 _DEFAULTS: dict[str, Any] = {"attainable": 0.75, "link": 25e9, "host_link": 25e9}
 _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
-
-
-class Measured(Protocol):
-    """What a calibrated machine knows better than the table: the part of
-    `onefold.plan.calibrate.Calibration` that the time model asks.
-    """
-
-    def seconds_for(self, move: str, nbytes: int, ranks: int) -> float: ...
-
-    def block_rate(self, hidden: int, tokens: int, dtype: str, ranks: int) -> float: ...
-
-    def optimizer_seconds(self, numel: int, ranks: int) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -102,7 +92,7 @@ class Machine:
     between: Link | None
     host: Host
     contention: float = 0.0
-    measured: Measured | None = field(default=None, compare=False)
+    measured: Calibration | None = field(default=None, compare=False)
     shared: bool = False
 
     def __post_init__(self) -> None:
@@ -342,9 +332,8 @@ def machine(
     return catalogue(file).machine(gpus, per_node, gpu, link)
 
 
-def calibrated(calibration: Any, ranks: int) -> Machine:
-    """This machine as `onefold doctor --calibrate` measured it (a
-    `onefold.plan.calibrate.Calibration`), with `ranks` ranks at work at once on one node. On CPU
+def calibrated(calibration: Calibration, ranks: int) -> Machine:
+    """This machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work at once on one node. On CPU
     the ranks share one memory, so that each has its part of it.
 
     Raises:

@@ -41,7 +41,8 @@ from onefold.offload.in_backward import WAITING
 from onefold.offload.step import AHEAD, BEHIND
 from onefold.plan.activity import Activity, Slot
 from onefold.plan.schema import MOVED
-from onefold.plan.states import MOMENTS_OF, UnitPlan, moments, puts_of, reductions_of
+from onefold.plan.states import MOMENTS_OF, UnitPlan, moments
+from onefold.plan.wire import puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from onefold.plan.cannot_fit import cannot_fit
 from onefold.plan.choose import (
     MOST_BLOCKS,
     MOST_SAMPLES,
     Question,
     can_be,
-    cannot_fit,
     deeper,
     ladder,
     largest_micro_batch,
@@ -33,15 +33,16 @@ from onefold.plan.choose import (
     recommend,
     rungs,
 )
-from onefold.plan.communication import SlowLinks, Sums, slow_links, sums_of
 from onefold.plan.evaluate import Candidate
-from onefold.plan.from_module import is_in_tiles
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
+from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import subject_of
-from onefold.plan.times import Software
+from onefold.plan.sums import Sums, sums_of
+from onefold.plan.tiles import is_in_tiles
+from onefold.plan.traffic import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes
@@ -146,7 +147,8 @@ class Plan:
         recipe = self.recommended.scheme.recipe(self.job)
         if SOMEWHERE not in recipe.nvme:
             return recipe
-        disk = getattr(self.machine.measured, "disk", None)
+        measured = self.machine.measured
+        disk = measured.disk if measured is not None else None
         if disk is None:
             raise ValueError(
                 f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
@@ -277,21 +279,18 @@ def plan(
     )
     slow = slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
-    micro, models = {}, {}
-    for scheme in (c.scheme for c in shown if largest):
-        found = largest_micro_batch(question, scheme)
-        micro[scheme.stage] = found.scheme.micro_batch if found else 0
-        models[scheme.stage] = largest_model(question, scheme, subject.another)
-    sizes = set(micro.values())
-    if best is not None and not job.micro_batch:
-        sizes.add(best.scheme.micro_batch)
+    schemes = [c.scheme for c in shown if largest]
+    fitting = {s.stage: largest_micro_batch(question, s) for s in schemes}
+    micro = {stage: c.scheme.micro_batch if c else 0 for stage, c in fitting.items()}
+    models = {s.stage: largest_model(question, s, subject.another) for s in schemes}
+    chosen = {best.scheme.micro_batch} if best is not None and not job.micro_batch else set()
     notes = (
         _convention(job),
         *_slow(job, machine),
         *subject.notes,
         *_of_recipe(question, best or _last_asked(shown, stages)),
         *shown[0].notes,
-        *_ends(shape, sizes, models),
+        *_ends(shape, {*micro.values(), *chosen}, models),
     )
     return Plan(
         model=shape,

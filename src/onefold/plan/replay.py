@@ -21,145 +21,36 @@ checked against the ledger of the real engine, byte for byte. Activations are no
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 
-from onefold.layout import Hop, ShardSpec
-from onefold.memory import GATHERED, GRADIENTS, IDLE, LEAVING, REDUCTION
+from onefold.layout import ShardSpec
+from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION, MemoryLedger, Pool
+from onefold.plan.replayed import Moment, Reduction, Unit, backwards, outer
 from onefold.plan.states import UnitPlan, resting, units_ahead
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 
 
-@dataclass
-class Buffer:
-    """`numel` elements of a dtype, entered under a category."""
-
-    numel: int
-    dtype: torch.dtype
-    category: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
-
-
-class Holding:
-    """Bytes by category `now`; `best` when their sum was largest, over all and since somebody last
-    looked.
-    """
-
-    def __init__(self) -> None:
-        self.now: Counter[str] = Counter()
-        self.total = 0
-        self.best: dict[str, int] = {}
-        self.best_total = 0
-        self.free: dict[tuple[int, torch.dtype], int] = defaultdict(int)
-        self._high: tuple[int, dict[str, int]] = (0, {})
-
-    def _add(self, category: str, nbytes: int) -> None:
-        self.now[category] += nbytes
-        self.total += nbytes
-        if self.total > self.best_total:
-            self.best_total, self.best = self.total, dict(self.now)
-        if self.total > self._high[0]:
-            self._high = self.total, dict(self.now)
-
-    def _take(self, numel: int, dtype: torch.dtype, category: str) -> Buffer:
-        buffer = Buffer(numel, dtype, category)
-        if self.free[numel, dtype]:
-            self.free[numel, dtype] -= 1
-            self._add(IDLE, -buffer.nbytes)
-        else:
-            self._drain()
-        self._add(category, buffer.nbytes)
-        return buffer
-
-    def _give(self, buffer: Buffer) -> None:
-        self._add(buffer.category, -buffer.nbytes)
-        self.free[buffer.numel, buffer.dtype] += 1
-        self._add(IDLE, buffer.nbytes)
-
-    def _drain(self) -> None:
-        self._add(IDLE, -self.now[IDLE])
-        self.free.clear()
-
-    @property
-    def peak(self) -> dict[str, int]:
-        return {k: v for k, v in self.best.items() if v}
-
-
-@dataclass(frozen=True)
-class Moment:
-    """The engine's bytes at their largest while one unit runs: `phase` "forward", "backward" or
-    "step"; by category.
-    """
-
-    micro_batch: int
-    phase: str
-    unit: str
-    held: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.held.values())
-
-
-@dataclass
-class _Reduction:
-    unit: int
-    flat: ShardSpec
-    buffer: Buffer
-    at: int = 0
-    sent: Buffer | None = None
-    received: Buffer | None = None
-    into: Buffer | None = None
-    rows: int = 0  # of `received` that are added up at once
-    whole: bool = False  # the backend sums it for everybody
-
-    @property
-    def hop(self) -> Hop:
-        return self.flat.hops[self.at]
-
-    @property
-    def encodes(self) -> bool:
-        return self.flat.encodes(self.hop)
-
-    @property
-    def is_last(self) -> bool:
-        return self.at + 1 == len(self.flat.hops)
-
-
-@dataclass
-class _Unit:
-    plan: UnitPlan
-    index: int
-    held: dict[int, Buffer] = field(default_factory=dict)  # by number of the flat buffer
-    coded: list[Buffer] = field(default_factory=list)  # what is on its way to them encoded
-    gathered: bool = False
-    claimed: bool = False
-
-
-class Replay(Holding):
+class Replay:
     """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the
-    largest of them.
+    largest of them. The pool and the ledger are the engine's own; buffers have sizes and no memory.
     """
 
-    def __init__(self, units: list[UnitPlan], recipe: Recipe, window: int = 0) -> None:
+    def __init__(self, units: Sequence[UnitPlan], recipe: Recipe, window: int = 0) -> None:
         """
         Args:
             window: bytes of gradients that a copy to the host may hold on the device
                 (`onefold.device.copies.WINDOW`); 0 where copies are done at once.
         """
-        super().__init__()
+        self.ledger = MemoryLedger()
+        self.pool = Pool(torch.device("meta"), self.ledger)
         self.window = window
         self.leaving: list[int] = []  # gradients that such a copy reads
         self.recipe = recipe
-        self.units = [_Unit(u, i) for i, u in enumerate(units)]
+        self.units = [Unit(u, i) for i, u in enumerate(units)]
         self.ahead = units_ahead(units, recipe)
         self.in_flight = recipe.in_flight if recipe.overlap else 0
         self.from_disk = bool(self.ahead) and any(
@@ -171,30 +62,33 @@ class Replay(Holding):
         self.ends_first = any(u.looks_up_only for u in units)
         self.moments: list[Moment] = []
         # Whole gradients kept until the boundary, by id of the flat
-        self.grads: dict[int, Buffer] = {}
-        self.held_sums: dict[int, Buffer] = {}  # sums inside the group that wait for it
+        self.grads: dict[int, torch.Tensor] = {}
+        self.held_sums: dict[int, torch.Tensor] = {}  # sums inside the group that wait for it
         self.has_grad: set[int] = set()
         self.unused: set[int] = set()  # gathered ahead of their use
         for unit in units:
             for flat in unit.flats:
                 for category, nbytes in resting(flat).items():
-                    self._add(category, nbytes)
+                    self.ledger.add(category, nbytes)
         self.holding = False
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """The engine's bytes when their sum was largest, by category."""
+        return max(self.moments, key=lambda m: m.total).held
 
     def _moment(self, micro_batch: int, phase: str, unit: str) -> None:
         """Close a slot: its largest sum goes on record, the next slot starts from what is held
         now.
         """
-        self.moments.append(
-            Moment(micro_batch, phase, unit, {k: v for k, v in self._high[1].items() if v})
-        )
-        self._high = self.total, dict(self.now)
+        self.moments.append(Moment(micro_batch, phase, unit, self.ledger.peak()))
+        self.ledger.reset_peak()
 
     # -- a step ------------------------------------------------------------------------------------
 
     def run(self, micro_batches: int = 1) -> Replay:
         """One optimizer step, begun and ended at rest."""
-        self._high = self.total, dict(self.now)
+        self.ledger.reset_peak()
         for k in range(micro_batches):
             last = k + 1 == micro_batches
             self._forward(k)
@@ -202,18 +96,18 @@ class Replay(Holding):
             self.holding = not last and not deferring and self.recipe.gradients.over == GROUP
             self._backward(k, deferring)
         self._moment(micro_batches - 1, "step", "(optimizer)")
-        self._add(GRADIENTS, -self.now[GRADIENTS])
+        self.ledger.set(GRADIENTS, 0)
         self.has_grad.clear()
         return self
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def _order(self) -> list[_Unit]:
+    def _order(self) -> list[Unit]:
         return [u for u in self.units if not u.plan.resident]
 
     def _forward(self, k: int) -> None:
         self.cursor, self.renewing = self._order(), k == 0
-        open_units: list[_Unit] = []
+        open_units: list[Unit] = []
         for unit in self.units:
             while open_units and not open_units[-1].plan.encloses(unit.plan):
                 self._leave(open_units.pop(), k)
@@ -222,9 +116,9 @@ class Replay(Holding):
         while open_units:
             self._leave(open_units.pop(), k)
         if any(not u.plan.resident for u in self.units):
-            self._drain()
+            self.pool.drain()
 
-    def _leave(self, unit: _Unit, k: int) -> None:
+    def _leave(self, unit: Unit, k: int) -> None:
         self._moment(k, "forward", unit.plan.name)
         # It waits for the backward pass, as what is gathered ahead waits for its use
         if unit.plan.turns:
@@ -233,7 +127,7 @@ class Replay(Holding):
         elif unit.gathered and self.recipe.reshard_after_forward:
             self._release(unit)
 
-    def _acquire(self, unit: _Unit) -> None:
+    def _acquire(self, unit: Unit) -> None:
         if unit.plan.resident:
             return
         if unit in self.cursor:
@@ -265,27 +159,27 @@ class Replay(Holding):
             )
 
     @staticmethod
-    def _bytes(unit: _Unit) -> int:
+    def _bytes(unit: Unit) -> int:
         return sum(
             flat.numel * flat.dtypes.compute.itemsize
             for flat in unit.plan.flats
             if not flat.resident
         )
 
-    def _launch(self, unit: _Unit) -> None:
+    def _launch(self, unit: Unit) -> None:
         unit.gathered = True
         self.unused.add(unit.index)
         for i, flat in enumerate(unit.plan.flats):
             if not flat.resident:
                 self._hold(unit, [i])
                 if flat.gather_codec is not None:
-                    unit.coded.append(self._take(flat.coded_bytes, torch.uint8, GATHERED))
+                    unit.coded.append(self.pool.take(flat.coded_bytes, torch.uint8, GATHERED))
 
-    def _arrive(self, unit: _Unit) -> None:
+    def _arrive(self, unit: Unit) -> None:
         """What came encoded is decoded."""
         coded, unit.coded = unit.coded, []
         for buffer in coded:
-            self._give(buffer)
+            self.pool.give(buffer)
 
     def _reads(self, flat: ShardSpec) -> bool:
         """Whether a gather begins with the masters: where something is kept of them, only the first
@@ -294,36 +188,36 @@ class Replay(Holding):
         keeps = flat.gather_codec is not None or flat.has_secondary
         return not keeps or (self.renewing and flat.trainable)
 
-    def _hold(self, unit: _Unit, which: list[int]) -> None:
+    def _hold(self, unit: Unit, which: list[int]) -> None:
         """Take the buffers that are not held yet."""
         for i in which:
             if i not in unit.held:
                 flat = unit.plan.flats[i]
-                unit.held[i] = self._take(flat.numel, flat.dtypes.compute, GATHERED)
+                unit.held[i] = self.pool.take(flat.numel, flat.dtypes.compute, GATHERED)
 
-    def _release(self, unit: _Unit) -> None:
+    def _release(self, unit: Unit) -> None:
         self._arrive(unit)
         unit.gathered = unit.claimed = False
         self.unused.discard(unit.index)
         held, unit.held = unit.held, {}
         for _, buffer in sorted(held.items()):
-            self._give(buffer)
+            self.pool.give(buffer)
 
     # -- backward ----------------------------------------------------------------------------------
 
     def _backward(self, k: int, deferring: bool) -> None:
-        self.under_way: list[_Reduction] = []
-        self.on_next_hop: list[_Reduction] = []  # on a further hop
+        self.under_way: list[Reduction] = []
+        self.on_next_hop: list[Reduction] = []  # on a further hop
         self.summed: list[int] = []
         self.copies: list[int] = []
         self.renewing = False
-        order = _backwards(self.units)
+        order = backwards(self.units)
         self.cursor = [
             u for u in order if not u.plan.resident and not u.plan.looks_up_only and not u.gathered
         ]
-        around: list[_Unit] = []
+        around: list[Unit] = []
         # The root where it holds nothing but what follows the blocks: done before them
-        tail: list[_Unit] = []
+        tail: list[Unit] = []
         for unit in order:
             if tail and any(c.isdigit() for c in unit.plan.name):
                 self._complete(tail.pop(), k, deferring)
@@ -344,20 +238,20 @@ class Replay(Holding):
             while under_way:
                 self._land(under_way.pop(0))
         for nbytes in self.copies:  # sums that were sent on, in another dtype than the masters'
-            self._add(GRADIENTS, nbytes)
+            self.ledger.add(GRADIENTS, nbytes)
         for nbytes in self.summed:
-            self._add(GRADIENTS, -nbytes)
+            self.ledger.add(GRADIENTS, -nbytes)
         while self.leaving:  # the host is about to read them
-            self._add(LEAVING, -self.leaving.pop(0))
+            self.ledger.add(LEAVING, -self.leaving.pop(0))
         for unit in self.units:
             if unit.gathered:
                 self._release(unit)
-        self._drain()
+        self.pool.drain()
         for unit in self.units:  # the ledger sees them now
             self._own_gradients(unit)
         self._moment(k, "backward", "(end)")
 
-    def _complete(self, unit: _Unit, k: int, deferring: bool) -> None:
+    def _complete(self, unit: Unit, k: int, deferring: bool) -> None:
         """Its last gradient has come."""
         if self.unsharded:
             self._own_gradients(unit)
@@ -373,42 +267,42 @@ class Replay(Holding):
             self._release(unit)
         self._moment(k, "backward", unit.plan.name)
 
-    def _own_gradients(self, unit: _Unit) -> None:
+    def _own_gradients(self, unit: Unit) -> None:
         """Where the engine has no hooks autograd's gradients are the parameters' own."""
         for flat in unit.plan.flats:
             if flat.unsharded and flat.trainable and id(flat) not in self.has_grad:
                 self.has_grad.add(id(flat))
-                self._add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
+                self.ledger.add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
-    def _store(self, unit: _Unit, deferring: bool) -> list[ShardSpec]:
+    def _store(self, unit: Unit, deferring: bool) -> list[ShardSpec]:
         """Take the buffers that its gradients are collected in, as far as they are not there."""
         flats = [f for f in unit.plan.flats if f.trainable and not f.unsharded]
         for flat in flats:
             if id(flat) not in self.grads:
                 dtype = flat.dtypes.sums if deferring else flat.dtypes.wire
                 category = GRADIENTS if deferring else REDUCTION
-                self.grads[id(flat)] = self._take(flat.numel, dtype, category)
+                self.grads[id(flat)] = self.pool.take(flat.numel, dtype, category)
         return flats
 
-    def _reduce(self, unit: _Unit, flat: ShardSpec) -> None:
-        r = _Reduction(unit.index, flat, self.grads.pop(id(flat)))
+    def _reduce(self, unit: Unit, flat: ShardSpec) -> None:
+        r = Reduction(unit.index, flat, self.grads.pop(id(flat)))
         self._send(r)
         self.under_way.append(r)
 
-    def _send(self, r: _Reduction) -> None:
+    def _send(self, r: Reduction) -> None:
         room = r.flat.exchange(r.at, r.buffer.dtype)
         # Rows that are added at once, not one by one
         r.rows = 0 if r.flat.added_by(r.hop) == "pairwise" else room.rows
         if room.sent:
-            r.sent = self._take(room.sent, room.dtype, REDUCTION)
+            r.sent = self.pool.take(room.sent, room.dtype, REDUCTION)
         if room.apart:
-            r.into = Buffer(room.apart, room.dtype, REDUCTION)
-            self._add(REDUCTION, r.into.nbytes)
+            r.into = room.apart * room.dtype.itemsize
+            self.ledger.add(REDUCTION, r.into)
         if room.whole:
             r.whole = True
-            self._add(GRADIENTS, r.hop.span * room.dtype.itemsize)
+            self.ledger.add(GRADIENTS, r.hop.span * room.dtype.itemsize)
         elif room.rows:
-            r.received = self._take(room.received, room.dtype, REDUCTION)
+            r.received = self.pool.take(room.received, room.dtype, REDUCTION)
 
     def _is_due(self) -> bool:
         """Whether to wait for the oldest: too many are under way, or it has a hop to go and another
@@ -424,43 +318,43 @@ class Replay(Holding):
             and self.under_way[0].unit != self.under_way[-1].unit
         )
 
-    def _land(self, r: _Reduction) -> None:
+    def _land(self, r: Reduction) -> None:
         flat, sums = r.flat, r.flat.dtypes.sums
         sent, total, nbytes = r.sent, None, 0
         if sent is not None and not r.encodes:
-            self._give(sent)
+            self.pool.give(sent)
             sent = None
-        if r.into is not None:
-            nbytes = r.into.nbytes
-            self._add(REDUCTION, -nbytes)
-            self._add(GRADIENTS, nbytes)
+        if r.into:
+            nbytes = r.into
+            self.ledger.add(REDUCTION, -nbytes)
+            self.ledger.add(GRADIENTS, nbytes)
         elif not r.is_last:
-            total = self._take(r.hop.own, sums, REDUCTION)
+            total = self.pool.take(r.hop.own, sums, REDUCTION)
         else:
             dtype = flat.landed
             nbytes = (flat.own if flat.broadcast_back else r.hop.own) * dtype.itemsize
-            self._add(GRADIENTS, 0 if r.whole else nbytes)
+            self.ledger.add(GRADIENTS, 0 if r.whole else nbytes)
             if dtype != sums and not (r.rows or r.whole):
-                self._give(self._take(r.hop.own, sums, REDUCTION))
+                self.pool.give(self.pool.take(r.hop.own, sums, REDUCTION))
         for buffer in (r.received, sent, r.buffer):
             if buffer is not None:
-                self._give(buffer)
+                self.pool.give(buffer)
         if total is None:
             self._hand_over(flat, nbytes)
         elif not self._wait_inside(flat, total):
-            r = _Reduction(r.unit, flat, total, r.at + 1)
+            r = Reduction(r.unit, flat, total, r.at + 1)
             self._send(r)
             self.on_next_hop.append(r)
 
-    def _wait_inside(self, flat: ShardSpec, total: Buffer) -> bool:
+    def _wait_inside(self, flat: ShardSpec, total: torch.Tensor) -> bool:
         """Before the boundary the group's sums stay; see [Note: held sums] in
         runtime/reduce.py.
         """
         if (held := self.held_sums.pop(id(flat), None)) is not None:
-            self._give(held)
+            self.pool.give(held)
         if self.holding:
-            self.held_sums[id(flat)] = self._take(total.numel, total.dtype, GRADIENTS)
-            self._give(total)
+            self.held_sums[id(flat)] = self.pool.take(total.numel(), total.dtype, GRADIENTS)
+            self.pool.give(total)
         return self.holding
 
     def _bring_down(self, nbytes: int) -> None:
@@ -469,9 +363,9 @@ class Replay(Holding):
         """
         if self.window:
             self.leaving.append(nbytes)
-            self._add(LEAVING, nbytes)
+            self.ledger.add(LEAVING, nbytes)
             while sum(self.leaving) > self.window:
-                self._add(LEAVING, -self.leaving.pop(0))
+                self.ledger.add(LEAVING, -self.leaving.pop(0))
 
     def _hand_over(self, flat: ShardSpec, nbytes: int) -> None:
         """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added
@@ -482,12 +376,12 @@ class Replay(Holding):
             if whole:
                 self.summed.append(nbytes)
             else:
-                self._add(GRADIENTS, -nbytes)
+                self.ledger.add(GRADIENTS, -nbytes)
                 self._bring_down(nbytes)
             return
         dtype = flat.landed
         if id(flat) in self.has_grad:
-            self.summed.append(nbytes) if whole else self._add(GRADIENTS, -nbytes)
+            self.summed.append(nbytes) if whole else self.ledger.add(GRADIENTS, -nbytes)
             return
         self.has_grad.add(id(flat))
         if dtype != flat.dtypes.master:
@@ -496,28 +390,5 @@ class Replay(Holding):
             if whole:
                 self.copies.append(copied)
             else:
-                self._add(GRADIENTS, copied)
+                self.ledger.add(GRADIENTS, copied)
             self.summed.append(nbytes)
-
-
-def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
-    """The names of the units around others."""
-    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
-    names = {u.path: u.name for u in units}
-    for unit in units:
-        parts = unit.path.split(".")
-        around.update(names[p] for i in range(1, len(parts)) if (p := ".".join(parts[:i])) in names)
-    return frozenset(around)
-
-
-def _backwards(units: list[_Unit]) -> list[_Unit]:
-    """The order in which a backward pass first comes to the units: one around others before them,
-    the others from last to first.
-    """
-    groups: list[list[_Unit]] = []
-    for unit in units:
-        if groups and groups[-1][0].plan.encloses(unit.plan):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return [u for head, *rest in reversed(groups) for u in (head, *_backwards(rest))]

@@ -39,8 +39,6 @@ CATEGORIES = (
 #: What the engine itself takes and enters in its ledger; the optimizer holds the moments, autograd
 #: and the model the rest.
 ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE)
-#: The moves that are counted on the wire.
-MOVES = ("all-gather", "reduce-scatter", "all-reduce")
 #: The moves between tiers: to the device and from it, from NVMe and to it.
 MOVED = ("up", "down", "read", "written")
 #: What a step's seconds are made of; `step` is their sum as far as they do not overlap.

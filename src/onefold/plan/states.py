@@ -38,127 +38,24 @@ Every size is that of a `ShardSpec` (layout/spec.py), which the engine allocates
 Of a flat buffer whose state rests off the device (`ShardSpec.tiers`) only what is computed with
 stays here: all of it where it is kept whole, this rank's interval where it is gathered, nothing
 where parameters rest elsewhere too. The rest is counted in plan/offloaded.py.
-
-What a rank sends in a step, by level: all ranks at once, those of its group ("intra-group"), or one
-of each group ("inter-group").
-
-A move over groups is two legs (layout/spec.py). Each leg is equal bytes to each peer of its
-level, so that the bytes to other nodes follow from who stands where. The counts are those of the
-traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
-
-| leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
-|-----------------------------------------------|---------------------------------|---------------------------------------------------|
-| gather, inter-group, then intra-group         | an interval, then a shard       | as the stage says (above)                         |
-| gather from a second copy, intra-group        | a shard                         | the same; inter-group once, if it is trained      |
-| reduction, intra-group, then inter-group      | a shard, then an interval       | m, or once at the boundary; inter-group once where |
-|                                               |                                 | gradients are divided in the group                |
-| sums to the other groups (HSDP, MiCS)         | an interval                     | as the inter-group hop of the reduction           |
-| sums to all, inter-group, then intra-group    | an interval, then a shard       | as the reduction                                  |
-
-What the engine's own kernels read and write of memory in a step (encoding, adding up, copies and
-casts):
-
-    gathers      the own interval once after a step: read in the compute dtype, written encoded; the whole each time: read encoded, written
-    reductions   on each hop what goes to others: read, written encoded; what comes from them: read encoded, added to fp32 sums
-    feedback     what is sent once more, read and written in fp32
-    sums         on each hop, of the n elements that a rank sums: the parts of all N ranks read in the wire's dtype, the sum written;
-                 where NCCL adds (reduce="native") its sum is read and written once
-    gradients    each is copied into its unit's buffer, or added to it where an earlier micro-batch has left one
-    casts        of sums of an earlier hop, or of several micro-batches, to the dtype of the wire, and of the masters where that is another
-
-They run where the model is computed, so nothing hides them (Wang et al. 2023, ZeRO++, section 3.4,
-fuses encoding into the kernels of the moves). What share of a copy's speed encoding reaches stands
-in `onefold.plan.times`. Casts of masters for a gather run beside it, on the stream of the copies
-up. On a calibrated machine its reference steps have measured copies and casts
-(`Software.handed_s`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
 
 import torch
 
 from onefold.comm.topology import inner_of
-from onefold.layout import Dtypes, Hop, Level, ShardSpec, Tiers, Topology, grouped_as
+from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.schema import MOMENTS, MOVES
+from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
-from onefold.recipe.rows import GROUP
 from onefold.runtime.placement import offloaded_of_sizes
-
-#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch;
-#: "both" is all compute.
-Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
-
-
-@dataclass(frozen=True)
-class Leg:
-    """One kind of move on one level.
-
-    Attributes:
-        move: as the ledger calls it. gathers: each rank sends the same to all (a ring can carry
-            it), else each peer its own part.
-        nbytes: payload that one rank sends in a step. calls: collectives. by_backend: sums that
-            NCCL makes on the way.
-    """
-
-    move: str
-    gathers: bool
-    level: Level
-    nbytes: int
-    calls: int
-    phase: Phase
-    by_backend: bool = False
-
-
-def gather_legs(flat: ShardSpec, gathers: int) -> list[Leg]:
-    """Of `gathers` gathers of one buffer in a step."""
-    if not gathers:
-        return []
-    phase: Phase = "first forward" if flat.resident else "both"
-    legs = [
-        Leg("all-gather", True, move.level, gathers * move.peers * move.nbytes, gathers, phase)
-        for move in flat.gather_moves
-    ]
-    return legs + [
-        Leg("all-gather", True, move.level, move.peers * move.nbytes, 1, "first forward")
-        for move in flat.renewal_moves
-    ]
-
-
-def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[Leg]:
-    """Of the gradients of one buffer."""
-    times = 1
-    phase: Phase = "last backward" if recipe.reduce_at == "boundary" else "backward"
-    kind = "all-reduce" if flat.whole_master else "reduce-scatter"
-    legs = []
-    often = times_by_hop(flat, recipe, micro_batches)
-    for hop, move, times in zip(flat.hops, flat.reduce_moves, often, strict=True):
-        if hop.level == "inter-group" and recipe.gradients.over == GROUP:
-            phase = "last backward"
-        nbytes, by_backend = times * move.peers * move.nbytes, flat.added_by(hop) == "backend"
-        legs.append(Leg(kind, False, hop.level, nbytes, times, phase, by_backend))
-    for move in flat.broadcast_moves:
-        nbytes = times * move.peers * move.nbytes
-        legs.append(Leg("all-reduce", True, move.level, nbytes, times, phase))
-    return legs
-
-
-def merged(legs: Iterable[Leg]) -> list[Leg]:
-    """One leg of each kind, empty ones left out."""
-    found: dict[Leg, Leg] = {}
-    for leg in legs:
-        key = replace(leg, nbytes=0, calls=0)
-        before = found.get(key, key)
-        found[key] = replace(leg, nbytes=before.nbytes + leg.nbytes, calls=before.calls + leg.calls)
-    return [leg for leg in found.values() if leg.nbytes]
-
 
 # -- who stands where ----------------------------------------------------------------------------
 
@@ -175,19 +72,6 @@ def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topo
         ValueError: the groups do not divide the ranks.
     """
     return _topology(recipe.group, ranks, per_node)
-
-
-@lru_cache(maxsize=4096)
-def elsewhere(topology: Topology, per_node: int | None, rank: int, level: Level) -> tuple[int, int]:
-    """(peers of this rank on a level, those of them that are on other nodes)."""
-    inner = topology.inner
-    numbers: Sequence[int] = range(topology.size)
-    if level == "intra-group":
-        numbers = range(rank // inner * inner, rank // inner * inner + inner)
-    elif level == "inter-group":
-        numbers = range(rank % inner, topology.size, inner)
-    far = sum(n // per_node != rank // per_node for n in numbers) if per_node else 0
-    return len(numbers) - 1, far
 
 
 _LOW = ("float32", "bfloat16", "float16")
@@ -350,191 +234,6 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     )
 
 
-# -- on the wire -----------------------------------------------------------------------------------
-
-
-def wire(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> dict[str, int]:
-    """Payload bytes that a rank sends in one optimizer step with `micro_batches` forward and
-    backward passes, by move.
-
-    All but the last micro-batch run under `onefold.no_sync`. Every unit is used once in each pass.
-    """
-    out = dict.fromkeys(MOVES, 0)
-    for leg in legs_of(units, recipe, micro_batches):
-        out[leg.move] += leg.nbytes
-    return {k: v for k, v in out.items() if v}
-
-
-def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> dict[str, int]:
-    """Collectives of a step by move: one for each flat buffer that travels."""
-    out = dict.fromkeys(MOVES, 0)
-    reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
-    for unit in units:
-        for flat in unit.flats:
-            out["all-gather"] += gathers_of(unit, flat, recipe, micro_batches)
-            if flat.trainable:
-                out["all-reduce" if flat.whole_master else "reduce-scatter"] += reductions
-    return out
-
-
-def legs_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> list[Leg]:
-    """The same by level, kind of move and phase.
-
-    Raises:
-        ValueError: less than one micro-batch.
-    """
-    if micro_batches < 1:
-        raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
-    found = []
-    for unit in units:
-        for flat in (f for f in unit.flats if f.ranks > 1):
-            found += gather_legs(flat, gathers_of(unit, flat, recipe, micro_batches))
-            found += reduction_legs(flat, recipe, micro_batches) if flat.trainable else []
-    return merged(found)
-
-
 def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
     """How many units are gathered ahead of use."""
     return recipe.units_ahead(any(f.topology.two_levels for u in units for f in u.flats))
-
-
-def gathers_of(unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
-    """How often a step gathers this buffer over the wire."""
-    if flat.resident or flat.whole_master:
-        stale = flat.resident and flat.trainable and not flat.whole_master
-        return 1 if stale else 0
-    return launches_of(unit, flat, recipe, micro_batches)
-
-
-def launches_of(
-    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, backward: bool = True
-) -> int:
-    """How often a step makes the whole of a buffer that is not kept, over the wire or not; with
-    `backward=False` in forward passes only.
-    """
-    again = backward and recipe.reshard_after_forward and not (unit.looks_up_only or unit.turns)
-    return 0 if flat.resident else micro_batches * (2 if again else 1)
-
-
-def reductions_of(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
-    """How often a step hands sums over: at each micro-batch, or at the boundary where they wait for
-    it whole or in the group.
-    """
-    return times_by_hop(flat, recipe, micro_batches)[-1]
-
-
-def times_by_hop(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> tuple[int, ...]:
-    """How often a step takes each hop of a reduction: where gradients are divided in the group, the
-    group's sums wait for the boundary and cross once.
-    """
-    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
-    once = recipe.gradients.over == GROUP
-    return tuple(1 if once and hop.level == "inter-group" else times for hop in flat.hops)
-
-
-def puts_of(
-    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, backward: bool = True
-) -> int:
-    """How often a step reads this rank's masters for a buffer that is not kept: once for what is
-    encoded or copied, if it is trained.
-    """
-    if flat.gather_codec is not None or flat.has_secondary:
-        return int(flat.trainable)
-    return launches_of(unit, flat, recipe, micro_batches, backward)
-
-
-_FP32 = 4
-
-
-def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
-    """Bytes of memory that encoding and decoding read and write in a step, by one rank."""
-    total = 0.0
-    for unit, flat in ((u, f) for u in units for f in u.flats):
-        if flat.gather_codec is not None:
-            part = flat.layout.shard_numel * flat.dtypes.compute.itemsize + flat.each
-            launches = launches_of(unit, flat, recipe, micro_batches)
-            total += launches * flat.ranks * part + puts_of(unit, flat, recipe, 1) * part
-        if flat.trainable and flat.reduce_codec is not None:
-            total += _reduced(flat, recipe, micro_batches)
-    return total
-
-
-def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
-    """Bytes of memory that adding up the parts of reductions reads and writes in a step, by one
-    rank: N parts in one pass (comm/sums.py). Of parts that come one by one (gloo) and of encoded
-    ones nothing: the first is in what moves were measured to take, the others are in `coded_bytes`.
-    """
-    total = 0.0
-    for flat in (f for u in units for f in u.flats if f.trainable and f.ranks > 1):
-        sent = flat.dtypes.wire.itemsize
-        for hop, times in _often(flat, recipe, micro_batches):
-            adds = flat.added_by(hop)
-            if adds == "backend" and flat.whole_master:  # a copy for it to add into
-                total += times * 2 * hop.span * sent
-            elif adds != "pairwise":
-                written = flat.landed if hop is flat.hops[-1] else flat.dtypes.sums
-                parts = hop.size if adds == "at once" else 1
-                total += times * added_bytes(hop.own, parts, sent, written.itemsize)
-    return total
-
-
-def added_bytes(numel: float, parts: int, wire: int, written: int) -> float:
-    """Read and written by one pass that adds `parts` parts of `numel` elements, `wire` and
-    `written` bytes an element: the least that any sum of them can move (Williams et al. 2009,
-    Roofline: an addition for each element read is bound by memory, on any GPU).
-    """
-    return numel * (parts * wire + written)
-
-
-def _often(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> Iterator[tuple[Hop, int]]:
-    """Each hop of a reduction, and how often a step takes it."""
-    return zip(flat.hops, times_by_hop(flat, recipe, micro_batches), strict=True)
-
-
-def _reduced(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
-    total = 0.0
-    for hop, times in _often(flat, recipe, micro_batches):
-        if flat.encodes(hop):
-            each = hop.own * flat.dtypes.wire.itemsize + 2 * flat.part_bytes(hop)
-            each += (6 if flat.error_feedback else 2) * _FP32 * hop.own
-            total += times * (hop.size - 1) * each
-    return total
-
-
-def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
-    """Bytes of memory that copies and casts read and write in a step, by one rank."""
-    return sum(
-        (
-            _stored(flat, recipe, micro_batches) + _passed_on(flat, recipe, micro_batches)
-            for u in units
-            for flat in u.flats
-            if flat.trainable and not flat.unsharded
-        ),
-        0.0,
-    )
-
-
-def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
-    """Gradients on their way into the buffer that is reduced."""
-    d = flat.dtypes
-    if recipe.reduce_at == "micro-batch" or micro_batches == 1:
-        return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
-    first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
-    return flat.numel * (first + (micro_batches - 1) * more)
-
-
-def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
-    """What is sent on, and sums on their way to where the optimizer finds them."""
-    d, total, times = flat.dtypes, 0.0, 1
-    late = recipe.reduce_at == "boundary" and micro_batches > 1
-    for at, (hop, times) in enumerate(_often(flat, recipe, micro_batches)):
-        # Parts for others are cast from the dtype of sums to that of the wire; the own one stays,
-        # and weighs more
-        if d.sums != d.wire and (at > 0 or late):
-            others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
-            total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
-    # Added to what earlier micro-batches left
-    total += (times - 1) * flat.own * 3 * d.master.itemsize
-    if flat.landed != d.master:
-        total += times * flat.own * (flat.landed.itemsize + d.master.itemsize)
-    return total

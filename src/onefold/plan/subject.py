@@ -30,16 +30,19 @@ from onefold.plan.activity import (
     is_routed,
     stretched,
 )
+from onefold.plan.architectures import architecture, find, known
 from onefold.plan.choose import Activities
 from onefold.plan.formulas import CODES
-from onefold.plan.from_module import in_tiles, model_shape, module_of, shape_in_tiles
+from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
-from onefold.plan.repeat import repeated_blocks
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
-from onefold.plan.trace import trace_at
+from onefold.plan.model_code import module_of
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
+from onefold.plan.tiles import in_tiles, shape_in_tiles
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers
+from onefold.tracing.repeat import repeated_blocks
+from onefold.tracing.trace import trace_at
 
 #: The note of a plan with adapters.
 _LORA = "LoRA: activations are those of training everything, which adapters need less than"
@@ -216,7 +219,8 @@ def _traced(
         shape = replace(shape, units=model_shape(module, job.units).units)
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
-    on_cpu = getattr(machine.measured, "device", "cpu") == "cpu" and machine.gpu.name == "here"
+    measured_on = machine.measured.device if machine.measured is not None else "cpu"
+    on_cpu = measured_on == "cpu" and machine.gpu.name == "here"
     options: dict[str, Any] = {
         "precision": job.precision,
         "device": "cpu" if on_cpu else "cuda",

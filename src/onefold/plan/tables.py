@@ -12,9 +12,10 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from onefold.plan.communication import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
 from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
+from onefold.plan.slow_links import SlowLinks
+from onefold.plan.sums import Sums
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan

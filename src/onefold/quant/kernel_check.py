@@ -1,4 +1,4 @@
-"""Do the kernels give torch's bits on this device? For benchmarks/codecs.py, whoever has a GPU, and
+"""Do the kernels give torch's bits on this device? For `onefold doctor --check`, benchmarks/codecs.py and
 the tests (in Triton's interpreter).
 
 The reference is always torch on the CPU: what a kernel writes on a device is compared with what
@@ -47,10 +47,10 @@ def differences(device: torch.device | str) -> list[str]:
     return codec_differences(device) + sum_differences(device)
 
 
-def compared() -> tuple[int, int]:
+def compared(blocks: Sequence[int] = BLOCKS) -> tuple[int, int]:
     """Intervals and sums that `differences` looks at."""
     intervals = sum(
-        1 for name in kernels.NAMES for block in BLOCKS for _ in cases(_blockwise(name, block))
+        1 for name in kernels.NAMES for block in blocks for _ in cases(_blockwise(name, block))
     )
     return intervals, len(list(sums()))
 
@@ -73,11 +73,15 @@ def placed(t: torch.Tensor, device: torch.device, start: int) -> torch.Tensor:
 # -- codecs ----------------------------------------------------------------------------------------
 
 
-def codec_differences(device: torch.device, names: Sequence[str] = kernels.NAMES) -> list[str]:
-    """`differences` of these codecs."""
+def codec_differences(
+    device: torch.device,
+    names: Sequence[str] = kernels.NAMES,
+    blocks: Sequence[int] = BLOCKS,
+) -> list[str]:
+    """`differences` of these codecs, at these sizes of a block."""
     found = []
     for name in names:
-        for block in BLOCKS:
+        for block in blocks:
             by = _blockwise(name, block)
             for i, (case, source) in enumerate(cases(by)):
                 found += [

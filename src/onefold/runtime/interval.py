@@ -279,7 +279,7 @@ _over: dict[tuple[type, type], type] = {}
 
 def dispatches(kind: type) -> bool:
     """Whether tensors of class `kind` compute in a way of their own, as fake ones do
-    (plan/simulate.py): they have to keep their class.
+    (simulation/simulate.py): they have to keep their class.
     """
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 

@@ -47,17 +47,23 @@ def showing(shown: Mapping[Entry, nn.Parameter]) -> Iterator[None]:
             Flat.swap(entry, entry.param, param)
 
 
+@contextlib.contextmanager
+def unguarded(engine: Engine) -> Iterator[None]:
+    """Inside, `state_dict()` of the model's modules gives what they hold: for names and shapes."""
+    engine.whole_depth += 1
+    try:
+        yield
+    finally:
+        engine.whole_depth -= 1
+
+
 def own_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
     """The module's own state dict of what stands in its places now. Local.
 
     A parameter in tiles stands there as its first tile's.
     """
-    engine.whole_depth += 1  # lets the guard on state_dict() pass
-    try:
-        with disable_torch_function(), first_tiles():
-            return module.state_dict(keep_vars=True)
-    finally:
-        engine.whole_depth -= 1
+    with unguarded(engine), disable_torch_function(), first_tiles():
+        return module.state_dict(keep_vars=True)
 
 
 #: The entries of a module's state dict, parameters with what they are.

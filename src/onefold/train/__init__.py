@@ -5,9 +5,10 @@
       refused before torch    signals (process.py)                                   onefold.shard
 
     model       models: --model to a module   folders: Hugging Face's, and the hub   adapters: --lora   optimizers: --optimizer
-    data        sources, tables: documents   text: tokens   token_cache: on the disk   data, rows: samples   order: which, when
-    survival    process: who asks to end   ranks: who has gone   checkpoints: saving and going on   faults: what a step may meet
-    output      output: the folder, its lock and files   report: what the user sees, what `onefold report` reads
+    data        sources, tables: documents   text, tokenizers, token_cache: tokens   data, rows: samples   order, shuffle: which, when
+    a step      loop: one after another   step: what it is made of   faults: what it may meet   memory_error: none left
+    survival    process: who asks to end   ranks: who has gone   checkpoints: going on from one   keeper: writing them
+    output      output: the folder, its lock and files   results: model and sample   report: what the user sees, what `onefold report` reads
 
 Nothing here is imported by `import onefold`: this room needs the extra `onefold[train]`.
 """

@@ -11,7 +11,6 @@ its help below it; `onefold.cli.train` makes the command's option from that.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -28,8 +27,9 @@ from pydantic import (
 )
 
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
-from onefold.recipe.options import Option, Precision
+from onefold.recipe.options import Precision
 from onefold.train import optimizers
+from onefold.train.config_file import read_config_file
 from onefold.train.errors import TrainError, did_you_mean, seconds_of
 from onefold.train.folders import precision_of
 
@@ -45,10 +45,6 @@ OPTIONS = {
 }
 
 # -- what a field can be ---------------------------------------------------------------------------
-
-
-def _text_of_a_number(value: object) -> object:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _micro_batch(value: object) -> object:
@@ -84,18 +80,12 @@ Count = Annotated[int, Field(ge=1)]
 CountFrom0 = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]
 From0 = Annotated[float, Field(ge=0)]
-Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(_text_of_a_number)]
+Stage = Annotated[Literal["auto", "0", "1", "2", "3"], BeforeValidator(str)]
 MicroBatch = Annotated[int | Literal["auto"], BeforeValidator(_micro_batch)]
 Duration = Annotated[str, AfterValidator(_duration)]
 Nodes = Annotated[str, BeforeValidator(_nodes)]
 OptimizerOptions = Annotated[dict[str, Any] | None, BeforeValidator(optimizers.read_options)]
 SlowFactor = Annotated[float, Field(ge=0), AfterValidator(_slow_factor)]
-
-
-def _field(option: Option) -> tuple[Any, Any]:
-    """A field that takes what `Recipe.zero` takes, and words for it."""
-    reads = Annotated[Any, BeforeValidator(option.of_text)]
-    return reads, Field(option.default, description=option.help)
 
 
 if TYPE_CHECKING:
@@ -109,7 +99,14 @@ else:
         __config__=ConfigDict(
             extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
         ),
-        **{name: _field(option) for name, option in OPTIONS.items()},
+        # Each takes what `Recipe.zero` takes, and words for it
+        **{
+            name: (
+                Annotated[Any, BeforeValidator(option.of_text)],
+                Field(option.default, description=option.help),
+            )
+            for name, option in OPTIONS.items()
+        },
     )
 
 
@@ -124,7 +121,8 @@ class TrainConfig(_RecipeOptions):
     """auto (the model's own, else smollm2's, else bytes), bytes, smollm2, or a local folder."""
     data: str = "topics"
     """topics (Python's reference text), a text file, a folder, JSON lines, Parquet or Arrow with
-    `text` or `messages`, org/name in the hub, or several with shares: a.jsonl:0.7,b.parquet:0.3."""
+    `text` or `messages`, org/name, org/name:SPLIT or org/name/CONFIG:SPLIT in the hub (default split:
+    train), or several with shares: a.jsonl:0.7,b.parquet:0.3."""
     text_field: str | None = None
     """The key or column that is read, text or messages (default: whichever of those is there)."""
     data_cache: str | None = None
@@ -245,7 +243,7 @@ class TrainConfig(_RecipeOptions):
     eval_every: CountFrom0 = 10
     """Steps between held-out losses; 0 measures none."""
     eval_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    """Share of the data that is held out."""
+    """Share of the data that is held out, 262,144 samples at most."""
     eval_samples: Count = 16
     """Held-out sequences a measurement reads, at most."""
     prompt: str | None = None
@@ -300,16 +298,11 @@ class TrainConfig(_RecipeOptions):
                     f"--step-in-backward steps units before all gradients are known, which {option}"
                     f" looks at: use {instead}."
                 )
-        if self.lora is None:
-            given = [
-                f"--{name.replace('_', '-')}"
-                for name in ("lora_targets", "lora_alpha")
-                if getattr(self, name) != type(self).model_fields[name].default
-            ]
-            if given:
+        for name in ("lora_targets", "lora_alpha"):
+            if self.lora is None and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(
-                    f"{given[0]} is about adapters, and there are none: add --lora 16, or leave it"
-                    " out."
+                    f"--{name.replace('_', '-')} is about adapters, and there are none: add --lora"
+                    " 16, or leave it out."
                 )
         if self.steps is not None and self.epochs is not None:
             raise ValueError(
@@ -355,53 +348,6 @@ def field_names() -> dict[str, str]:
     return {(info.alias or name): name for name, info in TrainConfig.model_fields.items()}
 
 
-def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Read a YAML or TOML file into {key: value}. Raises TrainError if that cannot be."""
-    path = Path(path)
-    if not path.is_file():
-        raise TrainError(f"--config {path}: there is no such file.")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
-        raise TrainError(f"--config {path} cannot be read: {why}.") from None
-    values = _parsed(path, text)
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise TrainError(
-            f"--config {path}: expected keys and values at the top level, found"
-            f" {type(values).__name__}."
-        )
-    known = field_names()
-    for key in values:
-        if (name := str(key).replace("-", "_")) not in known:
-            raise TrainError(
-                f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
-            )
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
-
-
-def _parsed(path: Path, text: str) -> Any:
-    """What the file's text says, by its ending."""
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise TrainError(f"--config {path} is not valid TOML: {error}") from None
-    if path.suffix not in (".yaml", ".yml"):
-        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
-    import yaml
-
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        place = getattr(error, "problem_mark", None)
-        where = f" in line {place.line + 1}, column {place.column + 1}" if place else ""
-        said = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None
-
-
 def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
     """As `read_options`, and with options that a recipe can be made of. Imports torch."""
     config = read_options(command_line, config_file)
@@ -415,7 +361,7 @@ def read_options(
     """Defaults, then the file, then the command line, where None is "not given".
     Raises TrainError with the key, what was given and what was expected.
     """
-    values = read_config_file(config_file) if config_file is not None else {}
+    values = {} if config_file is None else read_config_file(config_file, field_names())
     given = {key: value for key, value in command_line.items() if value is not None}
     # --steps on the command line replaces epochs of the file, and the other way round.
     for key, other in (("steps", "epochs"), ("epochs", "steps")):

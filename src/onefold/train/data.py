@@ -24,14 +24,13 @@ import torch
 
 from onefold.device import CopyStream, HostBuffers
 from onefold.train.errors import TrainError
-from onefold.train.order import DataOrder, Share, shares
-from onefold.train.rows import IGNORE, Conversations, Indices, Joined
+from onefold.train.order import DataOrder, Share, split
+from onefold.train.rows import IGNORE, Conversations, Joined
+from onefold.train.shuffle import LARGE, Indices, Numbers
 from onefold.train.sources import Documents, parts_of, read_documents
-from onefold.train.text import Tokenizer, encode_chat
-from onefold.train.token_cache import Tokens
+from onefold.train.text import Tokenizer
+from onefold.train.token_cache import Tokens, in_memory
 
-#: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
-_SPLIT = 1 << 40
 Batch = dict[str, torch.Tensor]
 Rows = Sequence[npt.NDArray[np.int32]] | npt.NDArray[np.int32]
 
@@ -54,7 +53,7 @@ class Samples:
     tokens: Rows
     labels: Rows
     padding: int = 0
-    chosen: Indices | None = None
+    chosen: Numbers | None = None
     starts: Callable[[int], Indices] | None = None
 
     def __len__(self) -> int:
@@ -89,10 +88,6 @@ class Samples:
                 total -= int((self.starts(row) > 0).sum())
         return total
 
-    def pick(self, indices: Indices) -> Samples:
-        """These samples alone, in this order."""
-        return replace(self, chosen=self._rows(indices))
-
     def _rows(self, indices: Indices) -> Indices:
         return indices if self.chosen is None else self.chosen[indices]
 
@@ -119,6 +114,8 @@ class Data:
         fingerprint = fingerprint_of(self.train)
         if self.mix:
             fingerprint += f"-{zlib.crc32(repr(self.mix).encode()):08x}"
+        if self.epoch >= LARGE:
+            fingerprint += "-computed"  # another order than an array of so many would give
         return DataOrder(self.epoch, global_batch, seed, fingerprint, mix=self.mix)
 
 
@@ -141,53 +138,22 @@ def load_data(
         TrainError: data that is not there, not readable, or too little for one sequence.
     """
     notes: list[str] = []
-    counts: list[int] = []
     if tokens is None:
-        kind, found = documents or read_documents(name)
-        if kind == "text":
-            tokens = [_held(found, tokenizer, name)]
-    if tokens is None:
-        samples = _conversations(found, tokenizer, seq, notes)
-    else:
-        samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
-    # Drawn from the seed alone; sorted, so that the data order stays a matter of `DataOrder` only.
-    count = len(samples)
-    shuffled = np.random.default_rng([seed, _SPLIT]).permutation(count)
-    held = max(1, round(eval_fraction * count)) if count > 1 else 0
-    if not held:
+        tokens = [in_memory(name, *(documents or read_documents(name)), tokenizer)]
+    samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
+    parts = parts_of(name)
+    weights = [part.weight for part in parts]
+    chosen, held_out, mix = split(counts, weights, eval_fraction, seed)
+    if not len(held_out):
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
-    chosen_held, chosen = (np.sort(part) for part in np.split(shuffled, [held]))
-    mix = shares(chosen, counts, [part.weight for part in parts_of(name)])
-    return Data(samples.pick(chosen), samples.pick(chosen_held), name, notes, mix)
-
-
-def _held(documents: list[str], tokenizer: Tokenizer, name: str) -> Tokens:
-    """All documents in a row with an end token after each, in memory."""
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    pieces = [
-        np.asarray(tokenizer.encode(text, add_special_tokens=False) + end, np.int32)
-        for text in documents
-    ]
-    row = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
-    ends = np.cumsum([len(piece) for piece in pieces], dtype=np.int64)
-    return Tokens(name, "text", row, ends, np.empty(0, np.uint8), np.empty(0, np.int64))
-
-
-def _conversations(
-    documents: list[Any], tokenizer: Tokenizer, seq: int, notes: list[str]
-) -> Samples:
-    """A sample each; those without a word of an assistant within `seq` tokens are left out."""
-    tokens, labels, whole = [], [], 0
-    for messages in documents:
-        ids, said = encode_chat(tokenizer, messages)
-        whole += said is None
-        row = np.asarray(ids[:seq], np.int32)
-        label = row if said is None else np.where(said[:seq], row, np.int32(IGNORE))
-        if len(row) > 1 and (label[1:] != IGNORE).any():
-            tokens.append(row)
-            labels.append(label)
-    note_conversations(notes, len(documents), len(tokens), whole, seq)
-    return Samples(tokens, labels, tokenizer.eos_token_id or 0)
+    elif mix:
+        notes += [
+            f"{part.name} has one sample only: nothing of it is held out"
+            for part, count in zip(parts, counts, strict=True)
+            if count == 1
+        ]
+    train, held = (replace(samples, chosen=some) for some in (chosen, held_out))
+    return Data(train, held, name, notes, mix)
 
 
 def note_conversations(notes: list[str], given: int, taken: int, whole: int, seq: int) -> None:

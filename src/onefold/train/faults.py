@@ -1,9 +1,8 @@
-"""What a step may meet: numbers that are not finite, a slow rank, no memory left.
+"""What a step may meet: numbers that are not finite, a slow rank.
 
     NonFinite.judge      is the step's update applied, left out, or does the run go back to a checkpoint?
     locate               in which unit, on which rank did numbers first go bad?
     Pace.look            which rank is slower than the others?
-    explain              which line of the plan was wrong, and what would take less memory?
 
 | --on-nonfinite | then                                                                             | the run ends              |
 |----------------|----------------------------------------------------------------------------------|---------------------------|
@@ -48,7 +47,7 @@ import enum
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -58,13 +57,10 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
-from onefold.observe.memory import resident_memory
-from onefold.plan.schema import ENGINE, Account
-from onefold.recipe import Tier
 from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import disable_torch_function
-from onefold.train.errors import TrainError, readable
+from onefold.train.errors import TrainError
 from onefold.train.prepare import Run
 
 #: A scale of 65536 has fallen to nothing by then.
@@ -73,8 +69,6 @@ SCALER_LIMIT = 40
 WINDOW = 20
 #: Seconds below which a lag is not worth a word.
 FLOOR = 0.005
-#: How torch and Python say on each device that an allocation failed.
-_WORDS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
 
 class Verdict(enum.Enum):
@@ -349,88 +343,3 @@ class Pace:
             f" {1000 * others:.0f} ms (medians of {WINDOW} steps),"
             f" {own[rank] / max(others, 1e-9):.1f} times as long, and all wait for it"
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error is an allocation that failed, on a device or the host."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _WORDS)
-
-
-def explain(run: Run, error: BaseException) -> TrainError:
-    """The sentence for an allocation that failed in this run's loop."""
-    engine = onefold.engine_of(run.model)
-    unit, phase = engine.raised_in or ("(between units)", engine.phase)
-    held = engine.memory.now()
-    lines = [
-        f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
-        f" {engine.step + 1}): " + str(error).splitlines()[0][:160],
-        f"the engine held {_told(held) or 'nothing'}; the process {readable(resident_memory()[0])}.",
-    ]
-    if run.choice.predicted is not None:
-        lines.append(_wrong_line(run.choice.predicted, held, run.choice.available))
-    lines.append(f"To change: {_advice(run)}.")
-    return TrainError("\n".join(lines))
-
-
-def _told(sizes: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {readable(size)}" for name, size in sizes.items())
-
-
-def _wrong_line(predicted: Account, held: Mapping[str, int], available: int) -> str:
-    """The line of the plan that was exceeded: one of the engine's, or one of the others."""
-    planned = {c: max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)) for c in ENGINE}
-    worst = max(ENGINE, key=lambda category: held.get(category, 0) - planned[category])
-    if held.get(worst, 0) > planned[worst]:
-        return f"the plan was wrong about {worst}: it expected at most {readable(planned[worst])}."
-    others = {k: v for k, v in predicted.peak.items() if k not in ENGINE}
-    return (
-        f"the plan expected a peak of {readable(predicted.peak_bytes)} of {readable(available)}"
-        f" free; the engine's lines hold, so it was wrong about the others ({_told(others)}), or"
-        " about what was free: other programs may have taken memory since."
-    )
-
-
-def _advice(run: Run) -> str:
-    """What would lower the peak, the cheapest first."""
-    micro_batch, stage = run.choice.micro_batch, run.choice.stage
-    smaller = (
-        f"--micro-batch {micro_batch // 2} (with --global-batch {run.order.global_batch} the batch"
-        " stays the same)"
-    )
-    out = [
-        advice
-        for helps, advice in (
-            (micro_batch > 1, smaller),
-            (
-                run.config.activation_checkpointing == "none",
-                "--activation-checkpointing full",
-            ),
-            (stage < 3 and run.ranks.world_size > 1, f"--stage {stage + 1}"),
-            (run.config.precision == "fp32", "--precision bf16"),
-        )
-        if helps
-    ]
-    out += _colder(run)
-    return ", ".join(out) or "fewer tokens (--seq), more ranks, or a smaller model"
-
-
-def _colder(run: Run) -> list[str]:
-    """What could still leave the device: to the host beside a GPU, else to a disk."""
-    p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
-    whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
-    out = []
-    if run.ranks.device.type != "cpu" and (o is Tier.DEVICE or not whole):
-        out.append("--offload-optimizer cpu")
-    elif o is not Tier.NVME or not whole:
-        out.append("--offload-optimizer nvme --nvme FOLDER")
-    elif p is not Tier.NVME:
-        out.append(
-            "--offload-param nvme" if run.choice.stage == 3 else "--stage 3 --offload-param nvme"
-        )
-    elif run.recipe.tile is None:
-        out.append("--tile 256MB (if one weight is what does not fit)")
-    if run.ranks.device.type != "cpu" and run.recipe.offload_activations is None:
-        out.append("--offload-activations cpu")
-    return out

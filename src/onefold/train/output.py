@@ -260,7 +260,7 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         return config
     kept: list[Path] = []
     if (folder / "checkpoints").is_dir():
-        from onefold.train.checkpoints import newest_first
+        from onefold.checkpoint.folder import newest_first
 
         kept = newest_first(folder / "checkpoints")
     if config.overwrite:

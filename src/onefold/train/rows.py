@@ -8,10 +8,12 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from onefold.train.shuffle import AllBut
 from onefold.train.token_cache import Tokens
 
 IGNORE = -100
-Indices = npt.NDArray[np.int64]
+#: Conversations that are looked at at a time.
+_LOOK = 1 << 18
 Row = npt.NDArray[np.int32]
 
 
@@ -36,18 +38,19 @@ class Conversations(_Rows):
 
     def __init__(self, tokens: Tokens, seq: int) -> None:
         self.tokens, self.seq = tokens, seq
-        self._begins = np.concatenate([[0], tokens.ends[:-1]])
-        lengths = tokens.ends - self._begins
-        said = (tokens.first > 0) & (tokens.first < seq)
-        self._taken: Indices = np.flatnonzero(said & (lengths > 1))
+        without = [np.empty(0, np.int64)]
+        for start in range(0, len(tokens.ends), _LOOK):
+            first = tokens.first[start : start + _LOOK]
+            without.append(start + np.flatnonzero((first < 1) | (first >= seq)))
+        self._taken = AllBut(len(tokens.ends), np.concatenate(without))
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def place(self, index: int) -> slice:
         """Where a row's tokens are."""
-        at = self._taken[index]
-        begin = int(self._begins[at])
+        at = int(self._taken[np.array(index)])
+        begin = int(self.tokens.ends[at - 1]) if at else 0
         return slice(begin, min(int(self.tokens.ends[at]), begin + self.seq))
 
     def row(self, index: int) -> Row:

@@ -6,7 +6,7 @@ anything is loaded.
     a file of JSON lines          `text` or `messages` of each line, or --text-field
     a Parquet or Arrow file       the same of each row
     any other file                one document
-    org/name                      the split `train` of a dataset of the hub, by way of `datasets`
+    org/name/CONFIG:SPLIT         a dataset of the hub, by way of `datasets`; without :SPLIT its split `train`
 
 Several are written a.jsonl:0.7,b.parquet:0.3: the numbers say which share of the samples each gives.
 """
@@ -18,14 +18,15 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onefold.train.errors import TrainError
-from onefold.train.folders import is_hub_name
+from onefold.train.folders import probed
 from onefold.train.tables import (
+    HubData,
     Row,
     check_hub_data,
     column_of,
@@ -86,8 +87,12 @@ def is_small(data: str) -> bool:
         return False
     if data == "topics":
         return True
-    path = Path(data)
-    return not _is_table(path) and not _of_hub(data) and sum(_sizes(path)) <= SMALL
+    try:
+        files = files_of(Path(data))
+        size = sum(file.stat().st_size for file in files)
+    except (OSError, TrainError):
+        return _of_hub(data) is None  # told when it is read
+    return size <= SMALL and not any(file.suffix.lower() in TABLES for file in files)
 
 
 def read_documents(name: str, field: str | None = None) -> Documents:
@@ -110,8 +115,8 @@ def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1
         if part.name == "topics":
             kinds["text"] = part.name
             continue
-        if _of_hub(part.name):
-            check_hub_data(part.name)
+        if hub := _of_hub(part.name):
+            check_hub_data(part.name, hub)
             continue
         most, whole = 0, False
         for kind, row, _ in rows_of(part.name, field, only_look=True):
@@ -129,6 +134,11 @@ def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1
                 f"--data {part.name} has at most {most} tokens, less than one sequence of --seq"
                 f" {seq}: more text or a shorter --seq."
             )
+    refuse_two_kinds(data, kinds)
+
+
+def refuse_two_kinds(data: str, kinds: Mapping[str, str]) -> None:
+    """Raise TrainError for text beside conversations. `kinds`: {kind: a part of that kind}."""
     if len(kinds) > 1:
         raise TrainError(
             f"--data {data}: {kinds['text']} holds text and {kinds['messages']} conversations; use"
@@ -156,18 +166,16 @@ def rows_of(
         return
     path = Path(name)
     try:
-        if path.is_dir():
-            yield from _folder(path, field, only_look, piecewise)
-        elif not path.is_file():
-            if _of_hub(name):
-                yield from dataset_rows(name, field)
+        if not path.is_dir() and not path.is_file():
+            if hub := _of_hub(name):
+                yield from dataset_rows(name, hub, field)
                 return
             raise TrainError(
                 f"--data {path}: expected topics, a text file, a folder, a .jsonl, .parquet or .arrow"
                 " file, or org/name, and there is no such file."
             )
-        else:
-            yield from _file(path, field, only_look, piecewise)
+        for file in files_of(path):
+            yield from _file(file, field, only_look, piecewise)
     except OSError as error:
         raise TrainError(
             f"--data {error.filename or path} cannot be read: {error.strerror or error}."
@@ -180,16 +188,13 @@ def key_of(name: str, field: str | None) -> str:
     """
     said = hashlib.sha256(repr(field).encode())
     path = Path(name)
-    files = [path] if path.is_file() else files_of(path) if path.is_dir() else []
-    if not files:
+    if not path.exists():
         said.update(name.encode())
-    for file in files:
+    for file in files_of(path) if path.exists() else ():
         found = file.stat()
         said.update(f"{file.suffix} {found.st_size} {found.st_mtime_ns}".encode())
-        with file.open("rb") as stream:
-            for number in range(64):
-                stream.seek(number * found.st_size // 64)
-                said.update(stream.read(4096))
+        for some in probed(file):
+            said.update(some)
     return said.hexdigest()[:24]
 
 
@@ -197,9 +202,11 @@ def key_of(name: str, field: str | None) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """What is read of a folder: its text files; else its tables and JSON lines.
-    Raises TrainError if it has none.
+    """A file itself; of a folder what is read of it: its text files; else its tables and JSON
+    lines. Raises TrainError if it has none.
     """
+    if not folder.is_dir():
+        return [folder]
     if (folder / "dataset_dict.json").is_file():  # of splits, by `save_to_disk`
         folder = folder / "train"
     every = sorted(p for p in folder.rglob("*") if p.is_file())
@@ -211,27 +218,6 @@ def files_of(folder: Path) -> list[Path]:
     # Of several splits the one to train on
     training = [] if text else [p for p in found if p.name.startswith("train")]
     return training or found
-
-
-def _sizes(path: Path) -> list[int]:
-    try:
-        files = files_of(path) if path.is_dir() else [path]
-        return [file.stat().st_size for file in files]
-    except (OSError, TrainError):
-        return []  # told when it is read
-
-
-def _is_table(path: Path) -> bool:
-    try:
-        files = files_of(path) if path.is_dir() else [path]
-    except (OSError, TrainError):
-        return False
-    return any(file.suffix.lower() in TABLES for file in files)
-
-
-def _folder(path: Path, field: str | None, only_look: bool, piecewise: bool) -> Iterator[Row]:
-    for file in files_of(path):
-        yield from _file(file, field, only_look, piecewise)
 
 
 def _file(path: Path, field: str | None, only_look: bool, piecewise: bool) -> Iterator[Row]:
@@ -328,12 +314,14 @@ def _json(where: str, raw: bytes) -> Any:
         raise TrainError(f"{where} nested too deeply.") from None
 
 
-def _of_hub(name: str) -> bool:
-    path = Path(name)
-    known = path.suffix.lower() in (*TEXT_ENDINGS, *LINES, *TABLES)
-    return is_hub_name(name) and not known and not os.path.exists(name) and "@" not in name
+def _of_hub(name: str) -> HubData | None:
+    """The dataset of the hub that it names: not a file that is missing."""
+    file = Path(name.partition(":")[0])
+    if file.suffix.lower() in (*TEXT_ENDINGS, *LINES, *TABLES) or os.path.exists(name):
+        return None
+    return HubData.of(name)
 
 
 def needs_hub(data: str) -> bool:
     """Whether a part of `--data` is a dataset of the hub."""
-    return any(_of_hub(part.name) for part in parts_of(data))
+    return any(_of_hub(part.name) is not None for part in parts_of(data))

@@ -7,7 +7,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,30 @@ from onefold.train.folders import is_offline
 Row = tuple[str, Any, bool]
 #: Rows of a table that are decoded at a time.
 _ROWS = 1024
+_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.+-]+))?(?::(\S+))?")
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A dataset of the hub, as `datasets.load_dataset(path, config, split=split)` takes it.
+
+    org/name        org/name/CONFIG        org/name:SPLIT        org/name/CONFIG:SPLIT
+    """
+
+    path: str
+    config: str | None
+    split: str
+
+    @classmethod
+    def of(cls, name: str) -> HubData | None:
+        """None for what cannot be the name of one."""
+        found = _HUB.fullmatch(name)
+        return cls(found[1], found[2], found[3] or "train") if found else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the split is one by its name, not a slice or a sum: those cannot be streamed."""
+        return not set("[+") & set(self.split)
 
 
 def column_of(where: str, what: str, there: list[str], field: str | None) -> str:
@@ -106,15 +132,16 @@ def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, l
                 yield column, whole.slice(start, _ROWS).to_pylist()
 
 
-def dataset_rows(name: str, field: str | None) -> Iterator[Row]:
-    """The rows of the split `train` of a dataset of the hub."""
+def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
+    """The rows of a dataset of the hub, which `--data` calls `name`."""
     if importlib.util.find_spec("datasets") is None:
         raise TrainError(f"--data {name} needs: pip install datasets.")
     datasets: Any = importlib.import_module("datasets")
     where = f"--data {name}:"
     try:
         # Without a network from the cache; else as a stream, which leaves nothing on the disk
-        found = datasets.load_dataset(name, split="train", streaming=not is_offline())
+        streaming = hub.is_whole and not is_offline()
+        found = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=streaming)
         column = column_of(where, "column", list(found.column_names or next(iter(found))), field)
         for number, row in enumerate(found):
             if row[column] is not None:
@@ -126,13 +153,15 @@ def dataset_rows(name: str, field: str | None) -> Iterator[Row]:
     except TrainError:
         raise
     except Exception as error:  # whatever the network, the hub or a loading script says
+        # Of a configuration or split that is missing or unknown, with the names of those there are
+        how = " Name one as org/name/CONFIG:SPLIT." if isinstance(error, ValueError) else ""
         raise TrainError(
             f"{where} no such file or folder, and `datasets` cannot open it"
-            f" ({' '.join(str(error).split())[:300]})."
+            f" ({' '.join(str(error).split())[:300]}).{how}"
         ) from error
 
 
-def check_hub_data(name: str) -> None:
+def check_hub_data(name: str, hub: HubData) -> None:
     """Raise TrainError for a dataset that is not in a cache where nothing may be downloaded."""
     if importlib.util.find_spec("datasets") is None:
         raise TrainError(f"--data {name} needs: pip install datasets.")
@@ -142,10 +171,11 @@ def check_hub_data(name: str) -> None:
 
     home = Path(os.environ.get("HF_HOME", constants.HF_HOME))
     prepared = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+    folder = hub.path.replace("/", "___")
     places = (
-        prepared / name.replace("/", "___").lower(),
-        prepared / name.replace("/", "___"),
-        Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}",
+        prepared / folder.lower() / (hub.config or ""),
+        prepared / folder / (hub.config or ""),
+        Path(constants.HF_HUB_CACHE) / f"datasets--{hub.path.replace('/', '--')}",
     )
     if not any(place.is_dir() for place in places):
         raise TrainError(

@@ -7,7 +7,8 @@
                first.bin       int64: the first that does, or -1   }
 
 The key says of which content by which tokenizer. Nothing here depends on the length of a sequence.
-Documents are read, tokenized and written some at a time, so 10 GB of text take the memory of 10 MB.
+Documents are read, tokenized and written some at a time, so that 10 GB of text take the memory of
+10 MB (measured by benchmarks/large_data.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onefold.train.errors import TrainError, readable
-from onefold.train.sources import Part, key_of, parts_of, rows_of
+from onefold.train.sources import Part, key_of, parts_of, refuse_two_kinds, rows_of
 from onefold.train.tables import Row
 from onefold.train.text import ByteTokenizer, Tokenizer, encode_chat
 
@@ -44,6 +45,10 @@ TURN = 20.0
 ABANDONED = 3600.0
 #: Seconds between two notes.
 NOTES = 30.0
+
+
+#: What documents become: {attribute of `Tokens`, and name of its file: dtype}.
+COLUMNS = {"tokens": np.int32, "ends": np.int64, "said": np.uint8, "first": np.int64}
 
 
 @dataclass(frozen=True)
@@ -67,15 +72,25 @@ class Tokens:
     @classmethod
     def open(cls, folder: Path, name: str) -> Tokens:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        return cls(
-            name,
-            meta["kind"],
-            _mapped(folder / "tokens.bin", np.int32),
-            _mapped(folder / "ends.bin", np.int64),
-            _mapped(folder / "said.bin", np.uint8),
-            _mapped(folder / "first.bin", np.int64),
-            int(meta["whole"]),
-        )
+        columns = {of: _mapped(folder / f"{of}.bin", dtype) for of, dtype in COLUMNS.items()}
+        return cls(name, meta["kind"], whole=int(meta["whole"]), **columns)
+
+
+def in_memory(name: str, kind: str, documents: list[Any], tokenizer: Tokenizer) -> Tokens:
+    """The tokens of small data, in the form of a cache."""
+    made: dict[str, list[npt.NDArray[Any]]] = {}
+    into = Encoder(tokenizer, lambda name, values: made.setdefault(name, []).append(values))
+    if kind == "messages":
+        for messages in documents:
+            into.conversation(messages)
+    else:
+        into.texts(documents, [True] * len(documents))
+
+    def column(of: str, dtype: Any) -> npt.NDArray[Any]:
+        return np.concatenate([np.empty(0, dtype), *made.get(of, ())])
+
+    columns = {of: column(of, dtype) for of, dtype in COLUMNS.items()}
+    return Tokens(name, kind, whole=into.whole, **columns)
 
 
 def _mapped(path: Path, dtype: Any) -> npt.NDArray[Any]:
@@ -109,12 +124,7 @@ def tokens_of(
             note(f"tokenizing {part.name} into {folder}")
             _make(part, field, tokenizer, folder, ranks, note)
         found.append(Tokens.open(folder, part.name))
-    kinds = {tokens.kind: tokens.name for tokens in found}
-    if len(kinds) > 1:
-        raise TrainError(
-            f"--data {data}: {kinds['text']} holds text and {kinds['messages']} conversations; use"
-            " one kind in a run."
-        )
+    refuse_two_kinds(data, {tokens.kind: tokens.name for tokens in found})
     return found
 
 
@@ -149,20 +159,61 @@ def _make(
             maker[0].close()
 
 
-class _Maker:
-    """Writes one folder of tokens, from a part's rows. `count`: tokens so far."""
+class Encoder:
+    """Gives `put` the columns of documents, one by one.
 
-    def __init__(self, rows: Iterator[Row], tokenizer: Tokenizer, folder: Path, name: str) -> None:
-        self.folder, self.name, self.count, self.whole = folder, name, 0, 0
-        self.kind = ""
-        self._rows, self._tokenizer = rows, tokenizer
+    Attributes:
+        count: tokens so far. whole: see `Tokens`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, put: Callable[[str, npt.NDArray[Any]], object]
+    ) -> None:
+        self.count = self.whole = 0
+        self._tokenizer, self._put = tokenizer, put
         end = tokenizer.eos_token_id
         self._end = np.array([] if end is None else [end], np.int32)
+
+    def texts(self, texts: list[str], whole: list[bool]) -> None:
+        """`whole`: whether a document ends with each."""
+        ends = []
+        for ids, last in zip(encoded(self._tokenizer, texts), whole, strict=True):
+            self._put("tokens", ids)
+            self.count += len(ids)
+            if last:
+                self._put("tokens", self._end)
+                self.count += len(self._end)
+                ends.append(self.count)
+        self._put("ends", np.array(ends, np.int64))
+
+    def conversation(self, messages: Any) -> None:
+        ids, said = encode_chat(self._tokenizer, messages)
+        self.whole += said is None
+        counts = np.ones(len(ids), np.uint8) if said is None else np.asarray(said, np.uint8)
+        later = np.flatnonzero(counts[1:])
+        self._put("tokens", np.asarray(ids, np.int32))
+        self._put("said", counts)
+        self._put("first", np.array([later[0] + 1 if len(later) else -1], np.int64))
+        self.count += len(ids)
+        self._put("ends", np.array([self.count], np.int64))
+
+
+class _Maker:
+    """Writes one folder of tokens, from a part's rows."""
+
+    def __init__(self, rows: Iterator[Row], tokenizer: Tokenizer, folder: Path, name: str) -> None:
+        self.folder, self.name, self.kind = folder, name, ""
+        self._rows, self._into = rows, Encoder(tokenizer, self._put)
         self._aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         remove_abandoned(folder)
         shutil.rmtree(self._aside, ignore_errors=True)
         self._aside.mkdir(parents=True)
         self._files: dict[str, BinaryIO] = {}
+
+    @property
+    def count(self) -> int:
+        """Tokens so far."""
+        return self._into.count
 
     def advance(self, seconds: float) -> bool:
         """Go on for about so long; whether all is done. Raises TrainError, OSError."""
@@ -175,17 +226,17 @@ class _Maker:
             if kind != self.kind:
                 raise TrainError(f"--data {self.name}: some of it is text, some conversations.")
             if kind == "messages":
-                self._conversation(document)
+                self._into.conversation(document)
             else:
                 texts.append(document)
                 whole.append(ends)
                 held += len(document)
                 if held >= BATCH:
-                    self._texts(texts, whole)
+                    self._into.texts(texts, whole)
                     texts, whole, held = [], [], 0
             if not held and time.monotonic() > until:
                 return False
-        self._texts(texts, whole)
+        self._into.texts(texts, whole)
         self._finish()
         return True
 
@@ -194,28 +245,6 @@ class _Maker:
         for file in self._files.values():
             file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
-
-    def _texts(self, texts: list[str], whole: list[bool]) -> None:
-        ends = []
-        for ids, last in zip(encoded(self._tokenizer, texts), whole, strict=True):
-            self._put("tokens", ids)
-            self.count += len(ids)
-            if last:
-                self._put("tokens", self._end)
-                self.count += len(self._end)
-                ends.append(self.count)
-        self._put("ends", np.array(ends, np.int64))
-
-    def _conversation(self, messages: Any) -> None:
-        ids, said = encode_chat(self._tokenizer, messages)
-        self.whole += said is None
-        counts = np.ones(len(ids), np.uint8) if said is None else np.asarray(said, np.uint8)
-        later = np.flatnonzero(counts[1:])
-        self._put("tokens", np.asarray(ids, np.int32))
-        self._put("said", counts)
-        self._put("first", np.array([later[0] + 1 if len(later) else -1], np.int64))
-        self.count += len(ids)
-        self._put("ends", np.array([self.count], np.int64))
 
     def _put(self, name: str, values: npt.NDArray[Any]) -> None:
         if name not in self._files:
@@ -228,7 +257,12 @@ class _Maker:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        meta = {"data": self.name, "kind": self.kind, "tokens": self.count, "whole": self.whole}
+        meta = {
+            "data": self.name,
+            "kind": self.kind,
+            "tokens": self.count,
+            "whole": self._into.whole,
+        }
         (self._aside / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
         shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed while renaming
         self._aside.rename(self.folder)

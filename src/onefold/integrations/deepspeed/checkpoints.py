@@ -3,6 +3,7 @@ checkpoints.
 
     save_dir/global_step300/    an Onefold checkpoint: safetensors and JSON, loads at any stage and number of ranks
     save_dir/latest             "global_step300"
+    save_dir/zero_to_fp32.py    writes the whole model in fp32, as DeepSpeed's script of that name
 
 What DeepSpeed itself saved, at ZeRO stages 1 to 3 and on any number of ranks, loads as well; it is
 recognised by its files.
@@ -32,6 +33,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("onefold")
 T = TypeVar("T")
 _LATEST = "latest"
+_SCRIPT = "zero_to_fp32.py"
+_SCRIPT_TEXT = '''"""Write the whole model of a checkpoint in this folder in fp32:
+
+    python zero_to_fp32.py . OUTPUT
+
+OUTPUT is a folder, or a file that ends in .bin or .safetensors; --help says what else there is.
+"""
+
+try:
+    from onefold.integrations.deepspeed.names.whole_model import main
+except ImportError:
+    raise SystemExit("This checkpoint was saved by Onefold: install onefold, and run it again.")
+
+main()
+'''
 
 
 @dataclass
@@ -44,6 +60,7 @@ class Found:
     has_scaler: bool
     client_state: dict[str, Any]
     frozen: bool = True  # it has parameters that were not trained
+    frozen_names: list[str] | None = None  # those, present or not; None where it does not say
 
 
 def save(
@@ -69,6 +86,7 @@ def save(
         "has_schedule": engine.lr_scheduler is not None,
         "has_scaler": engine.loss_scaler is not None,
         "frozen": frozen,
+        "frozen_names": [n for n, p in engine.module.named_parameters() if not p.requires_grad],
     }
     onefold.save(
         root / tag,
@@ -213,13 +231,14 @@ def _from_deepspeed(folder: Path) -> Found:
 
 
 def _point_to(root: Path, tag: str) -> None:
-    """Write `latest` in one step."""
-    aside = root / f".{_LATEST}.{os.getpid()}"
-    try:
-        aside.write_text(tag)
-        os.replace(aside, root / _LATEST)
-    finally:
-        aside.unlink(missing_ok=True)
+    """Write `latest`, and the script beside it, each in one step."""
+    for name, text in ((_SCRIPT, _SCRIPT_TEXT), (_LATEST, tag)):
+        aside = root / f".{name}.{os.getpid()}"
+        try:
+            aside.write_text(text)
+            os.replace(aside, root / name)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
 def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:

@@ -7,7 +7,8 @@
 | {"stage": 3, "frozen": "nf4"}             | `Recipe.zero(stage=3, frozen="nf4")`               |
 | '{"stage": 3}', "recipe.json"             | the same, as text or in a file, for a command line |
 
-`bf16=True` of the arguments is `precision="bf16"` of the recipe, unless the recipe names one.
+`bf16=True` and `fp16=True` of the arguments are `precision="bf16"` and "fp16" of the recipe, unless
+the recipe names one.
 """
 
 from __future__ import annotations
@@ -112,12 +113,13 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
         ValueError: the recipe names another one, or it is one that does not work here.
     """
     own = recipe.compute_dtype
-    for name, dtype in (("fp16", torch.float16), ("fp8", None)):
-        if asked == name or (own is not None and own == dtype):
-            raise ValueError(
-                f"{name} is not supported by onefold.hf, which has no loss scaling: set bf16=True,"
-                " or train in fp16 in a loop of your own with onefold.GradScaler."
-            )
+    if asked == "fp8":
+        raise ValueError("fp8 is not supported by onefold.hf: set bf16=True or fp16=True.")
+    if torch.float16 in (own, COMPUTE_DTYPES.get(asked)) and recipe.step_in_backward:
+        raise ValueError(
+            "fp16 skips steps whose gradients overflow, and the recipe steps behind the backward"
+            " pass, before that is known: set bf16=True, or leave step_in_backward out."
+        )
     if asked == "no":
         return recipe
     wanted = COMPUTE_DTYPES[asked]
@@ -129,6 +131,11 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
             f" {str(own).removeprefix('torch.')}: leave one of them out."
         )
     return computing_in(recipe, wanted)
+
+
+def scales_loss(recipe: Recipe) -> bool:
+    """Whether small gradients would vanish in what it computes in."""
+    return recipe.compute_dtype == torch.float16
 
 
 def divides_parameters(recipe: Recipe) -> bool:

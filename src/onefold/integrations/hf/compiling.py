@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.repeat import repeated_blocks
+from onefold.tracing.repeat import repeated_blocks
 
 
 def compile_blocks(model: nn.Module, args: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from onefold.integrations.hf import vllm
 from onefold.recipe import Recipe
 
 logger = logging.getLogger("onefold")
@@ -90,10 +91,7 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
             " step_in_backward=True saves the same memory where states rest on the host."
         )
     if getattr(args, "use_vllm", False):
-        raise NotImplementedError(
-            "use_vllm=True sends whole weights to another engine, which is not connected yet:"
-            " leave it out, and generation runs in the ranks that train."
-        )
+        vllm.refuse_without_hook()
     if getattr(args, "sync_ref_model", False):
         raise NotImplementedError(
             "sync_ref_model=True mixes weights into the reference model in place, which sharded"

@@ -25,9 +25,14 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 import onefold
 from onefold.checkpoint.together import Together
 from onefold.integrations.figures import Figures
-from onefold.integrations.hf import loading, saving
+from onefold.integrations.hf import loading, saving, vllm
 from onefold.integrations.hf.accelerator import adopt
-from onefold.integrations.hf.arguments import divides_parameters, in_precision, recipe_of
+from onefold.integrations.hf.arguments import (
+    divides_parameters,
+    in_precision,
+    recipe_of,
+    scales_loss,
+)
 from onefold.integrations.hf.compiling import compile_blocks
 from onefold.integrations.hf.generating import WholeWeights
 from onefold.integrations.hf.refusals import refuse_accelerator, refuse_arguments, refuse_model
@@ -58,6 +63,8 @@ class TrainerMixin(_Host):
 
     Attributes:
         recipe: what the model is sharded by.
+        vllm_bucket: bytes of whole weights at a time on their way to vLLM; see
+            `onefold.stream_params`.
 
     Raises:
         ValueError, NotImplementedError: arguments that cannot go together, or that Onefold does not
@@ -65,6 +72,7 @@ class TrainerMixin(_Host):
     """
 
     recipe: Recipe
+    vllm_bucket: int | str = "1GB"
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -89,6 +97,8 @@ class TrainerMixin(_Host):
         super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
+        if getattr(self.args, "use_vllm", False):
+            vllm.connect(self, self.vllm_bucket)
 
     # -- before the first batch --------------------------------------------------------------------
 
@@ -122,9 +132,22 @@ class TrainerMixin(_Host):
         ignore_keys_for_eval: Any = None,
     ) -> Any:
         self._shard_model()
+        self._scale_loss()
         return super()._inner_training_loop(
             batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
         )
+
+    def _scale_loss(self) -> None:
+        """Give accelerate the scaler of fp16, which counts an overflow of any rank on all of
+        them: it scales the loss, and skips the step.
+        """
+        accelerator = self.accelerator
+        if not scales_loss(self.recipe):
+            accelerator.scaler = None
+        elif not isinstance(accelerator.scaler, onefold.GradScaler):
+            handler = accelerator.scaler_handler
+            options = handler.to_kwargs() if handler is not None else {}
+            accelerator.scaler = onefold.GradScaler(self.model, **options)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         accelerator = self.accelerator
@@ -149,11 +172,18 @@ class TrainerMixin(_Host):
 
     # -- a step ------------------------------------------------------------------------------------
 
+    def _unscale(self) -> None:
+        """Take the scale of fp16 out of the gradients, before their norm."""
+        if self.accelerator.scaler is not None:
+            self.accelerator.scaler.unscale_(self._torch_optimizer())
+
     def _clip_grad_norm(self, model: Any) -> Tensor:
+        self._unscale()
         return onefold.clip_grad_norm_(self.model, self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and not self.recipe.step_in_backward:
+            self._unscale()
             grad_norm = onefold.clip_grad_norm_(self.model, math.inf)
         return grad_norm
 
@@ -228,6 +258,11 @@ class TrainerMixin(_Host):
         saving.load_state(self.model, self._torch_optimizer(), checkpoint)
         schedule = os.path.join(checkpoint, SCHEDULER_NAME)
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """The scale of a run in fp16 says nothing about one in another precision."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
         saving.load_weights(self.model, self.state.best_model_checkpoint)

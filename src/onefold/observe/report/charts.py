@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from onefold.comm import MOVES
 from onefold.observe.chrome import lanes
 from onefold.observe.memory import DEVICE, HOST, MOVED, NVME
 from onefold.observe.report.figures import (
@@ -25,7 +26,7 @@ from onefold.observe.report.figures import (
 from onefold.observe.report.tables import Metrics
 from onefold.observe.runfile import RankObserved
 from onefold.observe.trace import Move, Recording, merged
-from onefold.plan.schema import ENGINE, MOMENTS, MOVES, Account
+from onefold.plan.schema import ENGINE, MOMENTS, Account
 
 #: Levels of memory that are drawn at most; a screen has no more.
 LEVELS = 1500

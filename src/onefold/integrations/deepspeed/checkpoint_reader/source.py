@@ -137,6 +137,11 @@ class DeepSpeedSource(Source):
             f" {self.counts.steps})"
         )
 
+    @property
+    def frozen_names(self) -> frozenset[str]:
+        """Parameters that took no gradient."""
+        return frozenset(self._frozen)
+
     # -- the protocol ------------------------------------------------------------------------------
 
     def items(self) -> Mapping[Item, Stored]:

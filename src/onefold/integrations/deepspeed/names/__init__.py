@@ -6,7 +6,7 @@
 | serving.py       | the finder on `sys.meta_path` that answers `import deepspeed`                 |
 | training.py      | `initialize`, and what stands beside an engine                                |
 | init.py          | `zero.Init`                                                                   |
-| first_rank.py    | parameters that are whole on rank 0 alone, until an engine has them           |
+| divided.py       | parameters of which each rank keeps an interval, until an engine has them     |
 | gathered.py      | `zero.GatheredParameters`                                                     |
 | parameter_offload.py | what is said of parameters at stage 3, and hooks that TRL takes off       |
 | access.py        | `safe_get_full_grad` and its kin                                              |

@@ -1,12 +1,12 @@
 """`zero.GatheredParameters`, before the engine and behind it.
 
-| a parameter                      | on rank 0   | on the other ranks            | inside `GatheredParameters`          |
-|----------------------------------|-------------|-------------------------------|--------------------------------------|
-| made under `Init`, no engine yet | whole       | its shape, one element of NaN | whole, rank 0's values               |
-| of an engine, divided            | an interval | an interval                   | whole, in master precision           |
-| with all others of its engine    | an interval | an interval                   | whole, in the dtype it computes in   |
-| in a forward or backward pass    |             |                               | as it is: it is gathered when used   |
-| any other                        | whole       | whole                         | as it is                             |
+| a parameter                      | on a rank   | inside `GatheredParameters`          |
+|----------------------------------|-------------|--------------------------------------|
+| made under `Init`, no engine yet | an interval | whole, rank 0's values               |
+| of an engine, divided            | an interval | whole, in master precision           |
+| with all others of its engine    | an interval | whole, in the dtype it computes in   |
+| in a forward or backward pass    |             | as it is: it is gathered when used   |
+| any other                        | whole       | as it is                             |
 
 On leaving, the values of `modifier_rank` are everybody's, and masters are gathered for it; without
 one, what was changed is dropped. A model whose parameters are all inside sends nothing in its forward
@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from onefold.integrations.deepspeed.names.first_rank import NUMBER, broadcast, drop, lend
+from onefold.integrations.deepspeed.names import divided
+from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
 from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
@@ -32,6 +33,28 @@ from onefold.runtime.parameter import ShardedParameter, bare, face
 from onefold.runtime.whole import whole_masters
 
 _DEPTH = "_onefold_gathered"
+_WRITTEN = "_onefold_written_inside"
+
+
+class _Early:
+    """What a rank kept of a parameter that no engine has."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self.values, self.shape, self.dtype = divided.values_of(param), param.shape, param.dtype
+
+    def put_back(self, param: nn.Parameter, source: int | None, written: bool) -> None:
+        """Divide it again: the values of rank `source`, those that an inner context has kept, or
+        the former ones.
+        """
+        same = param.shape == self.shape and param.dtype == self.dtype
+        if source is not None:
+            divided.divide(param, source)
+        elif written:
+            divided.keep(param, None)
+        elif same and self.values is not None:
+            divided.keep(param, self.values)
+        else:  # given another shape on every rank
+            divided.divide(param, 0)
 
 
 class GatheredParameters:
@@ -65,12 +88,15 @@ class GatheredParameters:
         for param in self._params:
             depth = param.__dict__.get(_DEPTH, 0)  # if any, an outer context has gathered it
             param.__dict__[_DEPTH] = depth + 1
-            if depth or not isinstance(param, ShardedParameter):
-                if not depth:
-                    lend(param)
-                self._held.append((param, depth > 0, None))
-            else:
+            if depth:
+                self._held.append((param, True, None))
+            elif isinstance(param, ShardedParameter):
                 fresh.append(param)
+            else:
+                self._held.append((param, False, _Early(param)))
+        early = [param for param, _, kept in self._held if isinstance(kept, _Early)]
+        if early:
+            divided.gather(early)
         for engine, entries in _by_engine(fresh):
             self._gather(engine, entries)
 
@@ -113,15 +139,17 @@ class GatheredParameters:
         with torch.no_grad():
             for param, nested, kept in held:
                 param.__dict__[_DEPTH] -= 1
-                if writes:
+                if writes and not isinstance(kept, _Early):
                     broadcast(param.data, self.modifier_rank or 0)
                 if nested:
+                    param.__dict__[_WRITTEN] = writes or param.__dict__.get(_WRITTEN, False)
                     continue
                 param.__dict__.pop(_DEPTH)
-                if kept is not None:
+                written = param.__dict__.pop(_WRITTEN, False)
+                if isinstance(kept, _Early):
+                    kept.put_back(param, self.modifier_rank if writes else None, written)
+                else:
                     _put_back(param, kept, writes)
-                elif dist.get_rank() != 0:
-                    drop(param)
 
 
 def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:

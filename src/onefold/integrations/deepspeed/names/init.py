@@ -1,8 +1,8 @@
-"""`zero.Init`: a model is made by every rank, and kept by the first."""
+"""`zero.Init`: a model is made by every rank, and each keeps its part of what rank 0 made."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -11,16 +11,32 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.config import read_deepspeed
-from onefold.integrations.deepspeed.names.first_rank import NUMBER, take_over
+from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
 
+#: Bytes of parameters that a rank may hold whole while a model is made; one that is larger is held
+#: alone.
+LIMIT = 64 << 20
+#: References to a tensor's memory that are not another tensor's: its own, and that of who counts.
+_OWN_REFERENCES = 2
+
 
 class Init:
-    """Inside, a model's parameters are whole on rank 0 alone, in the dtype of the configuration.
+    """Inside, a model is made as ever, and no rank holds it whole: of what rank 0 made each rank
+    keeps an interval.
 
-    The other ranks build the model too, and give its memory back at the end of the context; their
-    parameters keep shape, dtype and identity. `initialize` shards rank 0's values, as ever.
+    | while a model is made                         | on each rank                                    |
+    |-----------------------------------------------|-------------------------------------------------|
+    | a parameter is new                            | whole, until `LIMIT` bytes are                  |
+    | more than that is whole                       | all but the newest are divided, rank 0's values |
+    | code reads or writes a divided one (`apply`)  | it is gathered, and counts as new               |
+    | somebody holds a view of one (on rank 0)      | it stays whole meanwhile                        |
+    | the end of the context                        | all are divided, in the configuration's dtype   |
+
+    Every rank runs the same code inside: divisions are collective. Parameters of another class than
+    `nn.Parameter`, and those on the meta device, are left alone. What may be done with divided
+    parameters is in divided.py; `initialize` takes them over unit by unit.
 
     Args:
         module: a model that is made already: it is treated as if it had been made inside.
@@ -52,25 +68,30 @@ class Init:
         if dtype is None and given is not None:
             precision = read_deepspeed(given).precision
             self.dtype = COMPUTE_DTYPES[precision] if precision else torch.float32
-        self._made: list[nn.Parameter] = []
+        self._made: dict[int, nn.Parameter] = {}
+        self._whole: list[nn.Parameter] = []
+        self._stuck = 0
         self._register: Any = None
         if enabled:
             join(None, 29500)
             if module is not None:
-                self._made = list(module.parameters())
-                self._settle()
+                for param in module.parameters():
+                    self._note(param)
+                self._end()
 
     def __enter__(self) -> Init:
+        # Of two contexts the outer one does the work
+        self.enabled = self.enabled and not divided.gathers
         if self.enabled:
             self._register = register = nn.Module.register_parameter
-            made = self._made
 
             def noted(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
                 register(module, name, param)
                 if param is not None:
-                    made.append(param)
+                    self._note(param)
 
             nn.Module.register_parameter = noted  # type: ignore[method-assign, assignment]
+            divided.gathers.append(self._gather)
         return self
 
     def __exit__(
@@ -81,22 +102,67 @@ class Init:
     ) -> None:
         if self.enabled:
             nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+            divided.gathers.remove(self._gather)
             if error is None:
-                self._settle()
-            self._made = []
+                self._end()
+            self._made, self._whole = {}, []
 
-    def _settle(self) -> None:
-        """Cast what was made; on the other ranks than the first, give its memory back."""
-        alone = not (dist.is_initialized() and dist.get_world_size() > 1)
-        first = alone or dist.get_rank() == 0
-        for param in {id(p): p for p in self._made}.values():
-            if param.is_meta or NUMBER in param.__dict__:
+    def _note(self, param: nn.Parameter) -> None:
+        """A module has a parameter: if it is new, it is whole."""
+        if id(param) in self._made or divided.NUMBER in param.__dict__ or param.is_meta:
+            return
+        self._made[id(param)] = param
+        if not _alone():
+            divided.number(param)
+            self._add([param])
+
+    def _gather(self, params: Sequence[nn.Parameter]) -> None:
+        """Code uses divided parameters while the model is made."""
+        divided.gather(params)
+        self._add(params)
+
+    def _add(self, params: Sequence[nn.Parameter]) -> None:
+        """These are whole now, and stay so; others may have to go."""
+        self._whole += params
+        if sum(_bytes(p) for p in self._whole) <= LIMIT + self._stuck:
+            return
+        # Whoever has a view of its memory may still write there: rank 0's values count
+        free = divided.agreed([_is_free(p) for p in self._whole])
+        last = {id(p) for p in params}
+        kept = []
+        for param, is_free in zip(self._whole, free, strict=True):
+            if is_free and id(param) not in last:
+                divided.divide(param, 0)
+            else:
+                kept.append(param)
+        self._whole = kept
+        self._stuck = sum(_bytes(p) for p in kept if id(p) not in last)
+
+    def _end(self) -> None:
+        """Divide what is whole, and cast all."""
+        for param in self._made.values():
+            if isinstance(param, nn.parameter.UninitializedParameter):
                 continue
+            if not _alone():
+                divided.divide(param, 0)
             if self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype:
-                param.data = param.data.to(self.dtype)
-            if alone:
-                continue
-            take_over(param, first)
+                divided.cast(param, self.dtype)
+
+
+def _alone() -> bool:
+    return not (dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def _bytes(param: nn.Parameter) -> int:
+    return param.numel() * param.itemsize if divided.can_divide(param) else 0
+
+
+def _is_free(param: nn.Parameter) -> bool:
+    """Whether no other tensor has its memory."""
+    if not divided.can_divide(param):
+        return False
+    references: int = torch._C._storage_Use_Count(param.untyped_storage()._cdata)
+    return references <= _OWN_REFERENCES
 
 
 def zero_wrapper_for_fp_tensor_constructor(

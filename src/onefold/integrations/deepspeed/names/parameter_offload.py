@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 
 import onefold
-from onefold.integrations.deepspeed.names.first_rank import NUMBER
 
 
 class ZeroParamStatus(Enum):
@@ -31,7 +30,6 @@ def mark(model: nn.Module) -> None:
     Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for entry in onefold.engine_of(model).entries:
         said: dict[str, Any] = entry.param.__dict__
-        said.pop(NUMBER, None)
         divided = "onefold" in said and said["onefold"].sharded
         said["ds_status"] = ZeroParamStatus.NOT_AVAILABLE if divided else ZeroParamStatus.AVAILABLE
         said["ds_active_sub_modules"] = set()

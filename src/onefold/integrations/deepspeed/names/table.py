@@ -131,10 +131,14 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.utils.logging": {"log_dist": "logs:log_dist", "logger": "logs:logger"},
     "deepspeed.utils.zero_to_fp32": {
-        "get_fp32_state_dict_from_zero_checkpoint": (
-            "whole_model:get_fp32_state_dict_from_zero_checkpoint"
-        ),
-        "load_state_dict_from_zero_checkpoint": "whole_model:load_state_dict_from_zero_checkpoint",
+        name: f"whole_model:{name}"
+        for name in (
+            "convert_zero_checkpoint_to_fp32_state_dict",
+            "get_fp32_state_dict_from_zero_checkpoint",
+            "get_model_state_file",
+            "get_optim_files",
+            "load_state_dict_from_zero_checkpoint",
+        )
     },
     "deepspeed.runtime.dataloader": {"RepeatingLoader": "data:RepeatingLoader"},
     "deepspeed.zero": _ZERO,
@@ -143,10 +147,6 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 _OTHER_AXES = "other parallel axes than data are not built yet"
 _COMPILED = "Onefold has no compiled operators; the optimizers on the host are torch's own"
 _GENERATION = "generate under onefold.full_params(model) or onefold.keep_gathered(model)"
-_INSIDE = (
-    "it belongs to DeepSpeed's own checkpoint files; onefold.load reads them whole, on any number"
-    " of ranks"
-)
 
 #: Known and refused: {name: why}. A name that begins so is refused as well.
 REFUSED: Mapping[str, str] = {
@@ -162,8 +162,6 @@ REFUSED: Mapping[str, str] = {
     "deepspeed.runtime.sequence_parallel": _OTHER_AXES,
     "deepspeed.tp_model_init": _OTHER_AXES,
     "deepspeed.utils.groups": _OTHER_AXES,
-    "deepspeed.utils.zero_to_fp32.get_model_state_file": _INSIDE,
-    "deepspeed.utils.zero_to_fp32.get_optim_files": _INSIDE,
 }
 
 

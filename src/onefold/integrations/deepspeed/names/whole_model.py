@@ -1,15 +1,39 @@
-"""`deepspeed.utils.zero_to_fp32`: the whole model from a checkpoint, without an engine."""
+"""`deepspeed.utils.zero_to_fp32`: the whole model from a checkpoint, without an engine.
+
+    runs/a/latest            "global_step300"
+    runs/a/zero_to_fp32.py   python runs/a/zero_to_fp32.py runs/a OUTPUT
+    runs/a/global_step300/   Onefold's checkpoint, or DeepSpeed's
+
+Lightning's converter asks for two files of DeepSpeed's and unpickles them. Of Onefold's checkpoints
+it gets what it looks for in them, from memory.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+import json
 import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
+from onefold.checkpoint.source import Item, Source
+from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.recipe.options import bytes_of
+
+_LATEST = "latest"
+#: An output that ends so is a file; any other is a folder.
+_FILES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -21,29 +45,19 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """The whole model in fp32 from a checkpoint folder, Onefold's or DeepSpeed's, without ranks.
 
     Args:
+        tag: the folder in it; None takes the one that the file `latest` names.
+        exclude_frozen_parameters: leave out parameters that took no gradient.
         lazy_mode: accepted; everything is read.
 
     Raises:
-        CheckpointError: nothing there that can be read.
-        NotImplementedError: `exclude_frozen_parameters`.
+        CheckpointError: nothing there that can be read, or it does not say what was frozen.
     """
-    if exclude_frozen_parameters:
-        raise NotImplementedError(
-            "exclude_frozen_parameters: the whole model is read here; leave it out, and drop the"
-            " names that you do not want."
-        )
-    source = source_of(Path(checkpoint_dir) / tag if tag is not None else Path(checkpoint_dir))
-    try:
+    with _opened(checkpoint_dir, tag) as source:
         out: dict[str, torch.Tensor] = {}
-        for item, stored in source.items().items():
-            if item.kind not in ("parameter", "buffer"):
-                continue
-            whole = torch.empty(math.prod(stored.shape), dtype=torch.float32)
-            source.read(item, 0, whole.numel(), whole)
-            out[item.name] = whole.view(stored.shape)
-        return out | {alias: out[name] for alias, name in source.aliases().items()}
-    finally:
-        source.close()
+        for tensor in _tensors(source, exclude_frozen_parameters):
+            value = tensor.read(source)
+            out |= dict.fromkeys(tensor.names, value)
+        return out
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -55,3 +69,197 @@ def load_state_dict_from_zero_checkpoint(
         get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
     )
     return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the whole model in fp32: one file, or several of at most `max_shard_size` bytes and an
+    index. No more than one of them is in memory at a time.
+
+    Args:
+        output_dir: a folder, for pytorch_model.bin or model.safetensors; or a file, if it ends so.
+        max_shard_size: bytes, or a text such as "5GB"; None for one file.
+        safe_serialization: write safetensors, instead of pickles for `torch.load`.
+        checkpoint_dir, tag, exclude_frozen_parameters: as above.
+
+    Raises:
+        CheckpointError: as above.
+    """
+    target = Path(output_dir)
+    single = target.suffix in _FILES
+    safe = safe_serialization or target.suffix == ".safetensors"
+    limit = math.inf
+    if max_shard_size is not None and not single:
+        limit = bytes_of("max_shard_size", max_shard_size)
+    with _opened(checkpoint_dir, tag) as source:
+        shards: list[list[_Tensor]] = [[]]
+        for tensor in _tensors(source, exclude_frozen_parameters):
+            if shards[-1] and sum(t.nbytes for t in shards[-1]) + tensor.nbytes > limit:
+                shards.append([])
+            shards[-1].append(tensor)
+        stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+        folder = target.parent if single else target
+        folder.mkdir(parents=True, exist_ok=True)
+        where: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            file = target.name if single else f"{stem}{counted}{suffix}"
+            _write({n: v for t in shard for n, v in t.named(source)}, folder / file, safe)
+            where |= {name: file for tensor in shard for name in tensor.names}
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{stem}{suffix}.index.json").write_text(text, encoding="utf-8")
+
+
+def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
+    """What `torch.load` reads as DeepSpeed's file of model states: its own, by name; of Onefold's
+    checkpoint the client state and the counts, without the module.
+    """
+    folder = Path(checkpoint_dir)
+    if is_deepspeed(folder):
+        with contextlib.closing(DeepSpeedSource(folder)) as source:
+            return str(source.files.models[0])
+    with _opened(folder, None) as source:
+        said = _said_by_engine(source)
+    if said is None:
+        raise CheckpointError(
+            f"{folder} was not saved by an engine of deepspeed.initialize: it has no client state."
+        )
+    return _pickled({**said["client_state"], **said["engine"]["counts"], "module": {}})
+
+
+def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
+    """What `torch.load` reads as DeepSpeed's files of optimizer states: its own, by name; of
+    Onefold's checkpoint one that says the stage, without states.
+    """
+    folder = Path(checkpoint_dir)
+    if is_deepspeed(folder):
+        with contextlib.closing(DeepSpeedSource(folder)) as source:
+            return [str(file) for file in source.files.shards]
+    with _opened(folder, None) as source:
+        stage = source.saved_by.get("stage")
+    return [_pickled({"optimizer_state_dict": {"zero_stage": stage}})]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """`zero_to_fp32.py` in the folder of checkpoints: the arguments of DeepSpeed's."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the whole model of a checkpoint in fp32."
+    )
+    parser.add_argument("checkpoint_dir", help="the folder with the file `latest`")
+    parser.add_argument("output_dir", help="a folder, or a file that ends in .bin or .safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of a file, such as 5GB")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", default=None, help="the folder in it; else what latest says")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted; without effect")
+    given = vars(parser.parse_args(arguments))
+    given.pop("debug")
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except (CheckpointError, OSError, ValueError) as error:
+        parser.exit(1, f"zero_to_fp32.py: {error}\n")
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A parameter or buffer of a checkpoint. `names`: all it goes by."""
+
+    item: Item
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * 4
+
+    def read(self, source: Source) -> torch.Tensor:
+        whole = torch.empty(math.prod(self.shape), dtype=torch.float32)
+        source.read(self.item, 0, whole.numel(), whole)
+        return whole.view(self.shape)
+
+    def named(self, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
+        value = self.read(source)
+        for name in self.names:
+            yield name, value
+
+
+@contextlib.contextmanager
+def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]:
+    path = Path(folder)
+    if tag is None and (path / _LATEST).is_file():
+        tag = (path / _LATEST).read_text(errors="replace").strip()
+    with contextlib.closing(source_of(path / tag if tag is not None else path)) as source:
+        yield source
+
+
+def _tensors(source: Source, without_frozen: bool) -> list[_Tensor]:
+    frozen = _frozen_in(source) if without_frozen else frozenset()
+    other = source.other_names()
+    return [
+        _Tensor(item, (item.name, *other.get(item.name, ())), stored.shape)
+        for item, stored in source.items().items()
+        if item.kind == "buffer" or (item.kind == "parameter" and item.name not in frozen)
+    ]
+
+
+def _frozen_in(source: Source) -> frozenset[str]:
+    """Parameters that took no gradient. Raises: CheckpointError: it does not say."""
+    if isinstance(source, DeepSpeedSource):
+        return source.frozen_names
+    if (said := _said_by_engine(source)) and said["engine"].get("frozen_names") is not None:
+        return frozenset(said["engine"]["frozen_names"])
+    groups = source.groups()
+    if groups is None:
+        raise CheckpointError(
+            f"{source.describe} has no optimizer, and so does not say which parameters were frozen:"
+            " leave exclude_frozen_parameters out."
+        )
+    trained = {
+        source.stored_name(name) for made in groups for group in made for name in group["params"]
+    }
+    return frozenset(
+        item.name
+        for item in source.items()
+        if item.kind == "parameter" and item.name not in trained
+    )
+
+
+def _said_by_engine(source: Source) -> dict[str, Any] | None:
+    """What an engine has put into its checkpoint (see checkpoints.py); None if none has saved
+    it.
+    """
+    extra = source.value("extra") if isinstance(source, FolderSource) else None
+    own = isinstance(extra, dict) and extra.keys() == {"engine", "client_state"}
+    return extra if own else None
+
+
+def _pickled(value: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return file
+
+
+def _write(state: dict[str, torch.Tensor], path: Path, safe: bool) -> None:
+    """Under another name first: the file is whole or absent."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        if safe:
+            from safetensors.torch import save_file
+
+            # The format holds no two names of one memory
+            save_file({name: value.clone() for name, value in state.items()}, aside)
+        else:
+            torch.save(state, aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -1,0 +1,179 @@
+"""What kernels run: FLOPs, operations and the bytes that they read and write, on real tensors and on
+fake ones alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple, dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from onefold.memory import nbytes_of
+
+_aten = torch.ops.aten
+#: Operations that do no work although nothing in their schema says that they only make a view, or
+#: take memory and leave it as it is.
+_IDLE = frozenset(
+    {
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "_unsafe_view",
+        "device",
+        "_local_scalar_dense",
+    }
+)
+#: Operations that read of their first tensor only what they write.
+_PICKING = frozenset({"embedding", "index", "index_select", "gather"})
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What runs in a stretch of a step.
+
+    Attributes:
+        flops: of matrix products (attention among them), as torch counts them.
+        products: their number, each group of a grouped product counted. product_bytes: read and
+            written by them.
+        others: operations of any other kind that do work (views do none). other_bytes: read and
+            written by them.
+    """
+
+    flops: int = 0
+    products: int = 0
+    product_bytes: int = 0
+    others: int = 0
+    other_bytes: int = 0
+
+    def __add__(self, other: Kernels) -> Kernels:
+        return Kernels(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __mul__(self, times: int) -> Kernels:
+        return Kernels(*(times * n for n in astuple(self)))
+
+
+def kernels_of(
+    func: Any, args: Any, kwargs: Any, out: Any, formulas: dict[Any, Callable[..., int]]
+) -> Kernels | None:
+    """What one dispatched operation does; None if it does no work. `formulas` are those of
+    `flop_formulas`.
+    """
+    if _idle(func):
+        return None
+    inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+    outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+    written = sum(map(nbytes_of, outputs))
+    read = (
+        written + sum(map(nbytes_of, inputs[1:]))
+        if name_of(func) in _PICKING
+        else sum(map(nbytes_of, inputs))
+    )
+    formula = formulas.get(func.overloadpacket)
+    if formula is None:
+        return Kernels(others=1, other_bytes=read + written)
+    return Kernels(
+        int(formula(*args, **kwargs, out_val=out)), _groups(func, inputs, outputs), read + written
+    )
+
+
+def _groups(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
+    """Products that one operation consists of: the groups of a grouped one."""
+    if "grouped" not in name_of(func):
+        return 1
+    return max((t.shape[0] for t in (*inputs, *outputs) if t.dim() == 3), default=1)
+
+
+@lru_cache(maxsize=4096)
+def name_of(func: Any) -> str:
+    """Of an operation, without its library."""
+    return str(func._schema.name).rpartition("::")[2]
+
+
+@lru_cache(maxsize=4096)
+def _idle(func: Any) -> bool:
+    returns = func._schema.returns
+    views = bool(returns) and all(
+        r.alias_info is not None and not r.alias_info.is_write for r in returns
+    )
+    return not returns or views or name_of(func) in _IDLE
+
+
+class Counting(TorchDispatchMode):
+    """Inside it, `found` grows by what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self._formulas = Kernels(), flop_formulas()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        done = kernels_of(func, args, kwargs, out, self._formulas)
+        self.found = self.found + done if done is not None else self.found
+        return out
+
+
+def count(call: Callable[[], object]) -> Kernels:
+    """What `call` runs, its backward passes included."""
+    with Counting() as counting:
+        call()
+    return counting.found
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Operations with matrix products and how many FLOPs they take (a multiplication and an
+    addition are two), as torch counts them.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    table = dict(FlopCounterMode(display=False).flop_registry)
+    table[_aten._scaled_dot_product_flash_attention_for_cpu] = _attention_flops
+    table[_aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward_flops
+    for packet in (
+        getattr(_aten, "_grouped_mm", None),
+        getattr(torch.ops.transformers, "grouped_mm_fallback", None),
+    ):
+        if packet is not None:
+            table[packet] = _grouped_flops
+    return table
+
+
+def _attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """query (batch, heads, length, width), key, value (batch, heads, other length, width): two
+    products, the masked half counted too.
+    """
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[-1])
+
+
+def _attention_backward_flops(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """Five products: the scores again, and one for each of the four gradients (of scores, query,
+    key, value).
+    """
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[-1])
+
+
+def _grouped_flops(
+    a: torch.Tensor, b: torch.Tensor, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """Rows times the matrix of their group: (rows, k) and (groups, k, n), or gradients of the
+    matrices: (m, rows) and (rows, n).
+    """
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]

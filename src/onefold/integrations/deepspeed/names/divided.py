@@ -1,0 +1,298 @@
+"""Parameters that no engine has yet, of which each rank keeps an interval: made under `zero.Init`.
+
+    a parameter of 10 elements on 4 ranks: [0 .. 3) [3 .. 6) [6 .. 9) [9 .. 10)
+
+It keeps its identity, shape, dtype and marks, and one element of memory. Its class says what may be
+asked of it:
+
+| who asks                                       | gets                                              |
+|------------------------------------------------|---------------------------------------------------|
+| shape, dtype, device, number of elements       | the whole parameter's                             |
+| `to()`, `half()`, `detach()`, `.data`          | another stand-in; values follow when they come    |
+| anything else, while a model is made in `Init` | rank 0's whole values: it is gathered (init.py)   |
+| anything else                                  | an error: gather it by `zero.GatheredParameters`  |
+| `p.data = value`                               | the value, a plain parameter from here on         |
+| `onefold.shard`                                | the values of one unit at a time                  |
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from onefold.device import available, default_device
+from onefold.runtime.elsewhere import KEEPER
+from onefold.runtime.operators.names import words
+
+#: Where a parameter keeps the number that it got under `Init`, alike on all ranks.
+NUMBER = "_onefold_init_number"
+#: Where it keeps this rank's interval.
+_VALUES = "_onefold_init_values"
+_numbers = itertools.count()
+
+#: What is answered without values.
+_QUESTIONS = words(
+    """
+    shape ndim dtype device layout requires_grad requires_grad_ is_leaf is_meta is_cuda is_cpu grad
+    grad_fn grad_dtype names dim size numel nelement __len__ itemsize nbytes element_size
+    is_floating_point is_complex is_signed is_sparse is_quantized is_nested is_inference is_mps
+    is_xpu is_hpu is_mkldnn is_contiguous stride storage_offset untyped_storage data_ptr get_device
+    _version _base _is_view _backward_hooks _post_accumulate_grad_hooks register_hook
+    register_post_accumulate_grad_hook retains_grad output_nr __hash__ empty_like zeros_like
+    _has_compatible_shallow_copy_type
+    ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
+    """
+)
+#: What gives another tensor of the same elements: a stand-in as well.
+_FOLLOWS = words("data detach to float half bfloat16 double cpu cuda type_as")
+
+_MAKES_PARAMETERS = nn.Parameter.__new__.__code__
+
+#: What gathers parameters for whoever makes a model now; None outside `Init`.
+gathers: list[Callable[[Sequence[nn.Parameter]], None]] = []
+
+
+class _Divided:
+    """See the table of this file."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name in ("__get__", "__set__"):
+            name = f"{func.__self__.__name__}{'=' if name == '__set__' else ''}"
+        if name in _QUESTIONS or name in ("requires_grad=", "grad="):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name == "data=" and isinstance(args[0], DividedParameter):
+            return _set_data(*args)
+        if gathers and (used := list(_among([args, kwargs]))):
+            gathers[-1](used)
+            if name == "detach" and sys._getframe(1).f_code is _MAKES_PARAMETERS:
+                # nn.Parameter(param) asks for a tensor of the class that `param` has
+                return func(*args, **kwargs).as_subclass(nn.Parameter)
+            return func(*args, **kwargs)
+        if name in _FOLLOWS and isinstance(args[0], _Divided):
+            return _follow(func, *args, **kwargs)
+        _refuse(name, args)
+
+
+class StandIn(_Divided, Tensor):
+    """What `detach()`, `.data` and `to()` give of a divided parameter: its face, without values."""
+
+
+class DividedParameter(_Divided, nn.Parameter):
+    """See the table of this file. A parameter gets this class, and loses it again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            new = nn.Parameter(self.data.as_subclass(Tensor), self.requires_grad)
+        stand_in(new, self.__dict__[_VALUES].clone(), next(_numbers))
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse("pickling", [self])
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter of shape {tuple(self.shape)}, divided under deepspeed.zero.Init"
+
+
+class Intervals:
+    """The keeper of divided parameters (see runtime/elsewhere.py)."""
+
+    def give_up(self, params: Sequence[nn.Parameter]) -> None:
+        gather(params)
+        for param in params:
+            param.__dict__.pop(KEEPER)
+            param.__dict__.pop(NUMBER)
+
+
+_KEPT = Intervals()
+
+
+def gather(params: Sequence[nn.Parameter]) -> None:
+    """Make them whole on every rank. Rank 0's values count, also where it was given others by
+    `p.data = value`. Collective.
+    """
+    replaced = agreed([not isinstance(p, DividedParameter) for p in params])
+    for param, is_replaced in zip(params, replaced, strict=True):
+        values = param.__dict__.pop(_VALUES, None)
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            like = param.data.as_subclass(Tensor)
+            if isinstance(param, DividedParameter):
+                param.__class__ = nn.Parameter  # type: ignore[assignment]
+                if is_replaced:
+                    param.data = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+            if is_replaced or values is None:
+                broadcast(param.data, 0)
+            else:
+                param.data = _gathered(values, like.shape).to(like.device, like.dtype)
+
+
+def number(param: nn.Parameter) -> None:
+    """Number it in the order in which all ranks make parameters."""
+    param.__dict__.setdefault(NUMBER, next(_numbers))
+    param.__dict__[KEEPER] = _KEPT
+
+
+def can_divide(param: nn.Parameter) -> bool:
+    """Whether it is a plain parameter with values here; others stay whole until they are laid
+    out.
+    """
+    return (
+        type(param) is nn.Parameter
+        and not param.is_meta
+        and param.layout is torch.strided
+        and param.numel() > 0
+    )
+
+
+def divide(param: nn.Parameter, source: int) -> None:
+    """Keep this rank's interval of `source`'s values. Collective."""
+    if not can_divide(param):
+        return
+    world, flat = dist.get_world_size(), param.data.detach().reshape(-1)
+    each = -(-flat.numel() // world)
+    mine = torch.empty(each, dtype=flat.dtype, device=_wire(flat.device))
+    parts = None
+    if dist.get_rank() == source:
+        # The last rank's interval may be shorter
+        parts = [torch.zeros_like(mine) for _ in range(world)]
+        for rank, part in enumerate(parts):
+            values = flat[rank * each : (rank + 1) * each]
+            part[: values.numel()].copy_(values)
+        parts = [as_bytes(part) for part in parts]
+    dist.scatter(as_bytes(mine), parts, src=source)
+    stand_in(param, mine.to(flat.device))
+
+
+def keep(param: nn.Parameter, values: Tensor | None) -> None:
+    """Keep this rank's interval of its own values, or of those that it had. Local."""
+    if not can_divide(param):
+        return
+    if values is None:
+        flat = param.data.detach().reshape(-1)
+        each = -(-flat.numel() // dist.get_world_size())
+        values = flat.new_zeros(each)
+        mine = flat[dist.get_rank() * each : (dist.get_rank() + 1) * each]
+        values[: mine.numel()].copy_(mine)
+    stand_in(param, values)
+
+
+def values_of(param: nn.Parameter) -> Tensor | None:
+    """This rank's interval; None if the parameter is whole here."""
+    values: Tensor | None = param.__dict__.get(_VALUES)
+    return values
+
+
+def stand_in(param: nn.Parameter, values: Tensor, count: int | None = None) -> None:
+    """Keep `values` aside, and one element in place of the whole."""
+    param.__dict__[_VALUES] = values
+    param.__dict__[KEEPER] = _KEPT
+    if count is not None:
+        param.__dict__[NUMBER] = count
+    with torch._C.DisableTorchFunctionSubclass():
+        param.data = _nothing(values.dtype, param.device, param.shape)
+        param.__class__ = DividedParameter
+
+
+def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """Give it another dtype, whole or divided."""
+    values = values_of(param)
+    if values is None:
+        param.data = param.data.to(dtype)
+    else:
+        stand_in(param, values.to(dtype))
+
+
+def broadcast(tensor: Tensor, source: int) -> None:
+    """`source`'s values to all ranks, over the accelerator where the backend knows nothing else."""
+    there = tensor.to(_wire(tensor.device)).contiguous()
+    dist.broadcast(as_bytes(there), src=source)
+    if there is not tensor:
+        tensor.copy_(there)
+
+
+def agreed(mine: Sequence[bool]) -> list[bool]:
+    """Rank 0's answers, on every rank."""
+    said = torch.tensor(list(mine), dtype=torch.uint8, device=_wire(torch.device("cpu")))
+    dist.broadcast(said, src=0)
+    return [bool(answer) for answer in said.tolist()]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The same memory, of a dtype that every backend sends."""
+    flat = tensor.detach().reshape(-1)
+    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def _wire(device: torch.device) -> torch.device:
+    """Where the backend takes what lies on `device`."""
+    if device.type == "cpu" and available() and dist.get_backend() == "nccl":
+        return default_device()
+    return device
+
+
+def _gathered(values: Tensor, shape: torch.Size) -> Tensor:
+    there = values.to(_wire(values.device))
+    each = there.numel()
+    whole = torch.empty(each * dist.get_world_size(), dtype=values.dtype, device=there.device)
+    parts = [as_bytes(part) for part in whole.split(each)]
+    dist.all_gather(parts, as_bytes(there))
+    return whole[: math.prod(shape)].view(shape)
+
+
+def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    """One element of that shape; NaN rather than a number of no meaning."""
+    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(shape)
+
+
+def _set_data(param: DividedParameter, value: Tensor) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        if isinstance(value, _Divided):
+            param.data = value.as_subclass(Tensor)
+            return
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+        param.data = value
+
+
+def _follow(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """A stand-in of what `func` gives of one element."""
+    with torch._C.DisableTorchFunctionSubclass():
+        one = tensor.detach().as_subclass(Tensor).as_strided((), ())
+        made = func(one, *args, **kwargs)
+        return made.detach().expand(tensor.shape).as_subclass(StandIn)
+
+
+def _among(given: Any) -> Iterator[nn.Parameter]:
+    """The divided parameters among arguments."""
+    if isinstance(given, DividedParameter):
+        yield given
+    elif isinstance(given, dict):
+        yield from _among(list(given.values()))
+    elif isinstance(given, (list, tuple)):
+        for one in given:
+            yield from _among(one)
+
+
+def _refuse(what: str, args: Any) -> NoReturn:
+    shapes = [tuple(p.shape) for p in args if isinstance(p, (StandIn, DividedParameter))]
+    raise RuntimeError(
+        f"{what}: a parameter{f' of shape {shapes[0]}' if shapes else ''} was made under"
+        " deepspeed.zero.Init, and each rank keeps a part of it. Read it inside `with"
+        " deepspeed.zero.GatheredParameters(param):`, change it with modifier_rank=0, or do so"
+        " after deepspeed.initialize."
+    )

@@ -1,0 +1,361 @@
+"""When a step's kernels, collectives and waits run: the real engine's calls, timed on streams in
+which nothing is computed.
+
+    host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `Software.launch_seconds`; it waits where the engine makes it wait
+    compute       │ k0 │ k1 │░░░ wait ░░░│ k2 │    kernels and waits, in the order in which they were launched
+    gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream for each communicator: it begins when what was launched before it is done
+    link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and when the link is free: two collectives on one link follow one another
+
+A `Clock` stands in for the device's streams (`onefold.device.clocked`) while simulation/simulate.py runs
+a step. Seconds are those of the plan's own time model (simulation/prices.py), so what differs from the
+plan's figure is the order: what the plan assumes to overlap (`Software.overlap`, the two ends of a
+micro-batch) happens here, or does not.
+
+Left out: what other ranks do (all are alike), launches of the optimizer's Python, and the
+allocator.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
+from onefold.memory import nbytes_of
+from onefold.simulation.operations import moved_by, of_engine
+from onefold.simulation.prices import Link, Prices
+from onefold.simulation.timeline import COMPUTE, Kind, Span, Timeline, parts_of
+
+LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link between nodes"}
+
+
+class Stream:
+    """A stream of a clock: it is done with everything it was given at `free`."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+        self.free, self.last = 0.0, -1
+
+    def wait(self, until: float, after: int) -> None:
+        """What comes now comes after `until`, when span `after` ends."""
+        begin = max(self.free, self.clock.host)
+        if until > begin:
+            self.clock.waits(self, begin, until, after)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait(other.free, other.last)
+
+    def wait_event(self, event: Event) -> None:
+        self.wait(event.at, event.after)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event(self.clock)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.clock.host = max(self.clock.host, self.free)
+
+    def query(self) -> bool:
+        return self.free <= self.clock.host
+
+
+class Event:
+    """A moment of a stream."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.at, self.after = 0.0, -1
+
+    def record(self, stream: Stream | None = None) -> None:
+        stream = stream or self._clock.current_stream()
+        self.at, self.after = max(stream.free, self._clock.host), stream.last
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self._clock.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._clock.host = max(self._clock.host, self.at)
+
+    def query(self) -> bool:
+        return self.at <= self._clock.host
+
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds."""
+        return 1000 * (later.at - self.at)
+
+
+class _Work:
+    """A collective under way."""
+
+    def __init__(self, clock: Clock, until: float, span: int) -> None:
+        self._clock, self._until, self._span = clock, until, span
+
+    def wait(self, *_: Any) -> None:
+        self._clock.current_stream().wait(self._until, self._span)
+
+
+class _Line:
+    """When a link is taken. A collective that is launched later may go first, where it fits into a
+    gap.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[tuple[float, float]] = []
+
+    def free(self, since: float, seconds: float) -> float:
+        """The first moment from `since` on from which it is free for `seconds`."""
+        at = bisect.bisect_right(self.taken, (since, since))
+        if at and self.taken[at - 1][1] > since:
+            since = self.taken[at - 1][1]
+        while at < len(self.taken) and self.taken[at][0] < since + seconds:
+            since = max(since, self.taken[at][1])
+            at += 1
+        return since
+
+    def take(self, begin: float, seconds: float) -> None:
+        bisect.insort(self.taken, (begin, begin + seconds))
+
+    def busy(self, begin: float, end: float) -> float:
+        return sum(max(0.0, min(b, end) - max(a, begin)) for a, b in self.taken)
+
+
+class Clock:
+    """Streams, events and collectives that take time and do nothing: what `onefold.device.clocked`
+    is given.
+
+    Attributes:
+        host: what time it is where the program runs.
+        spans: everything so far.
+        engine: whose units the kernels are named by, once it is there.
+    """
+
+    def __init__(self, prices: Prices, rank: int = 0) -> None:
+        self.prices, self.rank = prices, rank
+        self.host = 0.0
+        self.spans: list[Span] = []
+        self.engine: Any = None
+        self.optimizing = False
+        self._computing = Stream(self, COMPUTE)
+        self._current = self._computing
+        self._streams: dict[str, int] = {COMPUTE: 1}
+        self._communicators: dict[tuple[tuple[int, ...], str], Stream] = {}
+        self._lines: dict[Link, _Line] = {"inside": _Line(), "between": _Line()}
+        self._launched = 0.0
+        # Of a backward pass, which says whose they were at the end of each unit
+        self._unnamed: list[Span] = []
+        self._named = 0
+        self._formulas = flop_formulas()
+        self._marks: list[float] = []
+        self._begun: tuple[int, float] = (0, 0.0)
+
+    # -- what the room `device` asks for -----------------------------------------------------------
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    def new_stream(self, name: str) -> Stream:
+        self._streams[name] = count = self._streams.get(name, 0) + 1
+        return Stream(self, name if count == 1 else f"{name} {count}")
+
+    @contextlib.contextmanager
+    def use_stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def new_event(self) -> Event:
+        return Event(self)
+
+    def synchronize(self) -> None:
+        self.host = max(
+            self.host, *(stream.free for stream in (self._computing, *self._communicators.values()))
+        )
+
+    def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> _Work:
+        """A collective on its communicator's stream, behind what the current stream was given and
+        when the links are free.
+        """
+        self._launch()
+        stream = self._communicator(tuple(ranks), communicator)
+        price = self.prices.move(event.move, event.nbytes, ranks, self.rank, ring)
+        needs = [(self._lines[link], seconds) for link, seconds in price.links.items() if seconds]
+        begin, later = -1.0, max(self._current.free, stream.free, self.host)
+        while later > begin:
+            begin = later
+            later = max((line.free(begin, seconds) for line, seconds in needs), default=begin)
+        for line, seconds in needs:
+            line.take(begin, seconds)
+        who = "collective", event.move, event.unit, event.phase
+        after = self._current.last
+        self._add(stream, *who, begin, begin + price.seconds, event.nbytes, after)  # type: ignore[arg-type]
+        return _Work(self, stream.free, stream.last)
+
+    def _communicator(self, ranks: tuple[int, ...], name: str) -> Stream:
+        if (ranks, name) not in self._communicators:
+            machine, where = self.prices.machine, ""
+            if machine.nodes > 1 and len(ranks) < machine.ranks:
+                nodes = {rank // machine.local for rank in ranks}
+                where = " in the node" if len(nodes) == 1 else " between nodes"
+            self._communicators[ranks, name] = self.new_stream(name + where)
+        return self._communicators[ranks, name]
+
+    # -- what runs ---------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        seconds = self.prices.software.launch_seconds
+        self.host += seconds
+        self._launched += seconds
+
+    def _add(
+        self,
+        stream: Stream,
+        kind: Kind,
+        name: str,
+        unit: str,
+        phase: str,
+        begin: float,
+        end: float,
+        nbytes: int = 0,
+        after: int = -1,
+    ) -> Span:
+        span = Span(stream.name, kind, name, unit, phase, begin, end, nbytes, after)
+        stream.free, stream.last = end, len(self.spans)
+        self.spans.append(span)
+        return span
+
+    def waits(self, stream: Stream, begin: float, until: float, after: int) -> None:
+        """`stream` stands still from `begin` until `until`, when span `after` ends."""
+        cause = self.spans[after] if after >= 0 else None
+        name, unit = (cause.name, cause.unit) if cause is not None else ("", "")
+        self._add(stream, "wait", name, unit, self._phase, begin, until, after=after)
+
+    @property
+    def _phase(self) -> str:
+        if self.optimizing:
+            return "optimizer"
+        return "forward" if self.engine is None else str(self.engine.phase)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """An operation has run on fake tensors."""
+        name = name_of(func)
+        if name == "_local_scalar_dense":  # .item() and the like
+            self._current.synchronize()
+        elif self.optimizing or of_engine():
+            if nbytes := moved_by(func, name, args, kwargs, out):
+                kind: Kind = "optimizer" if self.optimizing else "engine"
+                self._run(kind, name, self.prices.traffic(nbytes))
+        elif kernels := kernels_of(func, args, kwargs, out, self._formulas):
+            self._run("model", name, self.prices.operation(kernels))
+
+    def kernel(
+        self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
+    ) -> None:
+        self._run("engine", name, self.prices.adding_up(sum(map(nbytes_of, (*read, *written)))))
+
+    def _run(self, kind: Kind, name: str, seconds: float) -> None:
+        """A kernel on the current stream."""
+        self._launch()
+        begin, phase = max(self._current.free, self.host), self._phase
+        self._name_backward()
+        span = self._add(
+            self._current, kind, name, self._unit(phase), phase, begin, begin + seconds
+        )
+        if phase == "backward":
+            self._unnamed.append(span)
+
+    def _unit(self, phase: str) -> str:
+        if phase == "optimizer" or self.engine is None or not self.engine.stack:
+            return ""
+        return self.engine.stack[-1][0].name or "(root)"
+
+    def _name_backward(self) -> None:
+        """The engine notes whose gradients are complete: what ran since the last such note was that
+        unit's.
+        """
+        done: Any = self.engine.timeline if self.engine is not None else ()
+        if len(done) == self._named:
+            return
+        self._named, last = len(done), done[-1]
+        if last.phase == "backward":
+            for span in self._unnamed:
+                span.unit = last.unit or "(root)"
+            self._unnamed.clear()
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """The step that is kept begins: those before it have shown the engine its order, and the
+        operations their number.
+        """
+        self.prices.learned()
+        self._unnamed.clear()
+        self._begun, self._marks, self._launched = (len(self.spans), self._computing.free), [], 0.0
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Inside, operations are the optimizer's."""
+        self.optimizing = True
+        try:
+            yield
+        finally:
+            self.optimizing = False
+
+    def mark(self) -> None:
+        """A micro-batch has ended."""
+        self._marks.append(self._computing.free)
+
+    def timeline(self) -> Timeline:
+        """Of the step that began with `begin_step`, up to here."""
+        self._name_backward()
+        first, zero = self._begun
+        end = self._computing.free
+        self.host = max(self.host, end)  # everything can be read
+        kept = self.spans[first:]
+        own = [s for s in kept if s.stream == COMPUTE]
+        exposed: dict[str, dict[str, float]] = {}
+        for span in (s for s in own if s.kind == "wait"):
+            waits = exposed.setdefault(span.unit, {})
+            waits[span.name] = waits.get(span.name, 0.0) + span.seconds
+        busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
+        busy |= {
+            LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken
+        }
+        middle = parts_of(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
+        for span in kept:
+            # A stream beside may have waited since the step before
+            span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero
+            span.after = span.after - first if span.after >= first else -1
+        streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
+        return Timeline(
+            tuple(kept), tuple(streams), parts_of(own, 0.0, end - zero), exposed, busy, middle, max(len(self._marks), 1)
+        )  # fmt: skip
+
+
+class Recording(TorchDispatchMode):
+    """Inside it, operations on fake tensors are kernels of `clock`."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if _fake((args, kwargs, out)):
+            self._clock.ran(func, args, kwargs, out)
+        return out
+
+
+def _fake(found: Any) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(t, FakeTensor) for t in tree_iter(found))

@@ -1,0 +1,60 @@
+"""Whose an operation is, the engine's or the model's, and what one of the engine's reads and writes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+import onefold.runtime
+from onefold.doctor.kernels import kernels_of
+from onefold.memory import nbytes_of
+
+
+def of_engine() -> bool:
+    """Whether code of the engine's own is running, and not the model's on parameters that the
+    engine looks after.
+    """
+    if torch._C._is_torch_function_enabled():
+        return False  # the engine's own sees parameters as plain tensors
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(_RUNTIME):
+            if not file[len(_RUNTIME) + 1 :].startswith(_BETWEEN):
+                return True
+        elif file == _MODULE:
+            return False
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+_MODULE = torch.nn.modules.module.__file__
+_RUNTIME = str(Path(onefold.runtime.__file__).parent)
+#: Files and folders of the runtime that carry out what the model asks of parameters.
+_BETWEEN = ("parameter.py", "operators", "interval.py", "outside.py")
+
+
+#: Operations that do not read what they write to.
+_OVERWRITING = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
+
+
+def moved_by(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
+    """Bytes that an operation outside the model's passes reads and writes."""
+    declared = func._schema.arguments
+    if not func._schema.is_mutable:
+        found = kernels_of(func, args, kwargs, out, {})
+        return found.other_bytes if found is not None else 0
+    given = {a.name: v for a, v in zip(declared, args, strict=False)} | kwargs
+    total = 0
+    for argument in declared:
+        tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        # Unscaled in place where there is a scale, else read
+        written = written and not (argument.name == "grads" and "fused" in name)
+        overwritten = written and (name in _OVERWRITING or argument.name == "out")
+        total += (1 + (written and not overwritten)) * sum(map(nbytes_of, tensors))
+    return total

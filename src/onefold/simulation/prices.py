@@ -1,0 +1,109 @@
+"""What one operation and one collective take: the plan's own time model (plan/times.py), asked for
+each alone.
+
+    operation of the model     its share of what the plan says of all of them: by its FLOPs at the rate of large products, or by the bytes
+                               that it reads and writes, whichever takes longer; on a calibrated
+                               machine what such an operation costs there
+    operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
+    collective                 `Traffic` of one call: seconds of each link, and of its hops
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from onefold.doctor.kernels import Kernels
+from onefold.plan.efficiency import measured_software
+from onefold.plan.hardware import Machine
+from onefold.plan.times import SUMMING_ON_A_GPU, Work, compute_seconds
+from onefold.plan.traffic import Software, Traffic
+
+Link = Literal["inside", "between"]
+
+
+@dataclass(frozen=True)
+class Move:
+    """One collective: seconds that it keeps each link busy, and seconds from its begin to its
+    end.
+    """
+
+    links: dict[Link, float]
+    seconds: float
+
+
+class Prices:
+    """Seconds on one rank of a machine.
+
+    Args:
+        precision: of the matrix products.
+        hidden, micro_tokens: for a calibrated machine that was measured by blocks alone; see
+            `Work`.
+        software: None takes the plan's own.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        precision: str = "bf16",
+        hidden: int = 0,
+        micro_tokens: int = 0,
+        software: Software | None = None,
+    ) -> None:
+        self.machine = machine
+        self._like = Work(
+            0.0, precision=precision, hidden=hidden, micro_tokens=micro_tokens, kernels=Kernels()
+        )
+        self.software = software or measured_software(self._like, machine)
+        self._scale = 1.0
+        self._planned = self._alone = 0.0
+
+    def operation(self, kernels: Kernels) -> float:
+        """One operation of the model's passes."""
+        work = replace(self._like, flops=kernels.flops, kernels=kernels)
+        planned = compute_seconds(work, self.machine, self.software)
+        if self.machine.measured is not None:
+            return planned
+        alone = kernels.flops / self.machine.matrix_rate(work.precision)
+        alone = max(alone, self.traffic(kernels.product_bytes)) + self.traffic(kernels.other_bytes)
+        self._planned += planned
+        self._alone += alone
+        return alone * self._scale
+
+    def learned(self) -> None:
+        """From now on the operations of a step like the one so far take together what the plan says
+        of their FLOPs.
+
+        The plan prices products alone, at `Software.kernel_share` of their rate: the rest of the
+        time is that of all other operations.
+        """
+        if self._alone:
+            self._scale = self._planned / self._alone
+        self._planned = self._alone = 0.0
+
+    def traffic(self, nbytes: float) -> float:
+        """Bytes that one operation reads and writes."""
+        return nbytes / self.machine.gpu.memory_bandwidth
+
+    def adding_up(self, nbytes: float) -> float:
+        """Bytes that the kernel which adds up the parts of a reduction reads and writes."""
+        return self.traffic(nbytes) / SUMMING_ON_A_GPU
+
+    def move(self, move: str, nbytes: int, ranks: Sequence[int], me: int, ring: bool) -> Move:
+        """One collective in which a rank sends `nbytes` to the others of `ranks`. See
+        `traffic_over`, which has the same for a step.
+        """
+        machine = self.machine
+        if len(ranks) == machine.ranks:
+            way = Traffic.ring if ring else Traffic.pairwise
+            traffic = way(move, nbytes, 1, machine)
+        else:
+            peers = [rank for rank in ranks if rank != me]
+            far = sum(rank // machine.local != me // machine.local for rank in peers)
+            between = nbytes * far / max(len(peers), 1)
+            traffic = Traffic(
+                move, nbytes - between, between, 1, len(peers) if ring else 1, len(ranks)
+            )
+        inside, between, hops = traffic.parts(machine, self.software)
+        return Move({"inside": inside, "between": between}, max(inside, between) + hops)

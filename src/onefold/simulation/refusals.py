@@ -1,0 +1,83 @@
+"""What is not simulated, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from onefold.plan.hardware import Machine
+from onefold.recipe import Recipe, Tier
+
+#: Ranks up to which a simulation is asked for; more would work.
+MOST_RANKS = 4096
+OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {}),
+    "adam": ("Adam", {}),
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+}
+
+
+def check(
+    recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str
+) -> None:
+    """Refuse what is not simulated at all."""
+    codecs = [
+        name
+        for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen)
+        if name is not None
+    ]
+    if codecs:
+        raise ValueError(
+            "a simulation computes nothing, so nothing is encoded in it, and the recipe has"
+            f" {', '.join(codecs)}: leave codecs out. The plan itself counts their bytes."
+        )
+    if recipe.group == "node":
+        raise ValueError(
+            "group='node' in a simulation, which knows no nodes: give the number of ranks of one."
+        )
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
+    if micro_batches < 1 or steps < 2:
+        raise ValueError(
+            f"{micro_batches} micro-batches, {steps} steps: expected at least 1 and 2 (the first"
+            " step learns the order)."
+        )
+    if optimizer not in OPTIMIZERS:
+        raise ValueError(
+            f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of"
+            f" {', '.join(OPTIMIZERS)}."
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            "a process group is initialized in this process, and a simulation needs the place for"
+            " its own: simulate before init_process_group, or in another process (`onefold plan"
+            " --simulate`)."
+        )
+
+
+def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
+    """Refuse what has no timeline."""
+    if ranks != machine.ranks:
+        raise ValueError(
+            f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same"
+            " number."
+        )
+    if machine.shared:
+        raise ValueError(
+            "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
+            " GPUs."
+        )
+    tiers = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
+    named = [kind for kind, tier in tiers.items() if tier is not Tier.DEVICE] + (
+        ["activations"] if recipe.offload_activations is not None else []
+    )
+    if named:
+        raise ValueError(
+            f"a timeline with {' and '.join(named)} off the device: it has none of the host's work;"
+            " leave the machine out."
+        )

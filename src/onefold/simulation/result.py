@@ -1,0 +1,105 @@
+"""What a simulation says: the account that the engine's ledgers kept, event by event."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from onefold.plan.schema import Account
+from onefold.simulation.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that the engine did.
+
+    Attributes:
+        what: a move ("all-gather", "reduce-scatter", "all-reduce"), or a category of memory
+            ("gathered units", ...).
+        nbytes: payload sent, or the change in bytes held (below 0 where they are given back).
+    """
+
+    what: str
+    unit: str
+    nbytes: int
+    moved: bool = False
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One unit's step: elements with padding, moves by their kind, bytes sent."""
+
+    elements: int
+    moves: Mapping[str, int]
+    sent: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What the ledgers of rank `rank` of `ranks` said of one optimizer step in the steady state.
+
+    Attributes:
+        account: at rest (moments are the optimizer's own tensors), the engine's ledger at its peak,
+            the wire by move.
+        predicted: the same by closed forms and replay, without an engine.
+        events: every move and every change of memory, in order.
+        units: by name.
+        source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same
+            parameters".
+        seconds: that the simulation took, of wall-clock.
+        notes: what had to be assumed about values.
+        timeline: when everything ran, on the machine that was given; None without one, and where a
+            stand-in ran, which computes nothing.
+    """
+
+    name: str
+    parameters: int
+    rank: int
+    ranks: int
+    micro_batches: int
+    account: Account
+    predicted: Account
+    events: tuple[Event, ...]
+    units: Mapping[str, UnitSummary]
+    source: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+    timeline: Timeline | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether the closed forms agree on bytes at rest and on the wire, to the byte."""
+        return self.account.rest == self.predicted.rest and self.account.wire == self.predicted.wire
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; events as [what, unit, bytes, is a move]."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        own |= {
+            "account": self.account.to_json(),
+            "predicted": self.predicted.to_json(),
+            "exact": self.exact,
+        }
+        own["timeline"] = self.timeline.to_json() if self.timeline is not None else None
+        own["events"] = [list(dataclasses.astuple(e)) for e in self.events]
+        own["units"] = {name: dataclasses.asdict(u) for name, u in self.units.items()}
+        return own
+
+
+def events_of(engine: Any) -> tuple[Event, ...]:
+    rows = [(at, Event(kind, unit, nbytes)) for at, kind, unit, nbytes in engine.memory.timeline]
+    rows += [(e.launched, Event(e.move, e.unit, e.nbytes, True)) for e in engine.traffic.events]
+    return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
+
+
+def summaries_of(engine: Any) -> dict[str, UnitSummary]:
+    moves: dict[str, Counter[str]] = defaultdict(Counter)
+    for event in engine.traffic.events:
+        moves[event.unit][event.move] += 1
+    sent = engine.traffic.by_unit()
+    return {
+        u.name: UnitSummary(u.numel, dict(moves[u.name]), sum(sent.get(u.name, {}).values()))
+        for u in engine.units
+    }

@@ -1,0 +1,342 @@
+"""A step of the real engine as one rank of N, on one machine: torch's fake process group and fake
+tensors.
+
+    module ──► copy of fake tensors ──► onefold.shard as rank r of N ──► forward, backward, step ──► its ledgers
+                                                                                                        ║ equal, byte for byte
+    shapes ──────────────────────────► closed forms (plan/states.py), replay (plan/replay.py) ──────────╜
+
+Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here.
+Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. No step of it
+knows that it is a simulation, but that a group of the "fake" backend stays silent ([Note: one rank
+stands for all] in comm/moves.py).
+
+With a machine the run is timed as well: the room `device` gives the engine streams of a clock
+(simulation/clock.py), and every operation, collective and wait takes its place on them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from onefold.comm import MOVES
+from onefold.device import clocked
+from onefold.memory import nbytes_of
+from onefold.plan.architectures import architecture, known
+from onefold.plan.from_module import model_shape
+from onefold.plan.hardware import Machine
+from onefold.plan.model_code import module_of, quietly
+from onefold.plan.replay import Replay
+from onefold.plan.schema import MOMENTS, Account
+from onefold.plan.shapes import ModelShape
+from onefold.plan.states import UnitPlan, at_rest, units_of
+from onefold.plan.subject import dtype_of, tokens
+from onefold.plan.traffic import Software
+from onefold.plan.wire import wire
+from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
+from onefold.recipe.rows import FLAT, NODE
+from onefold.runtime.forward_writes import FIRST
+from onefold.runtime.interval import disable_torch_function
+from onefold.simulation.clock import Clock, Recording
+from onefold.simulation.prices import Prices
+from onefold.simulation.refusals import OPTIMIZERS, check, check_timed
+from onefold.simulation.result import Simulation, events_of, summaries_of
+from onefold.simulation.stand_in import code_of, stand_in
+from onefold.tracing.calling import backward, call, loss_of
+from onefold.tracing.cuda_kernels import CudaKernels
+from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
+from onefold.tracing.repeat import Checkpointing, checkpointed
+
+
+def simulate(
+    model: nn.Module | ModelShape | str | Path,
+    recipe: Recipe,
+    ranks: int,
+    *,
+    rank: int = 0,
+    micro_batches: int = 1,
+    batch: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    samples: int = 1,
+    seq: int = 128,
+    checkpointing: Checkpointing = "none",
+    optimizer: str = "adamw",
+    steps: int = 2,
+    machine: Machine | None = None,
+    software: Software | None = None,
+) -> Simulation:
+    """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the
+    last.
+
+    The module comes back as it was; no process group is left behind.
+
+    Args:
+        model: a module (real or on the meta device), a public architecture's name, a folder,
+            config.json or `module:factory`, or a shape.
+        micro_batches: of a step; all but the last run under `onefold.no_sync`.
+        batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch: `samples` of `seq` tokens
+            (what the engine holds and sends does not depend on them).
+        optimizer: one of `OPTIMIZERS`.
+        steps: at least 2: the orders of units are learned in the first.
+        machine: time the last step on it (`Simulation.timeline`). Where the recipe names no groups,
+            its nodes are the groups.
+        software: what it makes of the machine; None takes the plan's own.
+
+    Raises:
+        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody
+            knows, a machine of another number of ranks, or one or a recipe of which no timeline is
+            made.
+        RuntimeError: a process group is there already.
+    """
+    if machine is not None:
+        check_timed(recipe, ranks, machine)
+        if recipe.group in (None, NODE):
+            recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
+    check(recipe, ranks, rank, micro_batches, steps, optimizer)
+    # A simulation knows no nodes
+    recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe
+    module, shape, units, source = _subject(model, recipe)
+    begun, integers = time.perf_counter(), Integers()
+    recipe = dataclasses.replace(recipe, units=units)
+    # It is: those of OPTIMIZERS are element-wise
+    if recipe.optimizer.placement is Placement.SHARDED:
+        recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
+    clock = (
+        _clock(machine, software, recipe, module, shape, rank, samples * seq)
+        if machine is not None and source != _STAND_IN
+        else None
+    )
+    with ExitStack() as stack:
+        stack.enter_context(_world(ranks, rank))
+        if clock is not None:
+            stack.enter_context(clocked(clock))
+        twin = _twin(module, integers).train()
+        given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
+        seen = stack.enter_context(_engine_on(twin, recipe))
+        stack.enter_context(checkpointed(twin, checkpointing if source != _STAND_IN else "none"))
+        stack.enter_context(torch.enable_grad())
+        answers = _Answers(integers) if source != _STAND_IN else nullcontext()
+        if clock is not None:
+            clock.engine = seen
+            stack.enter_context(CudaKernels())
+            stack.enter_context(Recording(clock))
+        account = _steps(
+            twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock
+        )
+        timeline = clock.timeline() if clock is not None else None
+        events, summaries = events_of(seen), summaries_of(seen)
+        del twin, given
+    plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
+    predicted = _predicted(plans, recipe, micro_batches, optimizer)
+    seconds = time.perf_counter() - begun
+    return Simulation(
+        shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
+        timeline,
+    )  # fmt: skip
+
+
+_MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
+
+
+def _predicted(
+    plans: Sequence[UnitPlan], recipe: Recipe, micro_batches: int, optimizer: str
+) -> Account:
+    """What closed forms and the replay say of the same step."""
+    return Account(
+        rest=at_rest(plans, optimizer),
+        ledger=Replay(plans, recipe).run(micro_batches).peak,
+        wire=wire(plans, recipe, micro_batches),
+    )
+
+
+def _clock(
+    machine: Machine,
+    software: Software | None,
+    recipe: Recipe,
+    module: nn.Module,
+    shape: ModelShape,
+    rank: int,
+    tokens: int,
+) -> Clock:
+    named = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+    own = recipe.compute_dtype
+    precision = named[own] if own is not None else dtype_of(module)
+    hidden = shape.transformer.hidden if shape.transformer else 0
+    return Clock(Prices(machine, precision, hidden, tokens, software), rank)
+
+
+def _subject(
+    model: Any, recipe: Recipe
+) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
+    """The module to run, its shape, its units, and whose code it is."""
+    if isinstance(model, str | Path) and known(str(model)):
+        code = code_of(str(model)) if recipe.units is None else None
+        if code is not None:
+            name = architecture(str(model)).name
+            return code, dataclasses.replace(model_shape(code), name=name), None, _CODE
+        model = architecture(str(model))
+    if isinstance(model, str | Path):
+        model = module_of(model, as_it_is=recipe.compute_dtype is None)
+    if isinstance(model, ModelShape):
+        module, names = stand_in(model)
+        return module, model, tuple(names), _STAND_IN
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
+            " folder or a ModelShape."
+        )
+    return model, model_shape(model, recipe.units), recipe.units, _MODULE
+
+
+def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:
+    if source == _STAND_IN:
+        return torch.empty(1, device="meta")
+    if batch is not None:
+        return batch
+    return tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
+
+
+# -- the world of one rank -------------------------------------------------------------------------
+
+
+@contextmanager
+def _world(ranks: int, rank: int) -> Iterator[None]:
+    """Inside, this process is rank `rank` of a fake process group, and new tensors have no
+    contents.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with (
+        torch.random.fork_rng(devices=[]),
+        passing_as_real(),
+        _one_of(ranks, rank),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        quietly(),
+    ):
+        yield
+
+
+@contextmanager
+def _one_of(ranks: int, rank: int) -> Iterator[None]:
+    """Inside, this process is rank `rank` of a fake process group."""
+    if ranks == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Answers(TorchDispatchMode):
+    """Inside, questions of a forward pass about contents are answered as in a trace
+    (tracing/fake.py).
+    """
+
+    def __init__(self, integers: Integers) -> None:
+        super().__init__()
+        self._integers = integers
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._integers.call(func, args, kwargs or {})
+
+
+def _twin(module: nn.Module, integers: Integers) -> nn.Module:
+    """A copy of the module whose tensors are fake ones on the CPU, shared where they are shared;
+    hooks and settings are copied.
+    """
+    memo: dict[int, Any] = {}
+    for inner in module.modules():
+        own = (v for v in inner.__dict__.values() if isinstance(v, torch.Tensor | list | tuple))
+        held = [*inner._parameters.values(), *inner._buffers.values(), *own]
+        for t in tree_leaves(held):
+            if isinstance(t, torch.Tensor) and id(t) not in memo:
+                memo[id(t)] = fake_of(t, integers)
+    try:
+        return copy.deepcopy(module, memo)
+    except Exception as error:  # whatever a model's own parts do not bear
+        raise ValueError(
+            f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}:"
+            f" {error})."
+        ) from error
+
+
+@contextmanager
+def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
+    """The engine of the sharded twin; closed afterwards, whatever happened."""
+    from onefold.optim import unwatch
+    from onefold.shard import engine_of, shard
+
+    engine = engine_of(shard(twin, recipe, device="cpu"))
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        flat.compared = FIRST  # there are no contents to compare with masters
+    try:
+        yield engine
+    finally:
+        unwatch(engine)
+        engine.close()
+        gc.collect()
+
+
+def _steps(
+    twin: nn.Module,
+    engine: Any,
+    batch: Any,
+    answers: Any,
+    loss: Any,
+    optimizer: str,
+    micro_batches: int,
+    steps: int,
+    clock: Clock | None,
+) -> Account:
+    from onefold.shard import no_sync
+
+    kind, options = OPTIMIZERS[optimizer]
+    stepper = getattr(torch.optim, kind)(twin.parameters(), lr=1e-3, fused=True, **options)
+    for step in range(steps):
+        if step + 1 == steps:
+            engine.memory.now()
+            engine.memory.reset_peak()
+            engine.traffic.reset()
+            engine.memory.record = True
+            if clock is not None:
+                clock.begin_step()
+        for k in range(micro_batches):
+            with no_sync(twin) if k + 1 < micro_batches else nullcontext(), answers:
+                backward(loss(call(twin, batch)))
+            if clock is not None:
+                clock.mark()
+        engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+        with clock.updating() if clock is not None else nullcontext():
+            stepper.step()
+        stepper.zero_grad()
+    left = engine.memory.now()
+    engine.memory.record = False
+    with disable_torch_function():
+        held = [
+            t
+            for state in stepper.state.values()
+            for t in state.values()
+            if isinstance(t, torch.Tensor)
+        ]
+    rest = left | {MOMENTS: sum(map(nbytes_of, held))}
+    # Buffers that follow rank 0's are the model's own, and no recipe makes them fewer
+    sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
+    return Account(
+        rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=sent
+    )

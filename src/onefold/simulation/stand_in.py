@@ -1,0 +1,172 @@
+"""Modules for shapes: the real code of a public architecture where transformers has it, else blocks
+of the same parameters.
+
+    ModelShape   (root) | embed | layer 0 | layer 1 | head
+    stand-in     a module each, in that order, under the same path; its parameters in their order
+    forward      x ─► reads them all ─► x          backward     reads them again, gives each a gradient
+
+A stand-in makes an engine gather, reduce and step exactly what the model would, and computes
+nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.plan.architectures import architecture, find
+from onefold.plan.from_module import model_shape
+from onefold.plan.model_code import build, class_for
+from onefold.plan.shapes import ModelShape, Transformer, UnitShape
+
+
+class _Read(torch.autograd.Function):
+    """x, unchanged: a computation that needs `parameters` in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return grads[0], *(torch.zeros_like(p) if needed else None for p, needed in wanted)
+
+
+class _Block(nn.Module):
+    """A unit's parameters, and the units inside it as children.
+
+    What lies around other units is read at both ends: a first table before them, and everything (a
+    last norm, a tied head) behind.
+    """
+
+    def __init__(self, unit: UnitShape | None) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.inner: list[str] = []
+        for at, p in enumerate(unit.parameters if unit is not None else ()):
+            self.names.append(f"own_{at}")
+            empty = torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta")
+            self.register_parameter(self.names[-1], nn.Parameter(empty, requires_grad=p.trainable))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own = [getattr(self, name) for name in self.names]
+        if own and self.inner:
+            x = _Read.apply(x, own[0])
+        for path in self.inner:
+            module = self.get_submodule(path)
+            looks_up = type(module) is nn.Embedding  # it adds rows; which ones makes no difference
+            x = x + module(torch.zeros(1, dtype=torch.long)).sum() if looks_up else module(x)
+        return _Read.apply(x, *own) if own else x
+
+
+def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
+    """A module with the parameters of `shape` on the meta device, and the names of its units for
+    `onefold.shard(units=...)`.
+
+    It is called with a tensor [1] that asks for no gradient, and returns one.
+    """
+    around = next((u for u in shape.units if u.name == "(root)"), None)
+    root = _Block(around)
+    placed: dict[str, _Block] = {"": root}
+    for unit in shape.units:
+        if unit is around:
+            continue
+        module: nn.Module = _Block(unit)
+        if unit.looks_up_only and len(unit.parameters) == 1 and len(unit.parameters[0].shape) == 2:
+            only = unit.parameters[0]
+            module = nn.Embedding(
+                only.shape[0], only.shape[1], device="meta", dtype=getattr(torch, only.dtype)
+            )
+            module.weight.requires_grad_(only.trainable)
+        owner, path = _owner(placed, unit.name)
+        _put(owner, path, module)
+        owner.inner.append(path)
+        if isinstance(module, _Block):
+            placed[unit.name] = module
+    return root, [u.name for u in shape.units if u is not around]
+
+
+def _owner(placed: dict[str, _Block], name: str) -> tuple[_Block, str]:
+    """The innermost unit around `name`, and the path from there."""
+    parts = name.split(".")
+    at = next(n for n in range(len(parts) - 1, -1, -1) if ".".join(parts[:n]) in placed)
+    return placed[".".join(parts[:at])], ".".join(parts[at:])
+
+
+def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
+    *folders, last = path.split(".")
+    for folder in folders:
+        if folder not in owner._modules:
+            owner.add_module(folder, nn.Module())
+        inside = owner._modules[folder]
+        assert inside is not None
+        owner = inside
+    owner.add_module(last, module)
+
+
+# -- real code -------------------------------------------------------------------------------------
+
+
+def code_of(name: str) -> nn.Module | None:
+    """The public architecture `name` in transformers' code, on the meta device; None where it has
+    no such code, or not these parameters.
+
+    Raises:
+        ValueError: no architecture is called so.
+    """
+    row = find(name)
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        return None
+    config = _config(transformers, row.family, row.dims)
+    module: nn.Module = build(class_for(config), config)
+
+    def sizes(shape: ModelShape) -> list[tuple[str, list[tuple[int, ...]]]]:
+        return [(u.name, [p.shape for p in u.parameters]) for u in shape.units]
+
+    return module if sizes(model_shape(module)) == sizes(architecture(name)) else None
+
+
+_DECODER = {
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "ffn",
+    "max_position_embeddings": "seq",
+    "head_dim": "head",
+}
+_GPT = {
+    "n_embd": "hidden",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_inner": "ffn",
+    "n_positions": "seq",
+}
+#: family -> (transformers' class of its config; what that calls dimensions of `Transformer`)
+_CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
+    "gpt": ("GPT2Config", _GPT),
+    "gpt2": ("GPT2Config", _GPT),
+    "llama": ("LlamaConfig", _DECODER),
+    "mixtral": (
+        "MixtralConfig",
+        {**_DECODER, "num_local_experts": "experts", "num_experts_per_tok": "active"},
+    ),
+    "bloom": ("BloomConfig", {"hidden_size": "hidden", "n_layer": "layers", "n_head": "heads"}),
+}
+
+
+def _config(transformers: Any, family: str, dims: Transformer) -> Any:
+    kind, names = _CONFIGS[family]
+    dims = replace(dims, kv_heads=dims.kv_heads or dims.heads)
+    return getattr(transformers, kind)(
+        vocab_size=dims.vocab,
+        tie_word_embeddings=dims.tied,
+        **{theirs: getattr(dims, ours) for theirs, ours in names.items()},
+    )

@@ -1,0 +1,77 @@
+"""A module's forward and backward pass, called as a training loop calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import _engine_run_backward
+
+
+def backward(scalar: torch.Tensor) -> None:
+    """What scalar.backward() calls. That would leave CudaKernels for its duration, and a
+    recomputation would run other kernels.
+    """
+    _engine_run_backward(
+        (scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )  # fmt: skip
+
+
+def call(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    return module(*batch) if isinstance(batch, list | tuple) else module(batch)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its
+    first floating-point tensor.
+    """
+    from onefold.runtime.nested import tensors_in
+
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    tensors = (
+        [found]
+        if isinstance(found, torch.Tensor)
+        else [t for t in tensors_in(output) if t.dtype.is_floating_point]
+    )
+    if not tensors:
+        raise ValueError(
+            f"the module returned {type(output).__name__} without a floating-point tensor, so there"
+            " is nothing to differentiate: let its forward return the loss, or give onefold.plan a"
+            " loss=function in Python."
+        )
+    return (
+        tensors[0].float().reshape(())
+        if tensors[0].numel() == 1
+        else tensors[0].sum(dtype=torch.float32)
+    )
+
+
+def vocabulary_of(module: nn.Module) -> int:
+    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has
+    none.
+    """
+    config = getattr(module, "config", None)
+    found = getattr(config, "vocab_size", None)
+    if isinstance(found, int):
+        return found
+    return max(
+        (m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)), default=0
+    )
+
+
+@contextmanager
+def training(module: nn.Module) -> Iterator[None]:
+    """Inside, the module and all in it are in training mode; afterwards as they were."""
+    modes = [(m, m.training) for m in module.modules()]
+    for inner, _ in modes:
+        inner.training = True
+    try:
+        yield
+    finally:
+        for inner, mode in modes:
+            inner.training = mode

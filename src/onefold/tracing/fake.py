@@ -1,0 +1,342 @@
+"""A module for a while without contents: its tensors swapped for fake ones of the dtype that it
+computes in, then put back. And what a trace knows of values: whole numbers are computed, floating-point numbers are not (but for
+small constants).
+
+Fake tensors have sizes and no contents, and a forward pass may ask for contents: is there padding,
+which tokens go to which expert, how many positions are masked. Such questions are about integers
+and booleans, which are small. So every operation on tensors whose integer contents are known is
+carried out for real beside the fake one, and a question about contents is answered from there.
+
+| asked for                                             | answer                                                                     |
+|-------------------------------------------------------|----------------------------------------------------------------------------|
+| integers that follow from the batch and from sizes    | the real ones; so too floats that follow from constants (a mask of ones)    |
+| which of n a router picks (topk, argmax of floats)     | balanced: row r takes r·k, r·k + 1, ... modulo n, so that all are used alike |
+| a yes or no that depends on floats (is any infinite?)  | no, and a note                                                             |
+| one float (a norm that is logged or compared)          | 1.0, and a note                                                            |
+| how many floats fulfil something                      | ValueError: the sizes of what follows cannot be known                      |
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from onefold.tracing.cuda_kernels import STAND_INS
+
+#: Integer tensors above this many elements (a whole attention mask) are not computed.
+LARGEST = 1 << 24
+LARGEST_FLOATS = 1 << 16
+
+_aten = torch.ops.aten
+_PICKS = (_aten.topk, _aten.argmax)
+_INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+_ITEM = _aten._local_scalar_dense
+
+
+class Integers:
+    """The contents of fake integer tensors. `notes` are sentences about what had to be assumed."""
+
+    def __init__(self) -> None:
+        self.notes: dict[str, None] = {}
+        # By id of the fake tensor; the entry goes with it.
+        self._known: dict[int, torch.Tensor] = {}
+        # Contents that an operation on unknown values has written to, by storage (held, so that no
+        # other takes its address).
+        self._spoilt: dict[int, torch.Tensor] = {}
+
+    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """From now on `fake` holds what `real` holds."""
+        if id(fake) not in self._known:
+            weakref.finalize(fake, self._known.pop, id(fake), None)
+        self._known[id(fake)] = real
+
+    def contents(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The real tensor behind `fake`, or None if its values are unknown."""
+        real = self._known.get(id(fake))
+        return None if real is None or real.untyped_storage()._cdata in self._spoilt else real
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What `func` returns on fake tensors; what can be known of it is known afterwards."""
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        whole = all(self.contents(t) is not None for t in tensors)
+        known = args, kwargs
+        if func.overloadpacket in _INDEXED:
+            args = (args[0], self._positions(args[1]), *args[2:])
+        elif func.overloadpacket is _aten.embedding:
+            _check_rows(args[0], self.contents(args[1]))
+        elif (
+            torch.Tag.data_dependent_output in func.tags
+            or torch.Tag.dynamic_output_shape in func.tags
+        ):
+            return self._ask(func, args, kwargs, whole)
+        out = self._fake(func, args, kwargs)
+        results = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        if func.overloadpacket in _PICKS and not whole:
+            self._balance(func, args, results[-1])
+        elif whole and results and all(_is_small(t) for t in results):
+            real = [
+                t for t in tree_iter(self._for_real(func, *known)) if isinstance(t, torch.Tensor)
+            ]
+            for fake, contents in zip(results, real, strict=True):
+                self.learn(fake, contents)
+        elif func._schema.is_mutable and not whole:
+            self._spoil(func, args, kwargs)
+        return out
+
+    def _fake(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        from torch._subclasses.fake_tensor import UnsupportedOperatorException
+
+        rule = STAND_INS.get(func.overloadpacket)
+        try:
+            return func(*args, **kwargs) if rule is None else rule(*args, **kwargs)
+        except UnsupportedOperatorException as error:
+            raise ValueError(
+                f"the forward pass calls {func}, and nobody has told torch which shape it returns:"
+                " register one with torch.library.register_fake, or plan by formulas."
+            ) from error
+
+    # -- the ways to know --------------------------------------------------------------------------
+
+    def _for_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        with unset_fake_temporarily(), torch.no_grad():
+            real_args, real_kwargs = tree_map_only(torch.Tensor, self.contents, (args, kwargs))
+            return func(*real_args, **real_kwargs)
+
+    def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], whole: bool) -> Any:
+        """A result whose value or size depends on contents."""
+        if whole:
+            real = self._for_real(func, args, kwargs)
+            return tree_map_only(torch.Tensor, self._fake_like, real)
+        if func.overloadpacket is _ITEM:
+            return self._assumed(args[0])
+        if (
+            func.overloadpacket is _aten.masked_select
+            and (mask := self.contents(args[1])) is not None
+        ):
+            count = int(
+                torch.broadcast_to(mask, torch.broadcast_shapes(mask.shape, args[0].shape)).sum()
+            )
+            return torch.empty(count, dtype=args[0].dtype)
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(
+                f"{func} makes a tensor whose size depends on computed floating-point values, so a"
+                " trace without values cannot know how much memory follows. Write the forward pass"
+                " with fixed sizes (a capacity, a mask that multiplies), or plan by formulas."
+            ) from error
+
+    def _assumed(self, scalar: torch.Tensor) -> bool | float:
+        if scalar.dtype is torch.bool:
+            self.notes["a yes or no that depends on floating-point values was taken as no"] = None
+            return False
+        if scalar.dtype.is_floating_point:
+            self.notes["a floating-point value that the forward pass reads was taken as 1.0"] = None
+            return 1.0
+        raise ValueError(
+            "the forward pass reads a whole number that depends on computed floating-point values"
+            " (by .item(), int() or a loop), which a trace without values cannot know. Keep it in a"
+            " tensor, or plan with the model's formulas."
+        )
+
+    def _fake_like(self, real: torch.Tensor) -> torch.Tensor:
+        fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype)
+        self.learn(fake, real)
+        return fake
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """Boolean masks among `indices` as the positions that they select; others as they are."""
+        out: list[Any] = []
+        for index in indices:
+            if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
+                out += self._ask(
+                    _aten.nonzero_numpy.default, (index,), {}, self.contents(index) is not None
+                )
+            else:
+                out.append(index)
+        return out
+
+    def _balance(self, func: Any, args: Any, picked: torch.Tensor) -> None:
+        """Let a router's choices use every expert alike."""
+        from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+        scores, at = args[0], 2 if func.overloadpacket is _aten.topk else 1
+        # Of topk the last dimension is picked unless another is named; of argmax it must be
+        dim = args[at] if len(args) > at else -1 if at == 2 else None
+        if dim is None or scores.dim() == 0 or dim % scores.dim() != scores.dim() - 1:
+            return
+        if picked.numel() > LARGEST:
+            return
+        with unset_fake_temporarily():
+            rows = torch.arange(picked.numel()) % scores.shape[-1]
+            self.learn(picked, rows.reshape(picked.shape))
+        self.notes["routing by computed scores was taken as balanced"] = None
+
+    def _spoil(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        declared = func._schema.arguments
+        for argument, value in (
+            *zip(declared, args, strict=False),
+            *((a, kwargs.get(a.name)) for a in declared),
+        ):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for t in tree_iter(value):
+                    if isinstance(t, torch.Tensor) and (real := self._known.get(id(t))) is not None:
+                        self._spoilt[real.untyped_storage()._cdata] = real
+
+
+def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
+    """Raise ValueError where known indices lie outside an embedding: on real tensors that is an
+    IndexError.
+    """
+    if wanted is None or not wanted.numel():
+        return
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        low, high = (int(v) for v in torch.aminmax(wanted))
+    rows = table.shape[0]
+    if low < 0 or high >= rows:
+        raise ValueError(
+            f"the forward pass looks up row {high if high >= rows else low} of an embedding of"
+            f" {rows:,} rows, as no run could. If it holds positions, a sample can have at most"
+            f" {rows:,} tokens: a shorter --seq (seq=)."
+        )
+
+
+def _is_small(t: torch.Tensor) -> bool:
+    inexact = t.dtype.is_floating_point or t.dtype.is_complex
+    return t.layout is torch.strided and t.numel() <= (LARGEST_FLOATS if inexact else LARGEST)
+
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass
+class Faked:
+    """Attributes:
+    parameters: every parameter once, by its first name.
+    storages: identities of all storages that are not activations (parameters, buffers, constants).
+    """
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    storages: set[int] = field(default_factory=set)
+
+
+def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A fake parameter or buffer of a module. A parameter becomes `dtype`, if it is one of those
+    that are cast; of an integer buffer that is not on the meta device `integers` learns the
+    contents.
+    """
+    if isinstance(t, nn.Parameter):
+        return nn.Parameter(_empty_like(t, dtype), requires_grad=t.requires_grad)
+    new = _empty_like(t)
+    inexact = t.dtype.is_floating_point or t.dtype.is_complex
+    if not (t.is_meta or inexact) and t.layout is torch.strided:
+        integers.learn(new, _contents(t))
+    return new
+
+
+def _empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
+    return torch.empty_strided(t.size(), t.stride(), dtype=kind)
+
+
+@contextmanager
+def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> Iterator[Faked]:
+    """Inside (and inside a FakeTensorMode), `module` holds fake tensors on the CPU; afterwards its
+    own, untouched.
+
+    Args:
+        dtype: what parameters in fp32, bf16 or fp16 become (None: they stay). Buffers keep their
+            dtype, as the engine keeps it.
+        integers: learns the contents of integer buffers that are not on the meta device.
+    """
+    out = Faked()
+    seen: dict[int, torch.Tensor] = {}
+    undo: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in seen:
+            seen[id(t)] = new = fake_of(t, integers, dtype)
+            out.storages.add(new.untyped_storage()._cdata)
+        return seen[id(t)]
+
+    try:
+        for prefix, inner in module.named_modules():
+            for table in (inner._parameters, inner._buffers, inner.__dict__):
+                own = {k: v for k, v in table.items() if _holds_tensors(v)}
+                undo.append((table, own))
+                for key, value in own.items():
+                    table[key] = new = tree_map_only(torch.Tensor, fake, value)
+                    if table is inner._parameters and all(
+                        new is not p for p in out.parameters.values()
+                    ):
+                        out.parameters[f"{prefix}.{key}" if prefix else key] = new
+        yield out
+    finally:
+        for table, own in undo:
+            table.update(own)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or (
+        isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor) for v in value)
+    )
+
+
+def _contents(t: torch.Tensor) -> torch.Tensor:
+    """What a tensor holds, on the CPU; zeros of one on the meta device."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily(), torch.no_grad():
+        return torch.zeros(t.size(), dtype=t.dtype) if t.is_meta else t.detach().cpu().clone()
+
+
+def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:
+    """A batch of fake tensors on the CPU, sizes and strides kept; integers keep their contents,
+    floats become `dtype` (None: keep theirs).
+
+    Integers on the meta device are taken as zeros.
+    """
+
+    seen: dict[int, torch.Tensor] = {}
+
+    def fake(t: torch.Tensor) -> torch.Tensor:
+        if id(t) in seen:
+            return seen[id(t)]
+        seen[id(t)] = new = _empty_like(t, dtype)
+        if not t.dtype.is_floating_point and not t.dtype.is_complex:
+            integers.learn(new, _contents(t))
+        return new
+
+    return tree_map_only(torch.Tensor, fake, batch)
+
+
+@contextmanager
+def passing_as_real() -> Iterator[None]:
+    """Inside, transformers takes fake tensors for real ones.
+
+    It asks no questions of fake tensors, and so builds attention masks of length x length that it
+    leaves out in training. Here such questions have answers (tracing/fake.py), and a trace must see
+    what training does.
+    """
+    names = ("transformers.utils.import_utils", "transformers.utils.generic")
+    asked = [vars(m) for m in map(sys.modules.get, names) if m is not None]
+    before = [(own, own["is_fake_tensor"]) for own in asked if "is_fake_tensor" in own]
+    try:
+        for own, _ in before:
+            own["is_fake_tensor"] = lambda _: False
+        yield
+    finally:
+        for own, answer in before:
+            own["is_fake_tensor"] = answer

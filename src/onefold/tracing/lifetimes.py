@@ -1,0 +1,355 @@
+"""From when to when each storage of a step lives: a log written while the step runs, and what
+follows from it.
+
+    forward     (root)   block.0        block.1        (root)             an entry is a storage that comes or goes, a unit
+    log         + +      + + - + +      + + - + +      + - +   ▲          that begins to run, a tensor saved for backward,
+    backward    (root)   block.1        block.0                │          a parameter's gradient that is complete
+    log         - + -    + + - ◆ - ◆    + - + ◆ - ◆            end of forward
+
+The log holds sizes only. Every question (what is saved, what is the peak inside a unit, what if the
+micro-batch were larger) is answered by going through it again, since what a storage was for shows
+only later: a gradient is an activation like any other until it arrives.
+
+[Note: whose backward it is] Autograd numbers its nodes as the forward pass makes them. A node that
+runs in the backward pass belongs to the unit that ran when its number was given out. What is
+recomputed under checkpointing gets new numbers, in the unit whose node asked.
+
+[Note: sums in place] Where a tensor has several uses, autograd adds their gradients in place if
+nobody else holds the first, but not
+while a dispatch mode watches: then it makes a third tensor. Such a sum is logged with its donor,
+and counted as in place. (A view holds its base, so nothing is added to a view in place.)
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from onefold.doctor.kernels import Kernels, flop_formulas, kernels_of
+from onefold.offload.activations import SMALLEST
+
+_aten = torch.ops.aten
+_IGNORED = {torch.ops.prim.device.default}
+
+
+@dataclass
+class Entry:
+    """One line of the log.
+
+    `what` is "come" (storage `key` of `nbytes`; `wide`: its last dimension is the vocabulary;
+    `donor`: the storage of the gradient that it adds to, which it would have reused if `in_place`),
+    "go", "save", "arrive" (`key` is the gradient of parameter `name`), "run" (unit `name` in phase
+    `phase`), "flops" (`nbytes` of them), "product" (`key` matrix products that read and write
+    `nbytes`), "other" (another operation that does work, on `nbytes`), "turn" (the forward pass
+    ends) or "over" (the backward pass does).
+    """
+
+    what: str
+    key: int = -1
+    nbytes: int = 0
+    name: str = ""
+    phase: str = ""
+    wide: bool = False
+    donor: int = -1
+    in_place: bool = False
+
+
+@dataclass
+class Log:
+    """What happened, in order. `vocabulary` is 0 where there is none."""
+
+    root: str = "(root)"
+    vocabulary: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+    def shape(self) -> list[tuple[Any, ...]]:
+        """The log without its sizes."""
+        return [(e.what, e.key, e.name, e.phase, e.wide, e.donor, e.in_place) for e in self.entries]
+
+
+class Watch(TorchDispatchMode):
+    """Writes the log of what runs inside it. `call` runs an operation; `excluded` are storages that
+    are not activations.
+
+    Below a FakeTensorMode or on real tensors alike: storages are followed, not contents.
+    """
+
+    def __init__(
+        self, log: Log, excluded: set[int], call: Callable[[Any, Any, dict[str, Any]], Any]
+    ) -> None:
+        super().__init__()
+        self.log, self.excluded, self._call = log, excluded, call
+        self.stack = [log.root]
+        self._running: tuple[str, str] = ("", "")
+        self._numbers: list[int] = []  # from which autograd number on ...
+        self._units: list[str] = []  # ... nodes belong to which unit
+        self._keys: dict[int, int] = {}
+        self._next_key = 0
+        self._in_place = False
+        self._flops = flop_formulas()
+        self.run(log.root, "forward")
+
+    # -- who runs ----------------------------------------------------------------------------------
+
+    def run(self, unit: str, phase: str) -> None:
+        """From now on `unit` runs."""
+        if (unit, phase) != self._running:
+            self._running = (unit, phase)
+            self.log.entries.append(Entry("run", name=unit, phase=phase))
+            self._numbers.append(torch.autograd._get_sequence_nr())
+            self._units.append(unit)
+
+    def enter(self, unit: str) -> None:
+        self.stack.append(unit)
+        self.run(unit, self._phase)
+
+    def leave(self) -> None:
+        self.stack.pop()
+        self.run(
+            self.stack[-1] if self._phase == "forward" or len(self.stack) > 1 else self._running[0],
+            self._phase,
+        )
+
+    def mark(self, what: str) -> None:
+        """The forward pass ends ("turn"), or the backward pass ("over")."""
+        self.log.entries.append(Entry(what))
+
+    @property
+    def _phase(self) -> str:
+        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+
+    def _follow_backward(self) -> None:
+        """See [Note: whose backward it is]."""
+        node = torch._C._current_autograd_node()
+        # A unit inside a recomputation says by itself that it runs
+        if node is None or len(self.stack) > 1:
+            return
+        number = node._sequence_nr()
+        if number >= 1 << 62:  # the accumulation of a parameter's gradient has no number
+            return
+        self.run(self._units[max(0, bisect_right(self._numbers, number) - 1)], "backward")
+
+    # -- what it holds -----------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _IGNORED:
+            return func(*args, **kwargs)
+        if torch._C._current_graph_task_id() != -1:
+            self._follow_backward()
+        donor = self._donor(func, args)
+        out = self._call(func, args, kwargs)
+        self._note(kernels_of(func, args, kwargs, out, self._flops))
+        for t in tree_iter(out):
+            if isinstance(t, torch.Tensor):
+                self.key(t, donor)
+        return out
+
+    def _note(self, done: Kernels | None) -> None:
+        """What an operation did."""
+        if done is None:
+            return
+        if done.products:
+            self.log.entries += [
+                Entry("flops", nbytes=done.flops),
+                Entry("product", done.products, done.product_bytes),
+            ]
+        else:
+            self.log.entries.append(Entry("other", nbytes=done.other_bytes))
+
+    def _donor(self, func: Any, args: Any) -> int:
+        """See [Note: sums in place]."""
+        if (
+            func is not _aten.add.Tensor
+            or torch.is_grad_enabled()
+            or torch._C._current_graph_task_id() == -1
+        ):
+            return -1
+        first, second = args[:2]
+        if (
+            not isinstance(second, torch.Tensor)
+            or first.shape != second.shape
+            or first.dtype != second.dtype
+        ):
+            return -1
+        self._in_place = not first._is_view()
+        return self._keys.get(first.untyped_storage()._cdata, -1)
+
+    def key(self, t: torch.Tensor, donor: int = -1) -> int:
+        """The log's number for the storage of `t`, entered now if it is new; -1 if it is no
+        activation.
+        """
+        storage = t.untyped_storage()
+        identity = storage._cdata
+        if identity in self.excluded:
+            return -1
+        if identity not in self._keys:
+            self._keys[identity] = key = self._next_key
+            self._next_key += 1
+            wide = t.dim() > 1 and t.shape[-1] == self.log.vocabulary
+            self.log.entries.append(
+                Entry(
+                    "come",
+                    key,
+                    storage.nbytes(),
+                    wide=wide,
+                    donor=donor,
+                    in_place=donor >= 0 and self._in_place,
+                )
+            )
+            weakref.finalize(storage, self._gone, identity, key).atexit = False
+        return self._keys[identity]
+
+    def _gone(self, identity: int, key: int) -> None:
+        if self._keys.get(identity) == key:
+            del self._keys[identity]
+        self.log.entries.append(Entry("go", key))
+
+    # -- what autograd says ------------------------------------------------------------------------
+
+    def pack(self, t: torch.Tensor) -> torch.Tensor:
+        """For saved_tensors_hooks: note that `t` is saved."""
+        key = self.key(t)
+        if key >= 0:
+            self.log.entries.append(Entry("save", key, name=self._running[0]))
+        # A node that saves its own output must not hold the tensor that holds the node.
+        return t if t.grad_fn is None else t.detach()
+
+    def arrived(self, name: str, gradient: torch.Tensor) -> None:
+        """The gradient of parameter `name` is complete."""
+        self.log.entries.append(Entry("arrive", self.key(gradient), name=name))
+
+
+# -- reading the log -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of the step in which one unit runs and no gradient of a parameter is handed over.
+
+    Attributes:
+        unit, phase: who runs, in the "forward" or the "backward" pass (recomputation included).
+        begin, end: bytes in memory at its ends, all but parameters and buffers.
+        peak: the largest such sum in between; of it `gradients` belong to parameters' gradients
+            that nobody has taken yet, `logits` to tensors over the vocabulary.
+        kernels: what runs in it.
+        arrives: the parameter whose gradient is complete at the end, "" if it ends because another
+            unit runs. `end` counts the gradient, the next span's `begin` does not.
+    """
+
+    unit: str
+    phase: str
+    begin: int
+    end: int
+    peak: int
+    gradients: int
+    logits: int
+    kernels: Kernels
+    arrives: str = ""
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products in it."""
+        return self.kernels.flops
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a log says: spans in order, saved bytes by unit (and those of storages large enough to
+    be worth moving to the host), and sums at the end of the forward pass.
+    """
+
+    spans: tuple[Span, ...]
+    saved: dict[str, int]
+    saved_logits: int
+    end_of_forward: int
+    movable: dict[str, int] = field(default_factory=dict)
+
+
+def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
+    """Go through the log; `sizes` replace the `nbytes` of its entries, one for each."""
+    entries = log.entries
+    nbytes = [e.nbytes for e in entries] if sizes is None else list(sizes)
+    size_of = {e.key: n for e, n in zip(entries, nbytes, strict=True) if e.what == "come"}
+    reused, gradients = _reused(entries, size_of)
+    wide = {e.key for e in entries if e.what == "come" and e.wide} - gradients
+    spans: list[Span] = []
+    saved: dict[str, int] = {}
+    movable: dict[str, int] = {}
+    saved_keys: set[int] = set()
+    now = now_gradients = now_logits = turn = 0
+    ran = [0, 0, 0, 0, 0]
+    unit, phase, begin, peak = log.root, "forward", 0, (0, 0, 0)
+
+    def cut(arrives: str = "") -> None:
+        spans.append(Span(unit, phase, begin, now, *peak, Kernels(*ran), arrives))
+
+    arrived = -1
+    for at, e in enumerate(entries):
+        if e.what in ("come", "go"):
+            if at in reused:
+                continue
+            change = size_of[e.key] if e.what == "come" else -size_of[e.key]
+            now += change
+            now_gradients += change if e.key in gradients else 0
+            now_logits += change if e.key in wide else 0
+            if e.key == arrived:  # whoever took the gradient has dropped it
+                begin, peak = now, (now, now_gradients, now_logits)
+            elif now > peak[0]:
+                peak = (now, now_gradients, now_logits)
+        elif e.what == "save" and e.key not in saved_keys:
+            saved_keys.add(e.key)
+            saved[e.name] = saved.get(e.name, 0) + size_of[e.key]
+            movable[e.name] = movable.get(e.name, 0) + (
+                size_of[e.key] if size_of[e.key] >= SMALLEST and turn == 0 else 0
+            )
+        elif e.what == "flops":
+            ran[0] += nbytes[at]
+        elif e.what == "product":
+            ran[1], ran[2] = ran[1] + e.key, ran[2] + nbytes[at]
+        elif e.what == "other":
+            ran[3], ran[4] = ran[3] + 1, ran[4] + nbytes[at]
+        elif e.what == "turn":
+            turn = now
+        elif e.what == "over":
+            break
+        elif e.what in ("run", "arrive"):
+            if at:
+                cut(e.name if e.what == "arrive" else "")
+            if e.what == "run":
+                unit, phase = e.name, e.phase
+            begin, peak, ran = now, (now, now_gradients, now_logits), [0, 0, 0, 0, 0]
+        arrived = e.key if e.what == "arrive" else -1
+    cut()
+    return Read(tuple(spans), saved, sum(size_of[k] for k in saved_keys & wide), turn, movable)
+
+
+def _reused(entries: list[Entry], size_of: dict[int, int]) -> tuple[set[int], set[int]]:
+    """(entries of storages that come and go at one address, keys of parameters' gradients). See
+    [Note: sums in place].
+    """
+    gradients = {e.key for e in entries if e.what == "arrive"}
+    reused: set[int] = set()
+    heir: list[tuple[int, int]] = []
+    for at, (e, following) in enumerate(pairwise(entries)):
+        if (
+            e.donor >= 0
+            and following.what == "go"
+            and following.key == e.donor
+            and size_of[e.key] == size_of[e.donor]
+        ):
+            heir.append((e.donor, e.key))
+            if e.in_place:
+                reused |= {at, at + 1}
+    for donor, key in reversed(heir):  # what became a gradient was one from the start
+        if key in gradients:
+            gradients.add(donor)
+    return reused, gradients

@@ -1,0 +1,58 @@
+"""A configuration file, YAML or TOML, as keys and values."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from onefold.train.errors import TrainError, did_you_mean
+
+
+def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]:
+    """Read a YAML or TOML file into {key: value}. Raises TrainError if that cannot be, or for a key
+    that is none of `known` (where hyphens and underscores mean the same).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TrainError(f"--config {path}: there is no such file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise TrainError(f"--config {path} cannot be read: {why}.") from None
+    values = _parsed(path, text)
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise TrainError(
+            f"--config {path}: expected keys and values at the top level, found"
+            f" {type(values).__name__}."
+        )
+    for key in values:
+        if (name := str(key).replace("-", "_")) not in known:
+            raise TrainError(
+                f"--config {path} has the unknown key {key!r}. {did_you_mean(name, known)}"
+            )
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _parsed(path: Path, text: str) -> Any:
+    """What the file's text says, by its ending."""
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise TrainError(f"--config {path} is not valid TOML: {error}") from None
+    if path.suffix not in (".yaml", ".yml"):
+        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        place = getattr(error, "problem_mark", None)
+        where = f" in line {place.line + 1}, column {place.column + 1}" if place else ""
+        said = getattr(error, "problem", None) or " ".join(str(error).split())
+        raise TrainError(f"--config {path} is not valid YAML{where}: {said}.") from None

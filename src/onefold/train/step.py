@@ -1,0 +1,135 @@
+"""What one step is made of: gradients, their norm, the update; and the loss on held-out samples.
+
+The engine averages gradients over ranks, as DDP does, hence the factor of their number on the loss:
+the sum is the gradient of the mean over every token that counts in the global batch, however it was
+cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import onefold
+from onefold.device import has_streams
+from onefold.optim.skip import step_unless
+from onefold.train.data import Batch, Feed, eval_batches, held_out_batch
+from onefold.train.errors import TrainError
+from onefold.train.prepare import Run
+
+
+def forward_backward(
+    run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None
+) -> tuple[torch.Tensor, int]:
+    """One step's gradients, left in the model. Returns (this rank's part of the loss, in fp32 on
+    the device; tokens of the whole global batch). `each` is called after every micro-batch.
+    """
+    samples, ranks = run.data.train, run.ranks
+    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
+    mine = run.order.micro_batches(step, *cut)
+    counted = samples.counts(run.order.at(step))
+    tokens = 0
+    loss_sum: torch.Tensor | None = None
+    for number, chosen in enumerate(mine):
+        last = number + 1 == len(mine)
+        batch = feed.take(chosen)
+        tokens += batch["input_ids"].numel()
+        if not last:
+            feed.send_ahead(mine[number + 1])
+        elif feed.is_ahead and step + 1 < run.steps:
+            feed.send_ahead(run.order.micro_batches(step + 1, *cut)[0])
+        with contextlib.nullcontext() if last else onefold.no_sync(run.model):
+            loss = loss_of(run.model, batch, ranks.device)
+            part = loss * (samples.counts(chosen) / counted)
+            scaled = part * ranks.world_size
+            (scaled if run.scaler is None else run.scaler.scale(scaled)).backward()
+        loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
+        each()
+    assert loss_sum is not None
+    return loss_sum, tokens * ranks.world_size
+
+
+def measure_gradients(run: Run) -> torch.Tensor:
+    """Unscale and clip; the norm before clipping, in fp32 on the device, alike on every rank.
+    Collective. NaN where units were stepped in the backward pass: it is never known.
+    """
+    if run.recipe.step_in_backward:
+        return torch.tensor(math.nan)
+    if run.scaler is not None:
+        run.scaler.unscale_(run.optimizer)
+    return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)
+
+
+def update(run: Run, apply: bool) -> None:
+    """Step, unless the step is left out, and drop the gradients."""
+    if apply and run.scaler is not None:
+        run.scaler.step(run.optimizer)
+    elif apply:
+        run.optimizer.step()
+    if run.scaler is not None:
+        run.scaler.update()
+    run.optimizer.zero_grad()
+
+
+def update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    """Step, unless `loss` or the gradients are not finite on some rank, and drop the gradients.
+    The device finds that out; the host does not wait. Collective.
+    """
+    bad = loss.isfinite().logical_not().to(torch.float32)
+    onefold.engine_of(run.model).agree_on_overflow(bad)
+    if run.scaler is None:
+        bad = torch.maximum(bad, norm.isfinite().logical_not().to(torch.float32))
+    step_unless(run.optimizer, bad, run.scaler)
+    if run.scaler is not None:
+        run.scaler.update()
+    run.optimizer.zero_grad()
+
+
+def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
+    """The mean loss over the tokens of `batch` that count, in fp32, a scalar."""
+    out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
+    loss = getattr(out, "loss", None)
+    if loss is None and isinstance(out, dict):
+        loss = out.get("loss")
+    elif loss is None:
+        loss = out[0] if isinstance(out, tuple | list) else out
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise TrainError(
+            f"{type(model).__name__} returned {type(out).__name__} without a scalar loss; called"
+            " with input_ids and labels, it must return an object with .loss, a dict with 'loss',"
+            " a tuple that begins with it, or the loss itself."
+        )
+    return loss.float().reshape(())
+
+
+def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what
+    the device has to do first.
+    """
+    if tensor.device.type == device.type:
+        return tensor
+    # torch's own pinned memory: it is not used again before the copy has read it.
+    return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
+
+
+def held_out_loss(run: Run) -> float:
+    """Mean loss over the tokens of the held-out samples. Collective; each rank reads its part."""
+    total = counted = 0.0
+    samples, ranks = run.data.held_out, run.ranks
+    cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
+    run.model.eval()
+    try:
+        with torch.no_grad():
+            for indices, real in eval_batches(len(samples), run.config.eval_samples, *cut):
+                batch, count = held_out_batch(samples, indices, real)
+                loss = float(loss_of(run.model, batch, ranks.device))
+                total += loss * count if count else 0.0
+                counted += count
+    finally:
+        run.model.train()
+    total, counted = ranks.sum(total, counted)
+    return total / counted

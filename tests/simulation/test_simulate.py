@@ -1,0 +1,335 @@
+"""The engine as one rank of N without memory or network: its ledgers are those of real ranks, and
+the closed forms'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_replay import batch_of, model_of
+from torch import nn
+
+import onefold
+from models import TinyGPT
+from onefold.observe import resident_memory
+from onefold.plan.architectures import model_of as shape_of
+from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.simulation.result import Simulation
+from onefold.simulation.simulate import simulate
+from onefold.simulation.stand_in import stand_in
+from ranks import run_ranks
+
+RESETS_PEAK = os.access("/proc/self/clear_refs", os.W_OK)
+with_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+SMALL = Transformer(layers=3, hidden=96, heads=4, ffn=384, vocab=512, seq=32)
+ROUTED = Transformer(
+    layers=3,
+    hidden=64,
+    heads=4,
+    ffn=128,
+    vocab=512,
+    seq=32,
+    kv_heads=2,
+    experts=4,
+    active=2,
+    gated=True,
+    tied=False,
+)
+SHAPES = {
+    "gpt": shape_of("small gpt", "gpt2", SMALL),
+    "mixtral": shape_of("small mixtral", "mixtral", ROUTED),
+    "size": ModelShape.of_size(3_000_017),
+}
+
+
+def loss(output: torch.Tensor) -> torch.Tensor:
+    return output.float().square().mean()
+
+
+def check(found: Simulation) -> None:
+    told = (
+        f"{found.name}, rank {found.rank} of {found.ranks}: {found.account} against"
+        f" {found.predicted}"
+    )
+    assert found.account.rest == found.predicted.rest, told
+    assert found.account.wire == found.predicted.wire, told
+    assert found.exact
+
+
+# -- against the closed forms ----------------------------------------------------------------------
+
+
+SETTINGS = (
+    (0, "bf16", 1),
+    (0, "fp32", 2),
+    (1, "bf16", 2),
+    (2, "fp32", 2),
+    (3, "fp32", 1),
+    (3, "bf16", 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "settings"),
+    [
+        *(
+            ("gpt", 64, SETTINGS),
+            ("mlp", 1, SETTINGS[::2]),
+            ("gpt", 1, SETTINGS[1::2]),
+            ("gpt", 2, SETTINGS[::2]),
+        ),
+        *(
+            ("routed", 2, SETTINGS[1::2]),
+            ("mlp", 1024, SETTINGS[::2]),
+            ("routed", 1024, SETTINGS[1::2]),
+        ),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str | int) else "",
+)
+def test_the_engine_and_the_closed_forms_agree_to_the_byte(
+    kind: str, ranks: int, settings: tuple[tuple[int, str, int], ...]
+) -> None:
+    for stage, precision, micro_batches in settings:
+        recipe = onefold.Recipe.zero(stage, precision=precision)
+        found = simulate(
+            model_of(kind),
+            recipe,
+            ranks,
+            micro_batches=micro_batches,
+            batch=batch_of(kind, 0),
+            loss=loss,
+        )
+        check(found)
+        assert sum(found.account.ledger.values()) == sum(found.predicted.ledger.values()), (
+            stage,
+            precision,
+            found.account.ledger,
+        )
+
+
+@pytest.mark.parametrize(("kind", "ranks"), [("gpt", 4096), ("mixtral", 64), ("size", 2)])
+def test_shapes_without_code_are_stood_in_for(kind: str, ranks: int) -> None:
+    for stage, micro_batches in ((0, 1), (1, 2), (2, 2), (3, 1)):
+        found = simulate(
+            SHAPES[kind],
+            onefold.Recipe.zero(stage, precision="bf16"),
+            ranks,
+            rank=ranks - 1,
+            micro_batches=micro_batches,
+        )
+        check(found)
+        assert "stand-in" in found.source
+
+
+@with_transformers
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [("llama", "none"), ("llama", "full"), ("mixtral", "none"), ("gpt2", "full")],
+)
+def test_code_of_transformers_is_run(family: str, checkpointing: Any) -> None:
+    import transformers
+
+    common: dict[str, Any] = {"vocab_size": 512, "tie_word_embeddings": False}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    config = {
+        "llama": lambda: transformers.LlamaConfig(**common, **sizes),
+        "mixtral": lambda: transformers.MixtralConfig(
+            **common, **sizes, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=512, n_embd=64, n_layer=4, n_head=4, n_positions=64
+        ),
+    }[family]()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    found = simulate(
+        model,
+        onefold.Recipe.zero(3, precision="bf16"),
+        8,
+        seq=16,
+        checkpointing=checkpointing,
+        micro_batches=2,
+    )
+    check(found)  # its cache of keys and values is an output too, and gathers nothing again
+    assert all(p.is_meta for p in model.parameters())
+
+
+# -- against real ranks ----------------------------------------------------------------------------
+
+
+def real(kind: str, stage: int, precision: str, micro_batches: int) -> dict[str, Any]:
+    """What one of the real ranks has in its ledgers, event by event."""
+    model = onefold.shard(
+        model_of(kind), onefold.Recipe.zero(stage, precision=precision, stall_timeout=30.0)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine = onefold.engine_of(model)
+    for step in range(2):
+        if step:
+            engine.memory.now()
+            engine.memory.reset_peak()
+            engine.traffic.reset()
+            engine.memory.record = True
+        for k in range(micro_batches):
+            with onefold.no_sync(model) if k + 1 < micro_batches else contextlib.nullcontext():
+                loss(model(batch_of(kind, 0))).backward()
+        engine.memory.now()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.memory.now()  # the gradients are gone
+    engine.memory.record = False
+    rows = [(at, (category, unit, nbytes)) for at, category, unit, nbytes in engine.memory.timeline]
+    rows += [
+        (e.launched, (e.move, e.unit, e.nbytes))
+        for e in engine.traffic.events
+        if e.move != "control"
+    ]
+    return {
+        "events": [row for _, row in sorted(rows, key=lambda row: row[0])],
+        "rest": engine.memory.now(),
+        "peak": engine.memory.peak(),
+        "wire": engine.traffic.by_move(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "precision", "micro_batches"),
+    [
+        *(
+            ("mlp", 0, "bf16", 1),
+            ("gpt", 1, "bf16", 3),
+            ("routed", 2, "fp32", 3),
+            ("gpt", 2, "fp32", 2),
+        ),
+        # Where what happens when depends on the model
+        *((kind, 3, "bf16", 2) for kind in ("mlp", "gpt", "routed")),
+    ],
+)
+def test_two_real_ranks_do_what_the_simulation_says_event_by_event(
+    kind: str, stage: int, precision: str, micro_batches: int
+) -> None:
+    recipe = onefold.Recipe.zero(stage, precision=precision)
+    for rank, seen in enumerate(run_ranks(2, real, kind, stage, precision, micro_batches)):
+        found = simulate(
+            model_of(kind),
+            recipe,
+            2,
+            rank=rank,
+            micro_batches=micro_batches,
+            batch=batch_of(kind, 0),
+            loss=loss,
+        )
+        assert {k: v for k, v in found.account.rest.items() if k != "moments"} == seen["rest"]
+        assert found.account.wire == seen["wire"]
+        assert found.account.ledger == seen["peak"]
+        assert [(e.what, e.unit, e.nbytes) for e in found.events] == seen["events"]
+
+
+# -- what it leaves, what it refuses ---------------------------------------------------------------
+
+
+def test_the_module_and_the_process_are_as_they_were() -> None:
+    model = TinyGPT()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    found = simulate(model, onefold.Recipe.zero(3), 8, batch=torch.zeros(2, 12, dtype=torch.long))
+    assert not dist.is_initialized()
+    assert all(
+        type(p) is nn.Parameter and torch.equal(p, before[n]) and p.grad is None
+        for n, p in model.named_parameters()
+    )
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert (
+        sum(e.nbytes for e in found.events if e.moved)
+        == found.account.wire_bytes
+        == sum(u.sent for u in found.units.values())
+    )
+    assert found.units["blocks.0"].moves == {"all-gather": 2, "reduce-scatter": 1}
+
+
+def test_a_failed_simulation_leaves_no_process_group() -> None:
+    with pytest.raises(RuntimeError):
+        simulate(TinyGPT(), onefold.Recipe.zero(3), 8, batch=torch.zeros(2, 99, dtype=torch.long))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(
+    not RESETS_PEAK, reason="this system does not let a process forget how much memory it once had"
+)
+def test_a_trillion_parameters_on_a_thousand_ranks_take_no_memory() -> None:
+    blocks = tuple(
+        UnitShape(f"h.{i}", (Parameter(f"h.{i}.w", (12 * 25_600, 25_600)),)) for i in range(128)
+    )
+    shape = ModelShape(
+        "1T", (UnitShape("(root)", (Parameter("table", (51_200, 25_600)),)), *blocks)
+    )
+    assert shape.numel > 1e12
+    Path("/proc/self/clear_refs").write_text("5")  # the highest is now what is there
+    before, _ = resident_memory()
+    check(simulate(shape, onefold.Recipe.zero(3, precision="bf16"), 1024))
+    _, highest = resident_memory()
+    assert highest - before < 256 << 20, (
+        f"{(highest - before) >> 20} MiB for a rank that would hold {4 * shape.numel >> 40} TiB"
+    )
+
+
+def test_a_stand_in_has_the_units_of_its_shape() -> None:
+    from onefold.plan.from_module import model_shape
+
+    shape = SHAPES["mixtral"]
+    module, names = stand_in(shape)
+    own = model_shape(module, names)
+    assert [u.name for u in own.units] == [u.name for u in shape.units]
+    assert [[p.shape for p in u.parameters] for u in own.units] == [
+        [p.shape for p in u.parameters] for u in shape.units
+    ]
+    assert [u.looks_up_only for u in own.units] == [u.looks_up_only for u in shape.units]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "says"),
+    [
+        (0, {}, "expected 1 to 4096"),
+        (4097, {}, "expected 1 to 4096"),
+        (8, {"rank": 8}, "rank 8 of 8"),
+        (8, {"steps": 1}, "learns the order"),
+        (8, {"optimizer": "lion"}, "expected one of adamw"),
+        (8, {}, "give onefold.simulation.simulate.simulate a batch"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_simulated_gets_a_sentence(
+    ranks: int, options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        simulate(TinyGPT(), onefold.Recipe.zero(3), ranks, **options)
+    assert not dist.is_initialized()
+
+
+def simulated_beside_a_group() -> str:
+    try:
+        simulate(TinyGPT(), onefold.Recipe.zero(3), 8, batch=torch.zeros(2, 12, dtype=torch.long))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_process_group_that_is_there_is_not_touched() -> None:
+    assert all(
+        "simulate before init_process_group" in said
+        for said in run_ranks(2, simulated_beside_a_group)
+    )

@@ -1,0 +1,379 @@
+"""The timeline of a simulated step: by hand on a machine of round figures, and Llama 3 8B on H100s
+against the plan's own figure.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import onefold
+from onefold.device import clocked, current_stream, has_streams, simulated
+from onefold.observe.chrome import write_simulated
+from onefold.plan import hardware
+from onefold.plan.copies import handled_bytes, summed_bytes
+from onefold.plan.evaluate import evaluate
+from onefold.plan.from_module import model_shape
+from onefold.plan.hardware import Gpu, Host, Machine
+from onefold.plan.job import Job, Scheme
+from onefold.plan.states import units_of
+from onefold.plan.subject import subject_of
+from onefold.plan.times import SUMMING_ON_A_GPU
+from onefold.plan.traffic import Software
+from onefold.simulation.clock import Clock
+from onefold.simulation.prices import Prices
+from onefold.simulation.result import Simulation
+from onefold.simulation.simulate import simulate
+from onefold.simulation.timeline import COMPUTE, Timeline
+from onefold.tracing.repeat import Checkpointing
+
+with_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+BLOCKS, HIDDEN, ROWS = 4, 1024, 32  # blocks that are not small traffic
+#: A product takes 2 s, all memory traffic and launches nothing.
+EXACT = Software(kernel_share=1, link_share=1, hop_seconds=0, straggler=0, launch_seconds=0)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def by_hand(move: float, ranks: int = 2, per_node: int = 2) -> Machine:
+    """`move`: seconds of a gather or a reduction of a block between two ranks. Between nodes a rank
+    has as much as inside.
+    """
+    link = HIDDEN * HIDDEN / move
+    gpu = Gpu(
+        "by hand", "", 1 << 40, {"bf16": ROWS * HIDDEN * HIDDEN}, 1.0, float("inf"), link, 1.0
+    )
+    between = hardware.Link("by hand", "", link * per_node) if ranks > per_node else None
+    return Machine(gpu, ranks, per_node, between, Host(1e12, 1e12, 1e12, 1e12, 1e12))
+
+
+def run(
+    move: float = 1.0,
+    stage: int = 3,
+    micro_batches: int = 1,
+    software: Software = EXACT,
+    machine: Machine | None = None,
+    **options: Any,
+) -> Timeline:
+    machine = machine or by_hand(move)
+    recipe = onefold.Recipe.zero(stage, precision="bf16", units=(nn.Linear,), **options)
+    found = simulate(
+        Blocks(), recipe, machine.ranks, micro_batches=micro_batches, batch=torch.zeros(ROWS, HIDDEN), loss=torch.sum, machine=machine,
+        software=software,
+    )  # fmt: skip
+    assert found.exact
+    timeline = found.timeline
+    assert timeline is not None
+    parts = timeline.parts
+    last = max(s.end for s in timeline.spans if s.stream == COMPUTE)
+    assert parts.model + parts.engine + parts.optimizer + parts.waits + parts.host == pytest.approx(
+        last
+    ), "the parts are the whole step"
+    return timeline
+
+
+def rows(timeline: Timeline, *kinds: str) -> list[tuple[str, str, float, float]]:
+    """(name, number of the block, begin, end) of the spans that take time, in the order of their
+    begin.
+    """
+    found = [s for s in timeline.spans if s.kind in kinds and s.seconds]
+    return sorted(
+        ((s.name, s.unit.removeprefix("blocks."), s.begin, s.end) for s in found),
+        key=lambda row: row[2:],
+    )
+
+
+# -- by hand ---------------------------------------------------------------------------------------
+
+
+def test_a_gather_ahead_hides_behind_the_block_before_it_and_the_ends_are_exposed() -> None:
+    """The last block stays gathered from its forward pass to its backward pass."""
+    found = run()
+    assert rows(found, "model") == [
+        *(("mm", str(i), 1.0 + 2 * i, 3.0 + 2 * i) for i in range(4)),
+        # The first block has no gradient of its input
+        *(("mm", str(3 - i // 2), 9.0 + 2 * i, 11.0 + 2 * i) for i in range(7)),
+    ]
+    # Those of 1 and 0 behind a reduction on the same link
+    gathers = [(0, 0), (1, 1), (2, 3), (3, 5), (2, 9), (1, 14), (0, 18)]
+    reductions = [(3, 13), (2, 17), (1, 21), (0, 23)]
+    expected = [("all-gather", str(i), float(t), t + 1.0) for i, t in gathers]
+    expected += [("reduce-scatter", str(i), float(t), t + 1.0) for i, t in reductions]
+    assert rows(found, "collective") == sorted(expected, key=lambda row: row[2:])
+    assert found.exposed == {"blocks.0": {"all-gather": 1.0, "reduce-scatter": 1.0}}
+    assert found.step == 11 * 2 + 2
+    assert found.busy == {"compute": 22.0, "link in the node": 11.0, "host": 0.0}
+    assert found.bound == "compute"
+
+
+def test_without_prefetch_every_gather_is_exposed() -> None:
+    found = run(prefetch=0)
+    assert found.parts.exposed["all-gather"] == 7 + 3, (
+        "seven gathers, three of them behind a reduction on the same link"
+    )
+    assert found.step == 22 + 7 + 3 + 1
+
+
+def test_more_prefetch_hides_what_one_unit_cannot() -> None:
+    waits = [run(move=3.0, prefetch=n).parts.exposed["all-gather"] for n in (0, 1, 2)]
+    assert waits[0] > waits[1] > waits[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "expected"), [(0, [5.0] * 4), (1, [5.0, 5.0]), (2, [5.0, 5.0])]
+)
+def test_in_flight_says_how_many_reductions_the_backward_pass_runs_ahead_of(
+    in_flight: int, expected: list[float]
+) -> None:
+    """A reduction takes 5 s, a block's backward pass 4 s (the first block's 2 s), and none can
+    begin before its block is done.
+    """
+    found = run(move=5.0, stage=2, in_flight=in_flight)
+    waits = [
+        s
+        for s in found.spans
+        if s.kind == "wait" and s.name == "reduce-scatter" and s.stream == COMPUTE
+    ]
+    if in_flight == 0:
+        assert [s.unit for s in waits] == [f"blocks.{i}" for i in (3, 2, 1, 0)]
+        assert [s.seconds for s in waits] == expected
+        assert found.step == 5 + 3 * 3 + 22 + 4 * 5
+    else:
+        # The link is the limit: four reductions in a row, the first of them behind the backward
+        # pass of the last block
+        assert found.parts.exposed["reduce-scatter"] == sum(expected)
+        assert found.step == 20 + 2 + 4 + 4 * 5
+
+
+def test_reductions_of_a_boundary_are_those_of_the_last_micro_batch() -> None:
+    two, three, five = (run(stage=1, micro_batches=n) for n in (2, 3, 5))
+    assert [
+        sum(s.kind == "collective" and s.name == "reduce-scatter" for s in t.spans)
+        for t in (two, three)
+    ] == [4, 4]
+    assert three.middle is not None
+    assert three.middle.step == 22.0, "nothing is gathered or reduced in it"
+    assert three.of(5) == five.parts
+    with pytest.raises(ValueError, match="says nothing of 4: run 3"):
+        two.of(4)
+
+
+@pytest.mark.parametrize(("stage", "micro_batches"), [(1, 2), (2, 2), (3, 1)])
+def test_the_engines_own_kernels_read_and_write_what_the_plan_says(
+    stage: int, micro_batches: int
+) -> None:
+    slow = by_hand(1.0)
+    slow = replace(slow, gpu=replace(slow.gpu, memory_bandwidth=1e6))
+    recipe = onefold.Recipe.zero(stage, precision="bf16", units=(nn.Linear,))
+    units = units_of(model_shape(Blocks(), (nn.Linear,)), recipe, 2, nccl=True)
+    told = (
+        handled_bytes(units, recipe, micro_batches)
+        + summed_bytes(units, recipe, micro_batches) / SUMMING_ON_A_GPU
+    )
+    told += micro_batches * ROWS * HIDDEN * (4 + 2)  # the batch is cast
+    assert run(
+        stage=stage, micro_batches=micro_batches, machine=slow
+    ).parts.engine == pytest.approx(told / 1e6, rel=0.05)
+
+
+def test_launches_take_the_hosts_time() -> None:
+    slow = Software(kernel_share=1, link_share=1, hop_seconds=0, straggler=0, launch_seconds=3.0)
+    found = run(software=slow)
+    assert found.bound == "host"
+    assert found.parts.host > 0
+    assert found.step == pytest.approx(found.busy["host"], rel=0.2)
+
+
+def test_levels_use_different_links_at_the_same_time_with_one_unit_ahead_for_each() -> None:
+    """Four ranks in two nodes: an interval across (half the bytes of a block between two ranks),
+    then a shard inside.
+    """
+    found = run(machine=by_hand(4.0, ranks=4), group="node")
+    assert {"gathers in the node", "gathers between nodes"} <= set(found.streams)
+    first = [
+        (s.stream, s.begin, s.end)
+        for s in found.spans
+        if s.kind == "collective" and s.unit == "blocks.0" and s.phase == "forward"
+    ]
+    assert first == [("gathers between nodes", 0.0, 2.0), ("gathers in the node", 2.0, 6.0)]
+    inside, between = (
+        [s for s in found.spans if s.stream == f"gathers {where}"]
+        for where in ("in the node", "between nodes")
+    )
+    assert any(a.begin < b.end and b.begin < a.end for a in inside for b in between), (
+        "they never overlap"
+    )
+
+
+def test_the_engines_own_ledger_tells_the_same_exposed_seconds() -> None:
+    """The timing events around its waits are read as they are on CUDA."""
+    clock_seen: list[float] = []
+    import onefold.simulation.simulate as module
+
+    before = module.events_of
+
+    def look(engine: Any) -> Any:
+        clock_seen.append(engine.traffic.exposed)
+        return before(engine)
+
+    module.events_of = look
+    try:
+        found = run(move=3.0)
+    finally:
+        module.events_of = before
+    assert clock_seen == [pytest.approx(found.parts.waits)]
+
+
+# -- what it is made of ----------------------------------------------------------------------------
+
+
+def test_streams_are_a_clocks_inside_and_the_devices_own_outside() -> None:
+    cpu = torch.device("cpu")
+    clock = Clock(Prices(by_hand(1.0), software=EXACT))
+    with clocked(clock):
+        assert has_streams(cpu)
+        assert simulated() is clock
+        assert current_stream(cpu) is clock.current_stream()
+    assert not has_streams(cpu)
+    assert current_stream(cpu) is None
+
+
+def test_a_collective_fills_a_gap_of_its_link_and_waits_for_no_gap_that_is_too_short() -> None:
+    from onefold.simulation.clock import _Line
+
+    line = _Line()
+    for begin, seconds in ((0.0, 2.0), (3.0, 2.0), (8.0, 1.0)):
+        line.take(begin, seconds)
+    assert [
+        line.free(since, seconds) for since, seconds in ((0, 1), (0, 2), (1, 4), (2.5, 0.5), (9, 1))
+    ] == [2, 5, 9, 2.5, 9]
+    assert line.busy(1.0, 4.0) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"machine": hardware.machine(8, 8, "h100-80")}, "expected the same number"),
+        ({"offload_optimizer": "cpu"}, "optimizer states off the device"),
+    ],
+)
+def test_what_has_no_timeline_gets_a_sentence(options: dict[str, Any], says: str) -> None:
+    machine = options.pop("machine", by_hand(1.0))
+    with pytest.raises(ValueError, match=says):
+        simulate(
+            Blocks(),
+            onefold.Recipe.zero(3, **options),
+            2,
+            batch=torch.zeros(ROWS, HIDDEN),
+            machine=machine,
+        )
+
+
+# -- the file --------------------------------------------------------------------------------------
+
+
+def test_the_trace_has_a_row_for_each_stream_on_which_nothing_overlaps(tmp_path: Path) -> None:
+    found = run(move=3.0)
+    events = json.loads(
+        write_simulated(found, tmp_path / "new" / "step.json", "by hand").read_text()
+    )["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert list(names.values()) == ["units", *found.streams]
+    for row, name in names.items():
+        slices = sorted(
+            (e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == row
+        )
+        assert slices, name
+        assert all(b >= a for a, b in slices)
+        assert all(end <= begin + 1e-3 for (_, end), (begin, _) in pairwise(slices)), name
+    waits = [e for e in events if e["ph"] == "X" and e["cat"] == "wait"]
+    arrows = [[e["id"] for e in events if e["ph"] == end] for end in "sf"]
+    assert arrows[0] == arrows[1]
+    assert 0 < len(arrows[0]) <= len(waits)
+    assert sum(e["dur"] for e in waits if names[e["tid"]] == COMPUTE) == pytest.approx(
+        1e6 * found.parts.waits
+    )
+
+
+# -- the plan's own figure -------------------------------------------------------------------------
+
+
+def compared(
+    gpus: int, stage: int, checkpointing: Checkpointing, seq: int = 2048, micro_batches: int = 1
+) -> tuple[float, Simulation]:
+    """Seconds of a step by the plan, and the simulation."""
+    machine = hardware.machine(gpus, 8, "h100-80")
+    job = Job(seq=seq, global_batch=gpus * micro_batches)
+    scheme, subject = (
+        Scheme(stage, checkpointing),
+        subject_of("llama-3-8b", job, None, None, machine),
+    )
+    told = evaluate(
+        subject.shape, subject.activities(1, checkpointing), machine, job, scheme
+    ).account.seconds["step"]
+    return told, simulate(
+        "llama-3-8b",
+        scheme.recipe(job),
+        gpus,
+        seq=seq,
+        checkpointing=checkpointing,
+        machine=machine,
+        micro_batches=micro_batches,
+    )
+
+
+@with_transformers
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("gpus", [8, 64])
+def test_llama_3_8b_on_h100s_takes_what_the_plan_says_within_a_tenth(
+    gpus: int, stage: int, checkpointing: Checkpointing
+) -> None:
+    told, found = compared(gpus, stage, checkpointing)
+    assert found.exact
+    assert found.timeline is not None
+    assert abs(told / found.timeline.step - 1) < 0.1, (
+        f"plan {told:.4f} s, timeline {found.timeline.step:.4f} s, {found.timeline.parts}"
+    )
+    assert {s.unit for s in found.timeline.spans if s.kind == "model"} >= {
+        f"model.layers.{i}" for i in range(32)
+    }
+
+
+@with_transformers
+def test_all_of_a_recomputation_is_the_models() -> None:
+    """It runs on parameters that look like the optimizer's, and in hooks; none of it is the
+    engine's.
+    """
+    _, plain = compared(8, 3, "none", seq=128)
+    _, again = compared(8, 3, "full", seq=128)
+    products = [
+        sum(s.name == "mm" and s.kind == "model" for s in f.timeline.spans)
+        for f in (plain, again)
+        if f.timeline is not None
+    ]
+    assert products == [
+        3 * (32 * 7 + 1),
+        3 * (32 * 7 + 1) + 32 * 6,
+    ], "the last product of a block is not made again: torch stops before it"
+    assert again.timeline is not None
+    assert not any(s.name == "mm" and s.kind == "engine" for s in again.timeline.spans)

@@ -1,0 +1,184 @@
+"""What the tracer leaves out without a difference, how it asks for what it needs, and what it
+refuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from measured_memory import RealStep, seeded
+from test_trace import GROUPED, batch_of, build, needs_transformers
+from torch import Tensor, nn
+
+from models import TinyGPT, TinyMLP, features_of, tokens_of
+from onefold.tracing.trace import ActivationTrace, trace, trace_at
+
+# -- shortcuts -------------------------------------------------------------------------------------
+
+
+def whole_trace(
+    module: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> ActivationTrace:
+    """A trace in which every block runs."""
+    with monkeypatch.context() as patch:
+        patch.setattr("onefold.tracing.trace.repetition_in", lambda _: None)
+        return trace(module, batch, **options)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("depth", [12, 13])
+def test_equal_blocks_left_out_of_a_trace_change_nothing_in_it(
+    depth: int, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = TinyGPT(width=32, heads=4, depth=depth, tied=True)
+    ran: list[int] = []
+    handles = [
+        block.register_forward_hook(lambda *_, i=i: ran.append(i))
+        for i, block in enumerate(module.blocks)
+    ]
+    short = trace(module, (tokens_of(0),), checkpointing=checkpointing)
+    assert len(set(ran)) < depth
+    for handle in handles:
+        handle.remove()
+    assert short == whole_trace(module, (tokens_of(0),), monkeypatch, checkpointing=checkpointing)
+    assert [n for n, _ in module.blocks.named_children()] == [str(i) for i in range(depth)]
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("GPT-2", {"n_layer": 8}),
+        ("Llama", {"num_hidden_layers": 8}),
+        ("Mixtral, grouped", {"num_hidden_layers": 8}),
+        ("T5", {"num_layers": 8}),
+    ],
+)
+def test_equal_layers_of_transformers_are_left_out_without_a_difference(
+    name: str, changes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = build(name, **changes)
+    assert trace(module, batch_of(name)) == whole_trace(module, batch_of(name), monkeypatch)
+
+
+@needs_transformers
+def test_layers_that_alternate_are_traced_with_their_period(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import transformers
+
+    own = {"num_hidden_layers": 13, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8}
+    module = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GROUPED | own))
+    assert trace(module, batch_of("Gemma 2")) == whole_trace(
+        module, batch_of("Gemma 2"), monkeypatch
+    )
+
+
+def test_blocks_that_differ_are_all_run() -> None:
+    module = TinyGPT(width=32, heads=4, depth=8)
+    module.blocks[3].mlp[0] = nn.Linear(32, 128, bias=False)
+    module.blocks[5].mlp[3].p = 0.5
+    said = trace(module, (tokens_of(0),))
+    with seeded():
+        assert said.saved == RealStep(module, (tokens_of(0),), "fp32").saved()
+
+
+class LooksAlike(nn.Module):
+    """Equal blocks that are not used alike: every third sees only half of the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = torch.tanh(block(x)) if i % 3 else torch.cat([torch.tanh(block(x[:4])), x[4:]])
+        return x
+
+
+def test_blocks_that_are_equal_and_do_not_do_the_same_are_all_run() -> None:
+    with seeded():
+        module = LooksAlike()
+        assert (
+            trace(module, (features_of(0, 8, 8),)).saved
+            == RealStep(module, (features_of(0, 8, 8),), "fp32").saved()
+        )
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None:
+    module = TinyGPT(width=32, heads=4, depth=8)
+    sizes = (1, 2, 3, 5, 16)
+    said = trace_at(
+        module,
+        lambda b: (tokens_of(0, batch=b),),
+        sizes,
+        checkpointing=checkpointing,
+        precision="bf16",
+    )
+    for b in sizes:
+        assert said[b] == trace(
+            module, (tokens_of(0, batch=b),), checkpointing=checkpointing, precision="bf16"
+        ), b
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Mixtral, grouped", "Mixtral, a loop"])
+def test_larger_micro_batches_of_transformers_follow_from_small_ones(name: str) -> None:
+    module = build(name)
+    said = trace_at(module, lambda b: batch_of(name, b), [1, 4, 7])
+    for b, found in said.items():
+        assert found == trace(module, batch_of(name, b)), b
+
+
+# -- sentences -------------------------------------------------------------------------------------
+
+
+class Picky(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.how == "select":
+            return y[y > 0]
+        if self.how == "count":
+            return y * int((y > 0).sum())
+        return y / 2 if torch.isinf(y).any() else y * float(y.detach().norm())
+
+
+def test_sizes_that_depend_on_computed_values_are_refused_with_a_sentence() -> None:
+    for how in ("select", "count"):
+        with pytest.raises(ValueError, match="computed floating-point values"):
+            trace(Picky(how), (features_of(0, 3, 4),))
+
+
+def test_assumptions_about_values_are_told() -> None:
+    said = trace(Picky("compare"), (features_of(0, 3, 4),))
+    assert len(said.notes) == 2 and "taken as no" in said.notes[0] and "1.0" in said.notes[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"precision": "int8"}, "precision='int8'"),
+        ({"device": "tpu"}, "tpu"),
+        ({"checkpointing": "some"}, "checkpointing='some'"),
+        ({"units": ["nothing"]}, "units names 'nothing'"),
+    ],
+)
+def test_options_that_do_not_exist_get_a_sentence(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=sentence):
+        trace(TinyMLP(), (features_of(0, 4, 7),), **options)
+
+
+def test_a_model_with_nothing_to_train_or_nothing_to_repeat_gets_a_sentence() -> None:
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        trace(TinyMLP().requires_grad_(False), (features_of(0, 4, 7),))
+    with pytest.raises(ValueError, match="repeated blocks"):
+        trace(nn.Linear(4, 4), (features_of(0, 4, 4),), checkpointing="full")
+    with pytest.raises(ValueError, match="1 or more"):
+        trace_at(TinyMLP(), lambda b: (features_of(0, b, 7),), [0])
