@@ -138,7 +138,9 @@ SLOW_FILES = {
     ],
     "runtime": [
         "test_buffers.py",
+        "test_broken_backward.py",
         "test_differentiate.py",
+        "test_frozen_between_micro_batches.py",
         "test_gradient_hooks.py",
         "test_meta_first.py",
         "test_micro_batches.py",

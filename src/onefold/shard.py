@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import weakref
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import Group
 from onefold.comm.codec import Codec
 from onefold.comm.members import members
 from onefold.device import default_device, with_index
@@ -24,7 +23,7 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
 from onefold.recipe.rows import NATIVE
-from onefold.runtime import elsewhere, state
+from onefold.runtime import elsewhere, state, state_dicts
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.capabilities import Activations, Capabilities, Store
@@ -39,6 +38,7 @@ from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
+from onefold.runtime.start import compare_ranks, rank_0_needs_values, refuse_max_norm
 from onefold.runtime.steps import Step
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.units import UnitSpec, find_units
@@ -134,7 +134,7 @@ def shard(
         specs = find_units(module, wanted)
         unset: list[tuple[str, nn.Module, str]] = []
 
-        _refuse_max_norm(module, alone)
+        refuse_max_norm(module, alone)
         # Else it leaves unit by unit, never whole
         stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
         if alone and stays and has_meta(module) and (brought is None or brought.error is None):
@@ -143,11 +143,11 @@ def shard(
             tie(specs)
             specs = find_units(module, wanted)
         engine = Engine(specs, recipe, group, where, capabilities())
-        _compare_ranks(engine, recipe, specs, brought is not None)
+        compare_ranks(engine, recipe, specs, brought is not None)
         preflight(engine)
         if brought is not None:
             brought.settle(engine)
-        values = _rank_0_needs_values(engine, module)
+        values = rank_0_needs_values(engine, module)
         for spec, unit in zip(specs, engine.units, strict=True):
             elsewhere.fetch(found.param for found in spec.found)
             unset += materialize(spec, specs, where, init, module, values, coming)
@@ -251,7 +251,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """The whole state dict in master precision on rank 0's host, moved a parameter at a time; {} on
     other ranks. Collective.
     """
-    return state.full_state_dict(engine_of(module), module)
+    return state_dicts.full_state_dict(engine_of(module), module)
 
 
 def load_full_state_dict(
@@ -264,7 +264,7 @@ def load_full_state_dict(
         ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or names do
             under `strict`.
     """
-    return state.load_full_state_dict(engine_of(module), module, state_dict, strict)
+    return state_dicts.load_full_state_dict(engine_of(module), module, state_dict, strict)
 
 
 @contextlib.contextmanager
@@ -365,19 +365,6 @@ def _open(
     return Weights(weights, module, device, makes_up=init is not None)
 
 
-def _refuse_max_norm(module: nn.Module, alone: bool) -> None:
-    """Raise ValueError for embeddings that change their own rows by what this rank looks up."""
-    for name, inner in module.named_modules() if not alone else ():
-        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
-            raise ValueError(
-                f"{name!r} has max_norm={inner.max_norm}: it renormalizes the rows that a rank"
-                " looks up, in its forward pass, so that ranks would come to have different"
-                " weights. Leave max_norm out and renormalize after optimizer.step(), under"
-                " torch.no_grad(): `w.mul_((max_norm / w.norm(dim=1,"
-                " keepdim=True)).clamp(max=1))`."
-            )
-
-
 def _note_unset(
     engine: Engine,
     unset: list[tuple[str, nn.Module, str]],
@@ -395,58 +382,6 @@ def _note_unset(
             engine.unset.add_buffer(name, owner, key, inside.get(id(owner), engine.units[0]))
     if engine.unset:
         guard_unset(engine, module)
-
-
-def _compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights: bool) -> None:
-    """Raise on every rank if the ranks were given different recipes or models."""
-    found = [
-        (f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad)
-        for s in specs
-        for f in s.found
-    ]
-    parts = {
-        "recipes": [
-            getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "notes"
-        ],
-        "parameter names": [names for names, *_ in found],
-        "parameter shapes": [shape for _, shape, *_ in found],
-        "parameter dtypes": [dtype for *_, dtype, _ in found],
-        "frozen parameters": [trainable for *_, trainable in found],
-        "units": [s.name for s in specs],
-        "weights": weights,
-    }
-    digest = b"".join(hashlib.sha256(repr(part).encode()).digest()[:8] for part in parts.values())
-    payload = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-    said = [
-        bytes(p.tolist())
-        for p in engine.group.exchange_control(
-            payload, CollectiveContext("control", "(start)", 0, "state")
-        )
-    ]
-    for at, name in enumerate(parts):
-        cut = slice(8 * at, 8 * at + 8)
-        others = [
-            engine.group.ranks[r] for r, digests in enumerate(said) if digests[cut] != said[0][cut]
-        ]
-        if others:
-            raise ValueError(
-                f"shard() was given different {name} on rank {engine.group.ranks[0]} and on"
-                f" {', '.join(f'rank {r}' for r in others)}. Every rank must shard the same model"
-                " by the same recipe (weights may differ: rank 0's are taken)."
-            )
-
-
-def _rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
-    """Whether rank 0's model is on the meta device, so that its weights have to be made up (the
-    same answer on every rank).
-    """
-    mine = has_meta(module)
-    payload = torch.tensor([mine], dtype=torch.uint8)
-    return bool(
-        engine.group.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))[
-            0
-        ].item()
-    )
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:

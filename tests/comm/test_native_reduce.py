@@ -113,7 +113,7 @@ def bytes_and_operations(cases: list[tuple[int, dict[str, Any]]]) -> list[str]:
             one_step(stage, "ordered", **options),
             one_step(stage, "native", **options),
         )
-        # Nobody stepped: also kept copies are gathered anew
+        # Nobody stepped: also resident copies are gathered anew
         gathers = {"all_gather"} if stage else set()
         spread = {"all_gather"} if stage == 0 or "shard_group" in options else set()
         wanted = {"all_reduce"} if stage == 0 else {"reduce_scatter"} | gathers | spread

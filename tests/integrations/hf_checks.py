@@ -190,7 +190,7 @@ def around(folder: str) -> list[str]:
 
     import onefold
     import onefold.hf
-    from onefold.runtime import state
+    from onefold.runtime import state_dicts
 
     start(folder)
     wrong: list[str] = []
@@ -239,7 +239,7 @@ def around(folder: str) -> list[str]:
         expect("engine", engine.world_size, 2)
 
     # Saving streams, leaves other files alone, and replaces weights that were there
-    whole, state.to_first = state.to_first, None
+    whole, state_dicts.to_first = state_dicts.to_first, None
     try:
         target = Path(folder) / "saved"
         if rank == 0:
@@ -249,7 +249,7 @@ def around(folder: str) -> list[str]:
         torch.distributed.barrier()
         trainer.save_model(str(target))
     finally:
-        state.to_first = whole
+        state_dicts.to_first = whole
     names = {path.name for path in target.iterdir()}
     expect("saved", names, {"notes.txt", "model.safetensors", "config.json",
                             "generation_config.json", "training_args.bin"})  # fmt: skip

@@ -118,25 +118,25 @@ PLAIN: Bits = [(f"stage {s}", s, {}) for s in STAGES]
 
 
 def compare(run: Run, bit_equal: Bits, rounded: Bits = ()) -> list[str]:  # type: ignore[assignment]
-    """On one rank: the first of `bit_equal` is the yardstick; DDP, one process and `rounded` are
+    """On one rank: the others of `bit_equal` against the first; DDP, one process and `rounded` are
     near it.
     """
     name, stage, options = bit_equal[0]
-    yardstick = train_sharded(run, stage, **options)
+    first = train_sharded(run, stage, **options)
     found = []
     for other, stage, options in bit_equal[1:]:
         curve = train_sharded(run, stage, **options)
-        found += differences(f"{other} against {name}, bit by bit", yardstick, curve, 0.0, 0.0)
+        found += differences(f"{other} against {name}, bit by bit", first, curve, 0.0, 0.0)
     for other, stage, options in rounded:
         curve = train_sharded(run, stage, **options)
-        found += differences(f"{other} against {name}", yardstick, curve, run.rtol, run.atol)
-    found += differences(f"{name} against DDP", train_reference(run), yardstick, run.rtol, run.atol)
+        found += differences(f"{other} against {name}", first, curve, run.rtol, run.atol)
+    found += differences(f"{name} against DDP", train_reference(run), first, run.rtol, run.atol)
     alone = whole_batch(run)
-    total = torch.tensor(yardstick.losses, dtype=torch.float64)
+    total = torch.tensor(first.losses, dtype=torch.float64)
     dist.all_reduce(total)
-    yardstick.losses = (total / dist.get_world_size()).tolist()
+    first.losses = (total / dist.get_world_size()).tolist()
     if dist.get_rank() == 0:  # the others hold no whole weights
-        found += differences(f"{name} against one process", alone, yardstick, run.rtol, run.atol)
+        found += differences(f"{name} against one process", alone, first, run.rtol, run.atol)
     return found
 
 

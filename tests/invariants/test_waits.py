@@ -42,10 +42,10 @@ ALONE = {
     "bf16, states on the host": of(
         0, "evaluates decays", precision="bf16", offload_optimizer="cpu"
     ),
-    "stepped behind the backward pass": of(
+    "stepped in the backward pass": of(
         0, "elsewhere", offload_optimizer="cpu", step_in_backward=True
     ),
-    "bf16, stepped behind the backward pass": of(
+    "bf16, stepped in the backward pass": of(
         3, "elsewhere", precision="bf16", **HOST, step_in_backward=True
     ),
     "all on the host": of(3, "evaluates writes", **HOST),
@@ -71,7 +71,7 @@ TOGETHER = {
         of(1, "evaluates writes decays", precision="bf16", offload_optimizer="cpu"),
     ),
     "stage 3, all on the host": (2, of(3, "saves writes decays", precision="bf16", **HOST)),
-    "stage 3, stepped behind the backward pass": (
+    "stage 3, stepped in the backward pass": (
         2,
         of(3, precision="bf16", **HOST, step_in_backward=True),
     ),

@@ -117,10 +117,10 @@ def test_a_span_of_the_whole_needs_no_more_than_the_whole(shapes, topology, sche
 
 
 @given(shapes, topologies, schemes)
-def test_kept_intervals_are_whole_places_within_the_encoded_whole(shapes, topology, scheme):
+def test_cached_intervals_are_whole_places_within_the_encoded_whole(shapes, topology, scheme):
     for spec in everybodys(shapes, topology, scheme):
-        first, last = spec.kept
-        assert 0 <= first <= last <= spec.ranks and spec.kept_bytes == (last - first) * spec.each
+        first, last = spec.cached
+        assert 0 <= first <= last <= spec.ranks and spec.cached_bytes == (last - first) * spec.each
         if spec.gather_codec is not None:
             assert spec.each % CODED_ALIGNMENT == 0
             assert spec.each >= spec.gather_codec.encoded_bytes(spec.layout.shard_numel)
@@ -174,9 +174,7 @@ def of_engine_and_plan(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "plan": planned,
                 "held": engine.memory.now(),
                 "owned": [None if f.unsharded else f.master.numel() for f in flats],
-                "kept": [
-                    0 if f.gather.secondary is None else f.gather.secondary.nbytes for f in flats
-                ],
+                "kept": [0 if f.gather.cached is None else f.gather.cached.nbytes for f in flats],
             }
         )
     return out
@@ -191,7 +189,7 @@ def test_runtime_and_plan_read_the_same_spec(ranks: int) -> None:
         told = f"{seen['option']} on {ranks} ranks"
         specs = seen["engine"]
         assert specs == seen["plan"], told
-        assert seen["kept"] == [s.kept_bytes for s in specs], told
+        assert seen["kept"] == [s.cached_bytes for s in specs], told
         owned = [None if s.unsharded else s.own for s in specs]
         assert seen["owned"] == owned, told
         for category, nbytes in (

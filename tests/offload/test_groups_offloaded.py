@@ -13,7 +13,7 @@ OVER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "HSDP": ({"shard_group": 2}, ("parameters and states on the host", "everything on NVMe")),
     "optimizer over all": (
         {"shard_group": 2, "optimizer_over": "all"},
-        ("states on NVMe", "stepped behind the backward pass"),
+        ("states on NVMe", "stepped in the backward pass"),
     ),
     "second copy and codecs": (
         {
@@ -23,7 +23,7 @@ OVER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             "reduce_codec": "int4",
             "error_feedback": True,
         },
-        ("stepped behind the backward pass", "everything on NVMe"),
+        ("stepped in the backward pass", "everything on NVMe"),
     ),
     "codecs, HSDP": (
         {"shard_group": 2, "gather_codec": "int8", "reduce_codec": "int8"},
@@ -33,7 +33,7 @@ OVER: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 TIERS: dict[str, dict[str, Any]] = {
     "states on NVMe": {"offload_optimizer": "nvme", "chunk": 65536},
-    "stepped behind the backward pass": {"offload_optimizer": "cpu", "step_in_backward": True},
+    "stepped in the backward pass": {"offload_optimizer": "cpu", "step_in_backward": True},
     "parameters and states on the host": {"offload_optimizer": "cpu", "offload_param": "cpu"},
     "everything on NVMe": {"offload_optimizer": "nvme", "offload_param": "nvme", "chunk": 65536},
 }

@@ -119,7 +119,7 @@ def differing(
     for loop, options in loops.items():
         losses, weights = train(stage, {}, precision, **options)
         for name, tiers in which.items():
-            if loop.startswith("stepped behind"):
+            if loop.startswith("stepped in backward"):
                 tiers = {**tiers, "step_in_backward": True}
             on_disk = {"nvme": folder} if "nvme" in str(tiers.values()) else {}
             got, after = train(stage, {**tiers, **on_disk}, precision, **options)
@@ -171,10 +171,10 @@ def test_units_stepped_behind_the_backward_pass_get_the_same_bits(
     stage: int, tmp_path: Path
 ) -> None:
     loops: dict[str, dict[str, Any]] = {
-        "stepped behind, AdamW in two groups": {"steps": 4},
-        "stepped behind, two micro-batches": {"accumulate": 2},
-        "stepped behind, some of it frozen": {"frozen": True},
-        "stepped behind, two optimizers": {"optimizer": "two"},
+        "stepped in backward, AdamW in two groups": {"steps": 4},
+        "stepped in backward, two micro-batches": {"accumulate": 2},
+        "stepped in backward, some of it frozen": {"frozen": True},
+        "stepped in backward, two optimizers": {"optimizer": "two"},
     }
     which = STATES | (PARAMETERS if stage == 3 else {})
     for wrong in run_ranks(2, differing, stage, which, str(tmp_path), loops, "fp32"):

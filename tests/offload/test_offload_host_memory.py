@@ -1,4 +1,4 @@
-"""Stepping behind the backward pass takes the host memory that was planned: to 5 %, from the first
+"""Stepping in the backward pass takes the host memory that was planned: to 5 %, from the first
 step on.
 """
 

@@ -26,7 +26,7 @@ from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import with_lora
 from onefold.recipe import Recipe, Tier
-from onefold.runtime.placement import leaving_of_sizes
+from onefold.runtime.placement import offloaded_of_sizes
 
 
 def test_offload_moves_every_state_once_and_none_is_lost() -> None:
@@ -125,7 +125,7 @@ def test_a_share_of_few_digits_stands_for_each_number_of_last_units(sizes: list[
     shares = shares_of(sizes)
     assert len(shares) == len(trained) - 1
     for count, share in enumerate(shares, 1):
-        left = leaving_of_sizes(sizes, Recipe.zero(2, offload_optimizer=share), 4)
+        left = offloaded_of_sizes(sizes, Recipe.zero(2, offload_optimizer=share), 4)
         assert {i for i in left if sizes[i]} == set(trained[-count:]), (sizes, share)
 
 

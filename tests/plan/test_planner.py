@@ -119,7 +119,7 @@ def test_a_higher_stage_never_holds_more_at_rest(
         sum(at_rest(units_of(shape, Recipe.zero(s, precision=precision), ranks)).values())
         for s in (0, 1, 2, 3)
     ]
-    # Stage 3 in fp32 drops the kept copy and stores its slice as masters: on one rank there is
+    # Stage 3 in fp32 drops the resident copy and stores its slice as masters: on one rank there is
     # nothing to drop.
     assert rests[0] >= rests[1] == rests[2] >= rests[3], rests
 

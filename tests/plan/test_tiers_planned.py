@@ -44,7 +44,7 @@ STATES: dict[str, dict[str, Any]] = {
         "offload_gradients": "cpu",
     },
     "half of it on the host, moments in bf16": {"offload_optimizer": 0.5, "moments": "bf16"},
-    "stepped behind": {"offload_optimizer": "nvme", "step_in_backward": True},
+    "stepped in backward": {"offload_optimizer": "nvme", "step_in_backward": True},
 }
 if find_spec("torchao") is not None:
     STATES["optimizer on NVMe, moments in 8 bits"] = {

@@ -491,7 +491,7 @@ def test_a_recipe_describes_its_tiers() -> None:
     assert said.count("nvme") >= 3 and "/nvme" in said
     for words in (
         "50% of the states off the device",
-        "behind the backward pass",
+        "in the backward pass",
         "up to 8,000,000,000 bytes",
         "above 256,000,000 bytes",
     ):

@@ -241,7 +241,7 @@ def test_a_model_of_the_meta_device_is_loaded_after_it_was_sharded(ranks: int) -
         assert run_ranks(ranks, loaded_later, folder, settings, timeout=240.0) == [[]] * ranks
 
 
-def encoded_and_away(folder: str) -> list[str]:
+def encoded_and_offloaded(folder: str) -> list[str]:
     """Weights that rest encoded, off the device, or in tiles are known by the names that a load
     brings.
     """
@@ -288,7 +288,7 @@ def nothing(module: nn.Module) -> None:
 
 
 def test_what_rests_encoded_off_the_device_or_in_tiles_is_loaded_later_too(tmp_path: Path) -> None:
-    assert run_ranks(2, encoded_and_away, str(tmp_path)) == [[], []]
+    assert run_ranks(2, encoded_and_offloaded, str(tmp_path)) == [[], []]
 
 
 def init_that_forgets() -> list[str]:

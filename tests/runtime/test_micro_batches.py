@@ -1,6 +1,4 @@
-"""Gradients kept under no_sync are the user's to drop, not to change; a backward pass that fails
-takes them along.
-"""
+"""Gradients kept under no_sync are the user's to drop, not to change."""
 
 from __future__ import annotations
 
@@ -11,40 +9,18 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from models import ResidualBlock, TinyGPT, TinyMLP
-from onefold.memory.pool import GATHERED, IDLE, REDUCTION
+from models import ResidualBlock, TinyGPT
 from ranks import run_ranks
 from trials import (
     Case,
     GPTCase,
-    MeanOverRanks,
     MLPCase,
     differences,
     fresh,
     train_reference,
     train_sharded,
 )
-
-#: Stages by name, with the options of the recipe: whole gradients until the boundary at "at the
-#: boundary" and stages 0 and 1.
-MODES: dict[str, tuple[int, dict[str, Any]]] = {
-    "stage 0": (0, {}),
-    "stage 1": (1, {}),
-    "stage 2": (2, {}),
-    "stage 2 at the boundary": (2, {"reduce_at": "boundary"}),
-    "stage 3": (3, {}),
-    "stage 3 at the boundary": (3, {"reduce_at": "boundary"}),
-}
-# Those that keep gradients whole under no_sync
-KEEPING = [name for name in MODES if name not in ("stage 2", "stage 3")]
-
-
-def no_sync(model: nn.Module) -> Any:
-    import onefold
-
-    return model.no_sync() if isinstance(model, DistributedDataParallel) else onefold.no_sync(model)
 
 
 class DropsOneMicroBatch(MLPCase):
@@ -74,6 +50,9 @@ class DropsOneMicroBatch(MLPCase):
                 self.drop(model, optimizer)
         optimizer.step()
         return total
+
+
+from unreduced import KEEPING, MODES, no_sync
 
 
 class DropsTwoMicroBatches(DropsOneMicroBatch):
@@ -177,7 +156,7 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def change_kept_gradients(mode: str) -> dict[str, str]:
+def change_unreduced_gradients(mode: str) -> dict[str, str]:
     """What a rank is told that changed a gradient of its own under no_sync, in each way, before a
     micro-batch and before a step.
     """
@@ -220,8 +199,10 @@ def change_kept_gradients(mode: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", KEEPING)
-def test_a_kept_gradient_that_was_changed_is_an_error_with_the_parameters_name(mode: str) -> None:
-    for said in run_ranks(2, change_kept_gradients, mode):
+def test_an_unreduced_gradient_that_was_changed_is_an_error_with_the_parameters_name(
+    mode: str,
+) -> None:
+    for said in run_ranks(2, change_unreduced_gradients, mode):
         assert len(said) == 2 * len(CHANGES) and not any(said.values()), said
 
 
@@ -291,7 +272,7 @@ def test_dropping_such_a_gradient_halves_what_two_micro_batches_bring(mode: str)
         ) and min(whole) > 0
 
 
-def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
+def step_on_unreduced_gradients(mode: str) -> tuple[str, list[str]]:
     """A step taken under no_sync is refused; the micro-batch that was missing puts it right."""
     import onefold
 
@@ -320,178 +301,10 @@ def step_on_kept_gradients(mode: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("mode", KEEPING)
-def test_a_step_on_kept_gradients_is_refused_and_the_boundary_puts_it_right(mode: str) -> None:
-    for said, changed in run_ranks(2, step_on_kept_gradients, mode):
+def test_a_step_on_unreduced_gradients_is_refused_and_the_boundary_puts_it_right(mode: str) -> None:
+    for said, changed in run_ranks(2, step_on_unreduced_gradients, mode):
         assert "no_sync" in said and "reduced" in said, said
         assert changed == []
-
-
-class Broken(Exception):
-    pass
-
-
-class BreaksInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        raise Broken("a backward that fails")
-
-
-class BreaksBehindBlock1(TinyMLP):
-    """Backward reaches the tail and the last block, then raises: some units are reduced, some are
-    not.
-    """
-
-    broken = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](torch.tanh(self.enter(x))))
-        if self.broken:
-            x = BreaksInBackward.apply(x)
-        return self.leave(self.blocks[2](x))
-
-
-class Accumulates(MLPCase):
-    """Two micro-batches a step. With `breaking`, step 1 first tries a pass under no_sync and one
-    that raises in backward.
-    """
-
-    steps = 4
-    units = (ResidualBlock, "leave")
-
-    def __init__(self, breaking: bool, under_no_sync: bool) -> None:
-        super().__init__()
-        self.breaking, self.under_no_sync = breaking, under_no_sync
-
-    def build(self) -> nn.Module:
-        return BreaksBehindBlock1()
-
-    def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
-    ) -> float:
-        if self.breaking and step == 1:
-            self.fail(model, rank)
-        optimizer.zero_grad()
-        losses = []
-        for micro in range(2):
-            with no_sync(model) if micro == 0 else contextlib.nullcontext():
-                losses.append(self.loss(model, self.batch(rank, 2 * step + micro)))
-                losses[-1].backward()
-        optimizer.step()
-        return sum(loss.item() for loss in losses)
-
-    def fail(self, model: nn.Module, rank: int) -> None:
-        assert isinstance(model, BreaksBehindBlock1)
-        with no_sync(model):
-            self.loss(model, self.batch(rank, 50)).backward()
-        model.broken = True
-        with (
-            no_sync(model) if self.under_no_sync else contextlib.nullcontext(),
-            pytest.raises(Broken),
-        ):
-            self.loss(model, self.batch(rank, 51)).backward()
-        model.broken = False
-
-
-def compare_with_a_broken_pass(mode: str) -> list[str]:
-    stage, options = MODES[mode]
-    untouched = train_sharded(Accumulates(False, False), stage, **options)
-    found = []
-    for under_no_sync in (False, True):
-        broken = train_sharded(Accumulates(True, under_no_sync), stage, **options)
-        found += differences(
-            f"after a backward that raised (under no_sync: {under_no_sync})",
-            untouched,
-            broken,
-            0.0,
-            0.0,
-        )
-    return found
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_backward_that_raised_after_a_kept_one_leaves_no_trace_in_the_numbers(mode: str) -> None:
-    assert run_ranks(2, compare_with_a_broken_pass, mode) == [[], []]
-
-
-def break_then_start_afresh(stage: int, options: dict[str, Any]) -> list[str]:
-    """Two steps, a kept pass, a pass that raises, two steps; the last two as by a model made of the
-    weights after the first two.
-    """
-    import onefold
-
-    case = Accumulates(False, False)
-
-    def two(model: nn.Module, first: int) -> list[float]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return [
-            case.step(model, optimizer, torch.distributed.get_rank(), step)
-            for step in (first, first + 1)
-        ]
-
-    model = onefold.shard(
-        fresh(case), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units
-    )
-    two(model, 0)
-    weights = onefold.full_state_dict(model)
-    case.fail(model, torch.distributed.get_rank())
-    continued = two(model, 2)
-    again = onefold.shard(
-        case.build(), onefold.Recipe.zero(stage, stall_timeout=60.0, **options), units=case.units
-    )
-    onefold.load_full_state_dict(again, weights or None)
-    started = two(again, 2)
-    found = [] if continued == started else [f"losses {continued}, of a fresh start {started}"]
-    expected, actual = onefold.full_state_dict(again), onefold.full_state_dict(model)
-    return found + [
-        f"{name} differs" for name in expected if not torch.equal(expected[name], actual[name])
-    ]
-
-
-@pytest.mark.parametrize("mode", ["stage 0", "stage 3", "stage 3 at the boundary"])
-def test_after_a_backward_that_raised_training_goes_on_as_from_a_fresh_start(mode: str) -> None:
-    assert run_ranks(2, break_then_start_afresh, *MODES[mode]) == [[], []]
-
-
-#: (on the stand-in for NCCL, stage, options)
-WAYS: list[tuple[bool, int, dict[str, Any]]] = [
-    (native, stage, options)
-    for native in (False, True)
-    for stage, options in [
-        *MODES.values(), (3, {"group": 2}), (3, {"shard_group": 2}), (2, {"reduce_codec": "int4"}), (2, {"precision": "bf16"}),
-        (0, {"reduce": "native"}), (3, {"reduce": "native"}), (3, {"group": 2, "precision": "bf16", "wire": "fp32"}),
-    ]
-    if native or "reduce" not in options
-]  # fmt: skip
-
-
-def ledgers_around_a_broken_pass(ways: list[tuple[bool, int, dict[str, Any]]]) -> list[str]:
-    """Where the device's ledger says something else after passes that raised than before them."""
-    import onefold
-    import standin
-
-    case, rank, found = Accumulates(False, False), torch.distributed.get_rank(), []
-    for native, stage, options in ways:
-        recipe = onefold.Recipe.zero(stage, stall_timeout=60.0, in_flight=3, **options)
-        model = onefold.shard(
-            fresh(case), recipe, units=case.units, group=standin.new_group() if native else None
-        )
-        memory, said = onefold.engine_of(model).memory, []
-        for _ in range(3):
-            case.fail(model, rank)
-            case.loss(model, case.batch(rank, 0)).backward()
-            model.zero_grad()
-            said.append(memory.now())
-        if said[0] != said[-1] or any(name in said[-1] for name in (REDUCTION, GATHERED, IDLE)):
-            found.append(f"stage {stage}, {options}{', native' if native else ''}: {said}")
-    return found
-
-
-def test_a_backward_that_raised_leaves_nothing_in_the_ledger(sample: Any) -> None:
-    assert run_ranks(4, ledgers_around_a_broken_pass, sample(WAYS, 4)) == [[]] * 4
 
 
 def half_a_step_of_one_process(mode: str) -> list[str]:
@@ -522,109 +335,5 @@ def half_a_step_of_one_process(mode: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_process_in_sixteen_bits_drops_kept_gradients_too(mode: str) -> None:
+def test_one_process_in_sixteen_bits_drops_unreduced_gradients_too(mode: str) -> None:
     assert half_a_step_of_one_process(mode) == []
-
-
-class Headless(TinyMLP):
-    """Without its head in the passes that say so."""
-
-    short = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.enter(x))
-        for block in self.blocks:
-            x = block(x)
-        return x if self.short else self.leave(x)
-
-
-class Freezes(MLPCase):
-    """Three micro-batches a step; between them parameters are frozen. What is frozen keeps the
-    gradient that it has, and is stepped, as in plain PyTorch.
-
-    DDP would not reduce it, so the mean over the ranks is made by hand. Rank 1 leaves the head out
-    of the first micro-batch: the same must travel on all ranks.
-    """
-
-    units = (ResidualBlock, "leave")
-    reference = "mean"
-    frozen: ClassVar[tuple[tuple[str, ...], ...]] = (
-        (),
-        ("blocks.0.up.weight", "blocks.1", "enter.bias", "leave"),
-        ("blocks.0.up.bias", "blocks.1"),
-    )
-    short: ClassVar[tuple[tuple[int, int], ...]] = ((1, 0),)  # rank, micro-batch
-
-    def build(self) -> nn.Module:
-        self.built = Headless()
-        return self.built
-
-    def step(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, step: int
-    ) -> float:
-        optimizer.zero_grad()
-        total = 0.0
-        for micro, frozen in enumerate(self.frozen):
-            for name, param in self.built.named_parameters():
-                param.requires_grad_(not name.startswith(frozen))
-            self.built.short = (rank, micro) in self.short
-            with self.unsynced(model) if micro < 2 else contextlib.nullcontext():
-                loss = self.loss(model, self.batch(rank, 3 * step + micro))
-                loss.backward()
-            total += loss.item()
-        self.before_update(model)
-        optimizer.step()
-        return total
-
-    def unsynced(self, model: nn.Module) -> Any:
-        return contextlib.nullcontext() if isinstance(model, MeanOverRanks) else no_sync(model)
-
-
-class LeavesOutAtTheEnd(Freezes):
-    """Nothing is frozen; the last micro-batch uses the head on no rank, the first on one alone."""
-
-    frozen = ((), (), ())
-    short: ClassVar[tuple[tuple[int, int], ...]] = ((1, 0), (0, 2), (1, 2), (2, 2), (3, 2))
-
-
-class Thaws(Freezes):
-    """Others are trained again, which joins ranges that were apart."""
-
-    frozen = (("blocks.0.down", "blocks.2.up.weight", "leave"), ("blocks.1.up",), ())
-
-
-class FreezesAtTheEnd(Freezes):
-    """Whole units are frozen when the boundary comes."""
-
-    frozen = ((), (), ("blocks", "leave"))
-
-
-FROZEN_BETWEEN: dict[str, tuple[int, dict[str, Any]]] = {
-    **MODES,
-    "groups": (3, {"shard_group": 2}),
-    "groups of one": (3, {"shard_group": 1}),
-    "stepped behind the backward pass": (
-        1,
-        {"offload_optimizer": "cpu", "overlap": False, "step_in_backward": True},
-    ),
-    "groups, optimizer over all": (3, {"shard_group": 2, "optimizer_over": "all"}),
-}
-
-
-def compare_frozen_between(case_class: type[Case]) -> list[str]:
-    reference = train_reference(case_class())
-    found = []
-    for name, (stage, options) in FROZEN_BETWEEN.items():
-        found += differences(
-            name, reference, train_sharded(case_class(), stage, **options), 1e-5, 1e-6
-        )
-    return found
-
-
-@pytest.mark.parametrize(
-    "case", [Freezes, LeavesOutAtTheEnd, Thaws, FreezesAtTheEnd], ids=lambda case: case.__name__
-)
-def test_what_is_frozen_or_left_out_between_micro_batches_keeps_its_gradient(
-    case: type[Case],
-) -> None:
-    assert run_ranks(4, compare_frozen_between, case) == [[]] * 4

@@ -51,7 +51,7 @@ def gathered(model: nn.Module) -> list[str]:
     import onefold
 
     engine = onefold.engine_of(model)
-    units = [u for u in engine.units if not u.resident and not u.away]
+    units = [u for u in engine.units if not u.resident and not u.ungathered]
     assert engine.memory.now().get(GATHERED, 0) == sum(u.gathered_bytes for u in units), (
         engine.memory.now()
     )

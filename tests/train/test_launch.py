@@ -82,14 +82,14 @@ def test_torchrun_gets_a_rendezvous_of_its_own_on_one_machine_and_the_users_on_s
         "rdzv_conf": "last_call_timeout=5",
     }
     found = torchrun_arguments(resolve(several), 2)
-    meeting = {
+    rendezvous = {
         "--nnodes=1:4",
         "--rdzv-endpoint=a:29500",
         "--rdzv-backend=c10d",
         "--rdzv-id=onefold",
         "--rdzv-conf=last_call_timeout=5",
     }
-    assert meeting <= set(found)
+    assert rendezvous <= set(found)
     for name, message in (("rdzv_endpoint", "HOST:PORT"), ("resume", "--resume auto")):
         with pytest.raises(TrainError, match=message):
             torchrun_arguments(resolve({k: v for k, v in several.items() if k != name}), 2)

@@ -49,9 +49,9 @@ def machine(
     """`onefold train` as machine `number` (from 1) of two starts it; the first is where they meet.
     Temporary files go to `name`.
     """
-    meeting = f"is_host={int(number == 1)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
+    rendezvous = f"is_host={int(number == 1)},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=6"
     several = {
-        "nnodes": "1:2", "nproc": 1, "max_restarts": 5, "resume": "auto", "output": "run", "rdzv_conf": meeting,
+        "nnodes": "1:2", "nproc": 1, "max_restarts": 5, "resume": "auto", "output": "run", "rdzv_conf": rendezvous,
         "rdzv_endpoint": f"127.0.0.1:{port}", "local_addr": f"127.0.0.{number}",
     }  # fmt: skip
     return started(folder, *options({**SLOWLY, **several}), temporary=name)

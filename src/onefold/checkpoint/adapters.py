@@ -26,7 +26,7 @@ from onefold.checkpoint.huggingface import HuggingFaceSource, load_fitted
 from onefold.checkpoint.source import closed_on_error
 from onefold.checkpoint.streams import Progress, Sheet
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import unguarded
+from onefold.runtime.state_contents import unguarded
 
 FILES = "adapter_model"
 #: What peft puts before the names of a model that it wraps.

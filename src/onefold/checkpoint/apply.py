@@ -22,13 +22,14 @@ from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
-from onefold.quant.moments import rests
+from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.state import beside_parameters
+from onefold.runtime.state_contents import beside_parameters
 from onefold.runtime.whole import new_masters, state_context
 
 #: Elements read at a time where they cannot go to their place directly.
@@ -159,8 +160,8 @@ class StateReader:
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
         """Into the states `key` of parameters of a flat buffer."""
-        away, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
-        if not flat.shared or not (packed(key) is None or flat.layout.block or away):
+        on_disk, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
+        if not flat.shared or not (packed(key) is None or flat.layout.block or on_disk):
             for w in wanted:
                 self._held(w.entry, w.item, w.into)
             return
@@ -265,7 +266,7 @@ def _recoded(
     plain = FORMATS["fp32"]
     for entry in engine.entries:
         if id(entry.param) in owner:
-            how = rests(owner[id(entry.param)][0], engine.recipe, entry.flat)
+            how = moment_policy(owner[id(entry.param)][0], engine.recipe, entry.flat)
             if how is not None:
                 formats |= {source.stored_name(name): how.format for name in entry.part.names}
     return Recoded(source, lambda name, numel: formats.get(name, plain).of(numel))
@@ -347,7 +348,7 @@ def _load_flat_states(
         if id(entry.param) not in owner:
             continue
         optimizer, group = owner[id(entry.param)]
-        how = rests(optimizer, reading.engine.recipe, flat)
+        how = moment_policy(optimizer, reading.engine.recipe, flat)
         parameter = reading.source.parameter(entry.part.names)
         name = parameter.name if parameter is not None else entry.part.names[0]
         state: dict[str, Any] = {
@@ -384,8 +385,8 @@ def _load_flat_states(
         else:
             optimizer.state.pop(entry.param, None)
     # In the same order on every rank, since some of it is collective
-    for key, dtype, away in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
-        reading.states(flat, key, dtype, found[key, dtype, away])
+    for key, dtype, on_disk in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
+        reading.states(flat, key, dtype, found[key, dtype, on_disk])
 
 
 def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:

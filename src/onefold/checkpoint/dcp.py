@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import plain_state_dict
+from onefold.runtime.state_contents import contents
 
 # Options of a parameter group that a checkpoint does not decide.
 _OWN = ("params", "param_names", *LOCAL_OPTIONS)
@@ -136,10 +136,8 @@ class ModelState(_State):
         """
         self._check()
         with disable_torch_function(), torch.no_grad():
-            entries = {id(e.param): e for e in self.engine.entries}
             out: dict[str, Any] = {}
-            for name, value in plain_state_dict(self.engine, self.model).items():
-                entry = entries.get(id(value))
+            for name, (value, entry) in contents(self.engine, self.model).items():
                 if entry is not None:
                     value = _part(entry, value)
                 out[_clean(name)] = value.detach() if isinstance(value, torch.Tensor) else value

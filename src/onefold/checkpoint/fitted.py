@@ -16,10 +16,9 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.hf_names import Runs, Shape, overlapping
 from onefold.checkpoint.source import Item, Source, Stored, View
-from onefold.runtime.flat import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
-from onefold.runtime.state import plain_state_dict
+from onefold.runtime.state_contents import contents
 
 #: Elements compared at a time where a source holds twice what the model ties.
 STEP = 1 << 20
@@ -43,16 +42,16 @@ class Outline:
     def of(cls, module: nn.Module) -> Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
-        entries: dict[Any, Entry] = {}
-        for e in engine.entries if engine is not None else ():
-            entries |= dict.fromkeys((id(e.param), *e.part.names), e)
         ties: dict[int, list[str]] = {}
         with disable_torch_function():
-            held = plain_state_dict(engine, module) if engine else module.state_dict(keep_vars=True)
-            for name, value in held.items():
+            held = (
+                contents(engine, module)
+                if engine
+                else {n: (value, None) for n, value in module.state_dict(keep_vars=True).items()}
+            )
+            for name, (value, entry) in held.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                entry = entries.get(id(value), entries.get(name))
                 kind, shape, dtype = "buffer", value.shape, value.dtype
                 if entry is not None:
                     shape, dtype = torch.Size(entry.part.shape), entry.flat.dtypes.compute

@@ -38,7 +38,7 @@ from onefold.checkpoint.views import Prefetched
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import beside_parameters
+from onefold.runtime.state_contents import beside_parameters
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, writ
 from onefold.checkpoint.values import encode
 from onefold.optim.state_sorts import odd_keys, sort_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.state import beside_parameters
+from onefold.runtime.state_contents import beside_parameters
 
 
 @dataclass(frozen=True)

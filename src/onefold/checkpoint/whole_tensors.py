@@ -25,10 +25,11 @@ from onefold.memory import GATHERED
 from onefold.recipe.options import bytes_of
 from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state import beside_parameters
+from onefold.runtime.state_contents import beside_parameters
 from onefold.runtime.stream import tell_all
 from onefold.runtime.whole import state_context
 

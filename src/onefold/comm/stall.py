@@ -92,7 +92,7 @@ def explain(
         *(f"  rank {r}: {notes[r]}" for r in sorted(notes)),
         (
             "Ranks must run the same forward and backward passes on a sharded model, each with a"
-            " batch of its own. If a rank may be slower than this, raise stall_timeout in the"
+            " batch of its own, and with the same parameters frozen. If a rank may be slower than this, raise stall_timeout in the"
             " recipe."
         ),
         f"(backend: {text[:200]})",

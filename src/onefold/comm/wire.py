@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from onefold.comm.stall import CollectiveContext
 from onefold.device import simulated
 
 if TYPE_CHECKING:
-    from onefold.comm.group import Group
+    from onefold.comm.standing import Standing
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -39,7 +40,7 @@ class Cut:
     """How the ranks of a group divide one buffer among themselves, lengths in elements.
 
     Attributes:
-        sizes: by position. numel: of the buffer. own: this rank's part. away: of the buffer, what
+        sizes: by position. numel: of the buffer. own: this rank's part. between: of the buffer, what
             belongs to ranks on other nodes.
         even: all parts are of one length.
     """
@@ -47,14 +48,45 @@ class Cut:
     sizes: tuple[int, ...]
     numel: int
     own: int
-    away: int
+    between: int
     even: bool
 
 
-class Wire(ABC):
-    """Arguments of all moves: the group, tensors as `Group` describes them, what the move is for,
-    the unit's number (it goes into tags and checksums), and the ledger's event.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What every move is launched with.
+
+    Attributes:
+        group: the ranks that take part. move: its kind, by the name that the ledger knows.
+        unit_index: the unit's number. addresses: the range of the unit's buffer that is reduced, or
+            None for all of it. These three go into tags and checksums.
+        place: what the move is for. event: the ledger's.
     """
+
+    group: Standing
+    move: str
+    unit_index: int
+    place: CollectiveContext
+    event: TrafficEvent
+    addresses: tuple[int, int] | None = None
+
+    def launching(self) -> AbstractContextManager[None]:
+        return self.group.launching(self.place)
+
+    def pending(
+        self, works: list[Any], keep: Any, after: Sequence[Callable[[], object]] = ()
+    ) -> Pending:
+        """The move under way; `keep` lives until it has come."""
+        return Pending(self.group, works, self.place, self.event, keep, after)
+
+    def note(self, which: int, numel: int = 0) -> None:
+        """Enter it in the checksum of a native communicator."""
+        about = numel if self.addresses is None else self.addresses
+        self.group.note_launch(which, self.move, self.unit_index, about)
+
+
+class Wire(ABC):
+    """Tensors are as `Moves` describes them."""
 
     @property
     @abstractmethod
@@ -62,113 +94,46 @@ class Wire(ABC):
         """Moves are operations of the backend's own, on the device."""
 
     @abstractmethod
-    def all_gather(
-        self,
-        group: Group,
-        full: torch.Tensor,
-        mine: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
+    def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
         """Each rank's interval `mine` of `full` to all others."""
 
     @abstractmethod
-    def exchange(
-        self,
-        group: Group,
-        sends: Parts,
-        recvs: Parts,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
+    def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
         """One part to each peer, and one from each."""
 
     # -- on native backends alone ------------------------------------------------------------------
 
     def scatter_parts(
-        self,
-        group: Group,
-        sent: torch.Tensor,
-        cut: Cut,
-        received: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
+        self, launch: Launch, sent: torch.Tensor, cut: Cut, received: torch.Tensor
     ) -> Pending:
         raise NotImplementedError
 
     def reduce_scatter(
-        self,
-        group: Group,
-        sent: torch.Tensor,
-        own: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        mean: bool,
-        event: TrafficEvent,
+        self, launch: Launch, sent: torch.Tensor, own: torch.Tensor, mean: bool
     ) -> Pending:
         raise NotImplementedError
 
-    def all_reduce(
-        self,
-        group: Group,
-        whole: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        mean: bool,
-        event: TrafficEvent,
-    ) -> Pending:
+    def all_reduce(self, launch: Launch, whole: torch.Tensor, mean: bool) -> Pending:
         raise NotImplementedError
 
-    def gather_sums(
-        self,
-        group: Group,
-        whole: torch.Tensor,
-        own: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        event: TrafficEvent,
-    ) -> Pending:
+    def gather_sums(self, launch: Launch, whole: torch.Tensor, own: torch.Tensor) -> Pending:
         raise NotImplementedError
 
 
 class Gloo(Wire):
-    """See [Note: tags instead of order] in comm/group.py."""
+    """See [Note: tags instead of order] in comm/standing.py."""
 
     native = False
 
-    def all_gather(
-        self,
-        group: Group,
-        full: torch.Tensor,
-        mine: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        shard = mine.numel()
-        sends = [(peer, mine) for peer in group.peers]
-        recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in group.peers]
-        return self.exchange(group, sends, recvs, place, unit_index, move, event)
+    def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
+        shard, peers = mine.numel(), launch.group.peers
+        sends = [(peer, mine) for peer in peers]
+        recvs = [(peer, full[peer * shard : (peer + 1) * shard]) for peer in peers]
+        return self.exchange(launch, sends, recvs)
 
-    def exchange(
-        self,
-        group: Group,
-        sends: Parts,
-        recvs: Parts,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        tag = group.tag(move, unit_index)
+    def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
+        group = launch.group
+        tag = group.tag(launch.move, launch.unit_index, launch.addresses)
         after: list[Callable[[], object]] = []
         if group.device.type != "cpu":  # gloo moves host memory only: stage through it
             host = [(p, torch.empty(t.shape, dtype=t.dtype)) for p, t in recvs]
@@ -177,52 +142,42 @@ class Gloo(Wire):
                 for (_, t), (_, h) in zip(recvs, host, strict=True)
             ]
             sends, recvs = [(p, t.cpu()) for p, t in sends], host
-        over = group.gather_group
-        with group.launching(place):
+        over, at = group.gather_group, group.at
+        with launch.launching():
             works = [
-                dist.irecv(t, group=over, group_src=group.at[p], tag=tag)
+                dist.irecv(t, group=over, group_src=at[p], tag=of_length(tag, t))
                 for p, t in recvs
                 if t.numel()
             ]
             works += [
-                dist.isend(t, group=over, group_dst=group.at[p], tag=tag)
+                dist.isend(t, group=over, group_dst=at[p], tag=of_length(tag, t))
                 for p, t in sends
                 if t.numel()
             ]
-        return Pending(group, works, place, event, keep=(sends, recvs), after=after)
+        return launch.pending(works, (sends, recvs), after)
+
+
+def of_length(tag: int, message: torch.Tensor) -> int:
+    """The tag of a message among those of `tag`, by its length: gloo ends the process where more
+    bytes come than were asked for. (Fibonacci hashing, onto the bits that count.)
+    """
+    return tag ^ (message.numel() * message.element_size() * 2654435769 & 0xFFFFFFFF) >> 20
 
 
 class Native(Wire):
-    """See [Note: order instead of tags] in comm/group.py."""
+    """See [Note: order instead of tags] in comm/standing.py."""
 
     native = True
 
-    def all_gather(
-        self,
-        group: Group,
-        full: torch.Tensor,
-        mine: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        group.note_launch(0, move, unit_index, full.numel())
-        with group.launching(place):
-            work = all_gather_single(full, mine, group=group.gather_group, async_op=True)
-        return Pending(group, [work], place, event, keep=full)
+    def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
+        launch.note(0, full.numel())
+        with launch.launching():
+            work = all_gather_single(full, mine, group=launch.group.gather_group, async_op=True)
+        return launch.pending([work], full)
 
-    def exchange(
-        self,
-        group: Group,
-        sends: Parts,
-        recvs: Parts,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        group.note_launch(1, move, unit_index)
+    def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
+        launch.note(1)
+        group = launch.group
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.float32)
         empty = torch.empty(0, dtype=dtype, device=group.device)
         out, inp = [empty] * group.size, [empty] * group.size
@@ -230,28 +185,21 @@ class Native(Wire):
             out[group.at[peer]] = t
         for peer, t in sends:
             inp[group.at[peer]] = t
-        with group.launching(place):
+        with launch.launching():
             work = dist.all_to_all(out, inp, group=group.reduce_group, async_op=True)
-        return Pending(group, [work], place, event, keep=(out, inp))
+        return launch.pending([work], (out, inp))
 
     def scatter_parts(
-        self,
-        group: Group,
-        sent: torch.Tensor,
-        cut: Cut,
-        received: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
+        self, launch: Launch, sent: torch.Tensor, cut: Cut, received: torch.Tensor
     ) -> Pending:
-        group.note_launch(1, move, unit_index)
+        launch.note(1)
+        group = launch.group
         gives, gets = list(cut.sizes), [cut.own] * group.size
         alone = received.shape[0] < group.size
         if alone:  # this rank's part stays where it is
             gives[group.rank] = gets[group.rank] = 0
         over, into = group.reduce_group, received.view(-1)
-        with group.launching(place):
+        with launch.launching():
             if not group.ordered:
                 by_number = sorted(range(group.size), key=group.at.__getitem__)
                 sends, recvs = sent.split(gives), into.split(gets)
@@ -265,155 +213,73 @@ class Native(Wire):
                 work = dist.all_to_all_single(into, sent, group=over, async_op=True)
             else:
                 work = dist.all_to_all_single(into, sent, gets, gives, group=over, async_op=True)
-        return Pending(group, [work], place, event, keep=(sent, received))
+        return launch.pending([work], (sent, received))
 
     def reduce_scatter(
-        self,
-        group: Group,
-        sent: torch.Tensor,
-        own: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        mean: bool,
-        event: TrafficEvent,
+        self, launch: Launch, sent: torch.Tensor, own: torch.Tensor, mean: bool
     ) -> Pending:
-        group.note_launch(1, move, unit_index)
-        with group.launching(place):
-            work = _reduce_scatter(
-                own, sent, op=_operation(mean), group=group.reduce_group, async_op=True
-            )
-        return Pending(group, [work], place, event, keep=(sent, own))
+        launch.note(1)
+        over = launch.group.reduce_group
+        with launch.launching():
+            work = _reduce_scatter(own, sent, op=_operation(mean), group=over, async_op=True)
+        return launch.pending([work], (sent, own))
 
-    def all_reduce(
-        self,
-        group: Group,
-        whole: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        mean: bool,
-        event: TrafficEvent,
-    ) -> Pending:
-        group.note_launch(1, "all-reduce", unit_index, whole.numel())
-        with group.launching(place):
-            work = dist.all_reduce(
-                whole, op=_operation(mean), group=group.reduce_group, async_op=True
-            )
-        return Pending(group, [work], place, event, keep=whole)
+    def all_reduce(self, launch: Launch, whole: torch.Tensor, mean: bool) -> Pending:
+        launch.note(1, whole.numel())
+        over = launch.group.reduce_group
+        with launch.launching():
+            work = dist.all_reduce(whole, op=_operation(mean), group=over, async_op=True)
+        return launch.pending([work], whole)
 
-    def gather_sums(
-        self,
-        group: Group,
-        whole: torch.Tensor,
-        own: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        event: TrafficEvent,
-    ) -> Pending:
-        group.note_launch(1, "all-reduce", unit_index)
-        with group.launching(place):
-            work = all_gather_single(whole, own, group=group.reduce_group, async_op=True)
-        return Pending(group, [work], place, event, keep=whole)
+    def gather_sums(self, launch: Launch, whole: torch.Tensor, own: torch.Tensor) -> Pending:
+        launch.note(1)
+        with launch.launching():
+            work = all_gather_single(whole, own, group=launch.group.reduce_group, async_op=True)
+        return launch.pending([work], whole)
 
 
 class Fake(Wire):
-    """See [Note: one rank stands for all] in comm/group.py."""
+    """See [Note: one rank stands for all] in comm/moves.py."""
 
     @property
     def native(self) -> bool:
         """In a simulation with a clock, which is a device's."""
         return simulated() is not None
 
-    def all_gather(
-        self,
-        group: Group,
-        full: torch.Tensor,
-        mine: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        return self._stand_in(group, place, event, full, ring=True, queue="gathers")
+    def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
+        return self._stand_in(launch, full, ring=True, queue="gathers")
 
-    def exchange(
-        self,
-        group: Group,
-        sends: Parts,
-        recvs: Parts,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
-    ) -> Pending:
-        return self._stand_in(group, place, event, (sends, recvs))
+    def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
+        return self._stand_in(launch, (sends, recvs))
 
     def scatter_parts(
-        self,
-        group: Group,
-        sent: torch.Tensor,
-        cut: Cut,
-        received: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        event: TrafficEvent,
+        self, launch: Launch, sent: torch.Tensor, cut: Cut, received: torch.Tensor
     ) -> Pending:
-        return self._stand_in(group, place, event, (sent, received))
+        return self._stand_in(launch, (sent, received))
 
     def reduce_scatter(
-        self,
-        group: Group,
-        sent: torch.Tensor,
-        own: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        move: str,
-        mean: bool,
-        event: TrafficEvent,
+        self, launch: Launch, sent: torch.Tensor, own: torch.Tensor, mean: bool
     ) -> Pending:
-        return self._stand_in(group, place, event, (sent, own), ring=True)
+        return self._stand_in(launch, (sent, own), ring=True)
 
-    def all_reduce(
-        self,
-        group: Group,
-        whole: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        mean: bool,
-        event: TrafficEvent,
-    ) -> Pending:
-        return self._stand_in(group, place, event, whole, ring=True)
+    def all_reduce(self, launch: Launch, whole: torch.Tensor, mean: bool) -> Pending:
+        return self._stand_in(launch, whole, ring=True)
 
-    def gather_sums(
-        self,
-        group: Group,
-        whole: torch.Tensor,
-        own: torch.Tensor,
-        place: CollectiveContext,
-        unit_index: int,
-        event: TrafficEvent,
-    ) -> Pending:
-        return self._stand_in(group, place, event, whole, ring=True)
+    def gather_sums(self, launch: Launch, whole: torch.Tensor, own: torch.Tensor) -> Pending:
+        return self._stand_in(launch, whole, ring=True)
 
     @staticmethod
     def _stand_in(
-        group: Group,
-        place: CollectiveContext,
-        event: TrafficEvent,
-        keep: Any,
-        ring: bool = False,
-        queue: str = "reductions",
+        launch: Launch, keep: Any, ring: bool = False, queue: str = "reductions"
     ) -> Pending:
         """`ring`: a backend would send it round a ring. `queue`: the communicator that it would go
         to.
         """
+        group, event = launch.group, launch.event
         if (clock := simulated()) is not None:
-            work = clock.collective(event, group.ranks, ring, queue)
-            return Pending(group, [work], place, event, keep)
-        ledger = group.ledger
-        waited = [lambda: ledger.waited(event, time.perf_counter())]
-        return Pending(group, [], place, event, keep, after=waited)
+            return launch.pending([clock.collective(event, group.ranks, ring, queue)], keep)
+        waited = [lambda: group.ledger.waited(event, time.perf_counter())]
+        return launch.pending([], keep, waited)
 
 
 GLOO, NATIVE, FAKE = Gloo(), Native(), Fake()

@@ -86,7 +86,7 @@ class CopyStream:
         self._landing: deque[_Flying] = deque()  # host memory alone
         self._held = self._on_host = 0
         self._idle = True
-        # Steps behind the backward pass copy from a thread of their own
+        # Steps in the backward pass copy from a thread of their own
         self._lock = threading.RLock()
 
     def current(self) -> Any:

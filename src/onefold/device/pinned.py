@@ -119,7 +119,7 @@ class HostBuffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
-        # Steps behind the backward pass take some in a thread of their own
+        # Steps in the backward pass take some in a thread of their own
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:

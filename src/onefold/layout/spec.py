@@ -14,7 +14,7 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
 | what                           | elements or bytes                                  | where it is said          |
 |--------------------------------|----------------------------------------------------|---------------------------|
 | masters of this rank           | whole, shard or interval, by the optimizer's row   | `owned`, `own`            |
-| kept to gather from            | e·interval, or the shard with a second copy        | `kept_bytes`              |
+| cached shard, gathered from    | e·interval, or the shard with a second copy        | `cached_bytes`            |
 | resident parameters            | whole                                              | `resident`                |
 | offloaded                      | what the tiers say, of `own`                       | `offloaded`               |
 | moments                        | by the format, of each slot's part                 | `moment_bytes`            |
@@ -191,10 +191,10 @@ class ShardSpec:
     Attributes:
         position: this rank's, see [Note: positions] in layout/topology.py.
         trainable: an optimizer steps it, or did when the model was sharded.
-        resident: the whole is kept, and nothing is gathered but what has become stale.
+        resident: the whole always exists, and nothing is gathered but what has become stale.
         unsharded: one rank and one dtype: parameters stay where they are, without a flat buffer.
         whole_master: every rank steps the whole. group_master: every group does.
-        has_secondary: a shard is kept to gather from, and renewed once after a step.
+        has_secondary: the cached shard is the group's, and renewed once after a step.
         gather_codec: how it is gathered; None: as it is. stored: it rests so, and has no masters.
         reduce_codec: how its gradients travel. error_feedback: what that loses is kept, in fp32.
         adds: who adds its gradients up.
@@ -378,8 +378,8 @@ class ShardSpec:
         return self.resident and self.dtypes.compute == self.dtypes.master and self.tiers is None
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """The intervals, by position, that are kept to gather from beside the masters: a second
+    def cached(self) -> tuple[int, int]:
+        """The intervals, by position, of the cached shard, gathered from instead of masters: a second
         copy, the own part encoded, or frozen weights at rest. An empty range where nothing is.
         """
         if self.has_secondary:
@@ -391,9 +391,9 @@ class ShardSpec:
         return self.owned[0] // each, self.owned[1] // each
 
     @property
-    def kept_bytes(self) -> int:
-        """Bytes of what is kept to gather from."""
-        first, last = self.kept
+    def cached_bytes(self) -> int:
+        """Bytes of the cached shard."""
+        first, last = self.cached
         return (last - first) * self.each
 
     @property
@@ -403,10 +403,10 @@ class ShardSpec:
         if self.tiers is not None:
             on_device = self.tiers.parameters is Tier.DEVICE
             here = self.numel if self.resident else self.own if on_device else 0
-            return self.kept_bytes + here * compute
+            return self.cached_bytes + here * compute
         if self.unsharded:
             return self.layout.content * compute
-        return self.kept_bytes + (self.numel * compute if self.resident else 0)
+        return self.cached_bytes + (self.numel * compute if self.resident else 0)
 
     @property
     def master_bytes(self) -> int:

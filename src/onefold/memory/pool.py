@@ -81,7 +81,7 @@ class MemoryLedger:
         self._units: Counter[tuple[str, str]] = Counter()
         self._peak: dict[str, int] = {}
         self._total = self._peak_total = 0
-        # Steps behind the backward pass take buffers in a thread of their own
+        # Steps in the backward pass take buffers in a thread of their own
         self._lock = threading.Lock()
 
     def add(self, category: str, nbytes: int, unit: str = "") -> None:

@@ -91,10 +91,10 @@ def measured(
         else {}
     )
     # Groups that stand for nodes are no links of the machine
-    away = engine.group.borders.endswith("nodes")
+    of_nodes = engine.group.borders.endswith("nodes")
     between = (
         sum(sent.between for move, sent in full.items() if move in MOVES) // over
-        if over and away
+        if over and of_nodes
         else 0
     )
     total = sum(wire.values())

@@ -133,12 +133,12 @@ def moments_of(optimizer: torch.optim.Optimizer) -> int:
 
 def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
     """The same on the device and on the host; none is 0."""
-    away = {id(e.param) for e in engine.entries if e.flat.storage.offloaded}
+    offloaded = {id(e.param) for e in engine.entries if e.flat.storage.offloaded}
     with disable_torch_function():
         states = list(optimizer.state.items())
     parts = {
-        DEVICE: [s for p, s in states if id(p) not in away],
-        HOST: [s for p, s in states if id(p) in away],
+        DEVICE: [s for p, s in states if id(p) not in offloaded],
+        HOST: [s for p, s in states if id(p) in offloaded],
     }
     return {tier: nbytes for tier, found in parts.items() if (nbytes := _bytes(found))}
 

@@ -33,7 +33,8 @@ from torch.optim.optimizer import Optimizer
 from onefold.device import current_stream, use_stream
 from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.unit import Unit
 
@@ -109,7 +110,7 @@ class InBackwardStepper:
         return known() if known is not None else None
 
     def has_stepped(self, unit: Unit) -> bool:
-        """Whether part of the unit was stepped behind the backward pass under way."""
+        """Whether part of the unit was stepped in the backward pass under way."""
         engine = self._engine()
         return engine is not None and any(
             self._stepped_in.get(flat.index) == engine.step for flat in unit.flats
@@ -144,7 +145,7 @@ class InBackwardStepper:
             elif self._owed[optimizer][0] != now:
                 raise RuntimeError(
                     f"a second backward pass came without {_name(optimizer)}.step() in between, and"
-                    " step_in_backward=True has stepped behind the first already: accumulate under"
+                    " step_in_backward=True has stepped in the first already: accumulate under"
                     " onefold.no_sync(model), step every optimizer after each backward pass, or"
                     " leave step_in_backward out."
                 )

@@ -33,7 +33,8 @@ from onefold.runtime.storageless import StatePlace, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 

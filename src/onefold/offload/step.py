@@ -43,7 +43,8 @@ from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.stand_ins import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
 from onefold.runtime.storageless import StatePlace, is_storageless
@@ -67,7 +68,8 @@ def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]
     """
     flats = {entry.flat.index: entry.flat for entry in entries}
     apart = {
-        i: flat.storage.offloaded or moments.rests(optimizer, engine.recipe, flat) is not None
+        i: flat.storage.offloaded
+        or moments.moment_policy(optimizer, engine.recipe, flat) is not None
         for i, flat in flats.items()
     }
     return [entry for entry in entries if apart[entry.flat.index]]
@@ -140,7 +142,7 @@ def step_flat(
         return
     ready = [entry for entry in entries if entry.param.grad is not None]
     if ready:
-        if (how := moments.rests(optimizer, engine.recipe, flat)) is not None:
+        if (how := moments.moment_policy(optimizer, engine.recipe, flat)) is not None:
             moments.step_in_memory(optimizer, how, ready)
         else:
             params = [entry.param for entry in ready]
@@ -236,7 +238,7 @@ class _Stepping:
             assert isinstance(storage, NvmeStorage)
             ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
             self.hows[flat.index] = (
-                moments.rests(self.optimizer, self.engine.recipe, flat) if ready else None
+                moments.moment_policy(self.optimizer, self.engine.recipe, flat) if ready else None
             )
             for entry in ready:
                 self._adopt(storage, entry)

@@ -10,7 +10,8 @@ from onefold.offload.in_backward import InBackwardStepper
 from onefold.offload.step import step_apart, stepped_apart
 from onefold.quant.moments import torchao_format
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.steps import Step
 from onefold.runtime.unit import Unit
 

@@ -29,13 +29,14 @@ from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
-from onefold.runtime.parameter import written
+from onefold.runtime.parameter_values import written
 from onefold.runtime.storage import Storage, refuse_written
 from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 
 def state_kind(key: str, dtype: torch.dtype) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.storage import Storage
 
@@ -49,7 +49,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 
     Raises:
         ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type`
-            is none above 0; or the recipe steps behind the backward pass.
+            is none above 0; or the recipe steps in the backward pass.
     """
     limit, p = _number(max_norm), _number(norm_type)
     if limit is None or not limit >= 0:
@@ -71,7 +71,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         if limit == math.inf:  # the factor is 1, which nobody has to be asked for
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
-        grads, away = in_memory(engine, (e.param for e in engine.entries))
+        grads, on_disk = in_memory(engine, (e.param for e in engine.entries))
         scale = scale.to(torch.float32)
         groups = by_device(grads)
         for on_one in groups:
@@ -80,11 +80,11 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         # On the host a look at the number saves a pass over all gradients. What is stepped there
         # needs it anyway; on a device looking would make the host wait.
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
-        if (host or away) and (engine.group.fake or scale.item() != 1.0):
+        if (host or on_disk) and (engine.group.fake or scale.item() != 1.0):
             scale = scale.cpu()
             for on_one in host:
                 torch._foreach_mul_(on_one, scale)
-            for storage in away:
+            for storage in on_disk:
                 storage.scale_gradients(scale)
         return total.to(torch.float32)
 
@@ -95,7 +95,7 @@ def in_memory(
     """The gradients of `params` that can be computed with, and the storages of those that are on
     NVMe.
     """
-    away = {
+    on_disk = {
         id(e.param): f.storage
         for f in engine.offloaded_flats
         if f.storage.gradients_on_disk
@@ -105,7 +105,7 @@ def in_memory(
     for param in params:
         if param.grad is None:
             continue
-        if (storage := away.get(id(param))) is not None:
+        if (storage := on_disk.get(id(param))) is not None:
             storages[id(storage)] = storage
         else:
             here.append(param.grad)

@@ -60,7 +60,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         engine = self._engine
         with disable_torch_function(), torch.no_grad():
-            grads, away = in_memory(
+            grads, on_disk = in_memory(
                 engine, (p for group in optimizer.param_groups for p in group["params"])
             )
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
@@ -70,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
                     on_one, here, inv_scale.to(here.device)
                 )
                 found += here.to(engine.device)
-            for storage in away:
+            for storage in on_disk:
                 found += not storage.gradients_finite()
                 storage.scale_gradients(inv_scale)
             engine.agree_on_overflow(found)

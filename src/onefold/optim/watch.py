@@ -6,7 +6,7 @@ gradients are put aside, so that the step itself does the rest.
 Before that: an optimizer whose update of one element depends on others (a factored second moment, a
 matrix, a layer's norm) would train on something else when it is given intervals. It is recognised
 by trying it: the update of a small matrix must equal, bit for bit, the update of its elements cut
-into pieces, and so must every number that it keeps. After: kept copies of the parameters are stale.
+into pieces, and so must every number that it keeps. After: resident copies of the parameters are stale.
 
 [Note: bare parameters] For the time of the step sharded parameters are plain `nn.Parameter`s over
 this rank's elements (their class is changed, the objects stay): optimizers see plain intervals,
@@ -39,7 +39,7 @@ from torch.optim.optimizer import (
 import onefold.optim.whole_state as whole_state
 from onefold.optim import whole
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.implementations import Chosen
 from onefold.runtime.interval import spec_of
 from onefold.runtime.operators import Stepping
@@ -178,8 +178,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             engine: engine.steps.apart(optimizer, entries)
             for engine, entries in _with_unsharded(optimizer, found).items()
         }
-        away = any(engine.offloaded_flats or apart[engine] for engine in apart)
-    changed = _after_closure(args, kwargs) if away else _faced_closure(optimizer, args, kwargs)
+        offloaded = any(engine.offloaded_flats or apart[engine] for engine in apart)
+    changed = _after_closure(args, kwargs) if offloaded else _faced_closure(optimizer, args, kwargs)
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()

@@ -16,7 +16,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stream import tell_all
 from onefold.runtime.whole import gather_whole

@@ -138,12 +138,17 @@ def shares(steps: Sequence[StepPoint], machine: Machine, traced: bool = True) ->
 def work_of(step: StepPoint, machine: Machine, traced: bool = True) -> Work:
     """A reference step as the time model takes it."""
     recipe = Recipe.zero(step.stage, precision=_PRECISION[step.dtype])
-    kept, late = recipe.parameters.placement is Placement.REPLICATED, recipe.reduce_at == "boundary"
+    resident, late = (
+        recipe.parameters.placement is Placement.REPLICATED,
+        recipe.reduce_at == "boundary",
+    )
     nccl = machine.measured is None or machine.measured.backend != "gloo"
     return Work(
         flops=step.flops,
         traffic=tuple(
-            traffic_of(step.wire, step.calls, machine, kept=kept, at_boundary=late, nccl=nccl)
+            traffic_of(
+                step.wire, step.calls, machine, resident=resident, at_boundary=late, nccl=nccl
+            )
         ),
         precision=_PRECISION[step.dtype],
         tokens=float(step.tokens * step.micro_batches * machine.ranks),

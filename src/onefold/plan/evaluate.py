@@ -103,16 +103,16 @@ def evaluate(
         model, recipe, machine.ranks, per_node, accumulation, job.optimizer, nccl, window
     )
     states, offloaded = engine.rest.get(MOMENTS, 0), engine.offloaded
-    away = OnHost(activity)
+    offloading = OnHost(activity)
     if recipe.offload_activations is not None:
-        away = on_host(activity, recipe.offload_activations, machine.shared)
-    bound = engine.bound + states + max((s.peak for s in away.activity.slots), default=0)
+        offloading = on_host(activity, recipe.offload_activations, machine.shared)
+    bound = engine.bound + states + max((s.peak for s in offloading.activity.slots), default=0)
     fragmented = 0.0 if machine.gpu.name == "here" else FRAGMENTED
-    peak = _peak(engine.moments, away.activity, states, fragmented)
-    carried = (*offloaded.carried, *away.carried(accumulation))
+    peak = _peak(engine.moments, offloading.activity, states, fragmented)
+    carried = (*offloaded.carried, *offloading.carried(accumulation))
     held = {tier: dict(by) for tier, by in offloaded.peak.items()}
-    if away.nbytes:
-        held[HOST][ACTIVATIONS] = away.nbytes
+    if offloading.nbytes:
+        held[HOST][ACTIVATIONS] = offloading.nbytes
     host = sum(held[HOST].values())
     topology = topology_of(recipe, machine.ranks, per_node)
     traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
@@ -121,7 +121,7 @@ def evaluate(
         _work(model, engine, activity, machine, job, scheme, accumulation),
         traffic=tuple(traffic),
         carried=carried,
-        behind=recipe.step_in_backward,
+        in_backward=recipe.step_in_backward,
     )
     times = step_times(work, machine, software or measured_software(work, machine))
     account = Account(

@@ -113,11 +113,11 @@ def offloaded_bytes(
     flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
     # Else gradients wait for the last micro-batch's
-    behind = recipe.step_in_backward and reductions == 1
+    in_backward = recipe.step_in_backward and reductions == 1
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
         rest[tier][category] += nbytes
-    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, behind))
+    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, in_backward))
     peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
     return OffloadedBytes(
         {tier: _filled(held) for tier, held in rest.items()},
@@ -197,18 +197,19 @@ def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
 
 
 def _passing(
-    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, in_backward: bool
 ) -> dict[str, int]:
     """Bytes of host memory for gradients and for what is on its way where both together are most,
     beside what rests there.
 
     Args:
-        again: gradients are added to some that are there. behind: units are stepped behind the
+        again: gradients are added to some that are there. in_backward: units are stepped in the
             backward pass.
     """
     trained = [f for f in flats if f.trainable and f.own]
     on_disk = (
-        any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained) and not behind
+        any(f.tiers is not None and f.tiers.gradients is Tier.NVME for f in trained)
+        and not in_backward
     )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
     # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
@@ -220,14 +221,14 @@ def _passing(
         ),
         default=0,
     )
-    stay = 0 if on_disk or behind else sum(kept)
-    arriving = beside + (sum(kept[: WAITING + 1]) if behind else stay)
-    step = _step_staging(flats, recipe, optimizer, on_disk, behind)
-    backward = _backward_staging(flats, recipe, on_disk) + (step if behind else 0)
+    stay = 0 if on_disk or in_backward else sum(kept)
+    arriving = beside + (sum(kept[: WAITING + 1]) if in_backward else stay)
+    step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
+    backward = _backward_staging(flats, recipe, on_disk) + (step if in_backward else 0)
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
     # The first step is an ordinary one, and moments that it makes are not there before it
-    if behind:
-        first = _passing(flats, recipe, optimizer, again, behind=False)
+    if in_backward:
+        first = _passing(flats, recipe, optimizer, again, in_backward=False)
         made = sum(
             nbytes
             for f in trained
@@ -252,7 +253,7 @@ def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool)
 
 
 def _step_staging(
-    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, behind: bool
+    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, in_backward: bool
 ) -> int:
     """Chunks of masters, gradients and states that are read, stepped and written; copies for what
     is computed with from the disk.
@@ -271,7 +272,7 @@ def _step_staging(
     )
     chunks = [-(-f.own // chunk) for f in disk]
     # Behind the backward pass each buffer is stepped by itself
-    many = max(chunks) if behind else sum(chunks)
+    many = max(chunks) if in_backward else sum(chunks)
     out = each * min(many, AHEAD + 1 + BEHIND)
     low = [f.dtypes.compute.itemsize for f in disk if f.lies_apart]
     return out + (max(low) * chunk * min(many, WRITES + 1) if low else 0)
@@ -298,8 +299,8 @@ def _carried(
         return
     reductions = reductions_of(flat, recipe, micro_batches)
     yield Carried("down", reductions * own * flat.landed.itemsize, "backward")
-    behind = recipe.step_in_backward and reductions == 1
-    on_disk = flat.tiers.gradients is Tier.NVME and not behind
+    in_backward = recipe.step_in_backward and reductions == 1
+    on_disk = flat.tiers.gradients is Tier.NVME and not in_backward
     if on_disk:
         yield Carried("written", reductions * master, "backward")
         yield Carried("read", (reductions - 1) * master, "backward")
@@ -350,17 +351,17 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
     last = {slot.unit: i for i, slot in enumerate(activity.slots) if slot.phase == "forward"}
     for i, slot in enumerate(activity.slots):
         if slot.phase == "forward":  # what other units saved so far
-            away = sum(seen.values())
+            saved = sum(seen.values())
             seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
             waits = 0 if shared else near
         else:  # what was saved before this unit; what was saved behind it has been read
             if slot.unit in order:
                 del order[order.index(slot.unit) :]
-            away = sum(gone[unit] for unit in order)
+            saved = sum(gone[unit] for unit in order)
             waits = near
         slots.append(
             replace(
-                slot, peak=max(slot.peak - away + min(waits, away), slot.logits + slot.gradients)
+                slot, peak=max(slot.peak - saved + min(waits, saved), slot.logits + slot.gradients)
             )
         )
     slabs = min(budget, -(-total // SLAB) * SLAB)

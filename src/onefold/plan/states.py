@@ -55,7 +55,7 @@ from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
-from onefold.runtime.placement import leaving_of_sizes
+from onefold.runtime.placement import offloaded_of_sizes
 
 # -- who stands where ----------------------------------------------------------------------------
 
@@ -127,10 +127,12 @@ def units_of(
         raise ValueError(
             f"rank {rank} of {ranks}: expected at least one rank, and a rank below their number."
         )
-    away = leaving_of_sizes([u.trainable for u in model.units], recipe, ranks)
+    offloaded = offloaded_of_sizes([u.trainable for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
 
-    def spec(parameters: list[Parameter], trainable: bool, stored: bool, away: bool) -> ShardSpec:
+    def spec(
+        parameters: list[Parameter], trainable: bool, stored: bool, offloaded: bool
+    ) -> ShardSpec:
         dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
         return ShardSpec.of(
             tuple((p.name, p.shape) for p in parameters),
@@ -141,12 +143,12 @@ def units_of(
             codec,
             trainable=trainable,
             stored=stored,
-            tiers=Tiers.of(trainable, recipe) if away and not stored else None,
+            tiers=Tiers.of(trainable, recipe) if offloaded and not stored else None,
             in_place=all(getattr(torch, p.dtype) == dtypes.compute for p in parameters),
             native=nccl,
         )
 
-    units = [_unit(u, recipe, index in away, spec) for index, u in enumerate(model.units)]
+    units = [_unit(u, recipe, index in offloaded, spec) for index, u in enumerate(model.units)]
     turning = _at_the_turn(units) if recipe.reshard_after_forward else set()
     return [replace(u, turns=u.name in turning) for u in units]
 
@@ -161,14 +163,17 @@ def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
     return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
 
 
-def _unit(unit: UnitShape, recipe: Recipe, away: bool, spec: Callable[..., ShardSpec]) -> UnitPlan:
+def _unit(
+    unit: UnitShape, recipe: Recipe, offloaded: bool, spec: Callable[..., ShardSpec]
+) -> UnitPlan:
     groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
     for p in unit.parameters:
         groups.setdefault(
             (grouped_as(getattr(torch, p.dtype), recipe), p.trainable, rests_encoded(p, recipe)), []
         ).append(p)
     flats = tuple(
-        spec(group, trainable, stored, away) for (_, trainable, stored), group in groups.items()
+        spec(group, trainable, stored, offloaded)
+        for (_, trainable, stored), group in groups.items()
     )
     return UnitPlan(
         unit.name, "" if unit.name == "(root)" else unit.name, flats, unit.looks_up_only

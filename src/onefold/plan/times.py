@@ -68,8 +68,8 @@ class Work:
         optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device,
             bytes it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
         host_optimizer_numel, host_optimizer_bytes: the same on the host.
-        carried: what goes between tiers, by what it can hide behind. behind: units are stepped
-            behind the backward pass.
+        carried: what goes between tiers, by what it can hide behind. in_backward: units are stepped
+            in the backward pass.
         host_bytes, nvme_bytes: over this rank's host link, and to and from NVMe, behind any
             compute: for published systems.
         hidden, micro_tokens: width of a block and tokens of a micro-batch, for a calibrated rate at
@@ -94,7 +94,7 @@ class Work:
     host_optimizer_numel: float = 0.0
     host_optimizer_bytes: float = 0.0
     carried: Sequence[Carried] = ()
-    behind: bool = False
+    in_backward: bool = False
     host_bytes: float = 0.0
     nvme_bytes: float = 0.0
     hidden: int = 0
@@ -310,7 +310,7 @@ def tier_times(work: Work, machine: Machine, room: Mapping[str, float]) -> TierT
     parts["host update"] = update
     parts["hidden behind the update"] = min(beside, update)
     waits = max(update, beside) + alone
-    if work.behind:
+    if work.in_backward:
         waits = _hide(waits, "backward", left, parts)
     waiting = min(update, waits)
     return TierTimes(io + waits - waiting, waiting, {k: v for k, v in parts.items() if v})

@@ -143,7 +143,7 @@ def traffic_of(
     calls: Mapping[str, int],
     machine: Machine,
     *,
-    kept: bool = False,
+    resident: bool = False,
     at_boundary: bool = False,
     nccl: bool = True,
 ) -> list[Traffic]:
@@ -151,11 +151,11 @@ def traffic_of(
 
     Args:
         wire, calls: payload bytes a rank sends in a step, and collectives, by move.
-        kept: whole parameters are kept (stages 0 to 2), so that gathers refresh them once, behind
+        resident: whole parameters always exist (stages 0 to 2), so that gathers refresh them once, behind
             the first forward pass.
         at_boundary: gradients are reduced behind the last backward pass only.
     """
-    gathers: Phase = "first forward" if kept else "both"
+    gathers: Phase = "first forward" if resident else "both"
     sums: Phase = "last backward" if at_boundary else "backward"
     kinds: tuple[tuple[str, bool, float, Phase], ...] = (
         ("all-gather", True, 1, gathers),

@@ -13,7 +13,8 @@ from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.storage import Storage, refuse_written
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 
 class EncodedIntervals:
@@ -69,7 +70,7 @@ class EncodedStorage(Storage):
         self.codec, self.intervals = codec, EncodedIntervals(flat, codec)
 
     def build(self, device: torch.device) -> torch.Tensor:
-        self.payload = torch.empty(self.flat.spec.kept_bytes, dtype=torch.uint8, device=device)
+        self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
     def bound(self, first: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
 """Gathers whose bytes travel encoded (qwZ, ZeRO++; frozen weights that rest encoded).
 
-Each rank's interval is encoded once after a step, moved and kept as bytes, and decoded into the
+Each rank's interval is encoded once after a step, moved and cached as bytes, and decoded into the
 flat buffer behind the last hop. Every rank decodes its own interval too, so that all compute with
 the same values.
 
-| class                    | bytes are kept of         | they travel                                      |
+| class                    | bytes are cached of       | they travel                                      |
 |--------------------------|---------------------------|--------------------------------------------------|
 | `EncodedGather`          | what this rank owns       | among all owners                                  |
 | `EncodedSecondaryGather` | the shard of its group    | between groups once after a step, then inside     |
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
 from onefold.memory import GATHERED, Pool
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
@@ -38,13 +38,13 @@ class EncodedGather(Gather):
         self.intervals, self.pool = EncodedIntervals(flat, codec), pool
 
     @property
-    def kept(self) -> tuple[int, int]:
-        """Where in the bytes of the whole those that are kept begin and end."""
-        return self.intervals.bytes_of(self.flat.owned)
+    def place_of_cached(self) -> slice:
+        """Where the cached bytes lie in those of the whole."""
+        return slice(*self.intervals.bytes_of(self.flat.owned))
 
     def build(self, device: torch.device) -> None:
-        nbytes = self.flat.spec.kept_bytes
-        self.secondary = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        nbytes = self.flat.spec.cached_bytes
+        self.cached = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(
         self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
@@ -63,18 +63,16 @@ class EncodedGather(Gather):
         place: CollectiveContext,
     ) -> Pending:
         """Bring the bytes of the whole into `coded`."""
-        kept, mine = self.secondary, coded[slice(*self.kept)]
-        assert kept is not None
+        cached, mine = self.cached, coded[self.place_of_cached]
+        assert cached is not None
         if self.fresh:
-            mine.copy_(kept)
+            mine.copy_(cached)
         else:
             put()
             self.encode(full, coded)
-            kept.copy_(mine)
+            cached.copy_(mine)
             self.fresh = True
-        return self.flat.owners_group.all_gather(
-            coded, place, self.flat.index, plain=full.numel() * full.element_size()
-        )
+        return self.all_gather(self.flat.owners_group, coded, place)
 
     def encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
         """What this rank owns, interval by interval: each is encoded by itself, so that the bytes
@@ -83,13 +81,22 @@ class EncodedGather(Gather):
         a, b = self.flat.owned
         self.intervals.encode(full[a:b], coded[slice(*self.intervals.bytes_of((a, b)))])
 
+    def all_gather(self, group: Group, coded: torch.Tensor, place: CollectiveContext) -> Pending:
+        """The bytes of the whole, or of a shard, among the ranks that have a part of them each. The
+        ledger hears of those that they were encoded from.
+        """
+        flat = self.flat
+        whole = flat.layout.numel * flat.dtypes.compute.itemsize
+        plain = whole * coded.numel() // flat.spec.coded_bytes
+        return group.all_gather(coded, place, flat.index, plain=plain)
+
 
 class EncodedSecondaryGather(EncodedGather):
-    """The bytes of the group's shard are kept on this rank (qwZ with hpZ)."""
+    """The bytes of the group's shard are cached on this rank (qwZ with hpZ)."""
 
     @property
-    def kept(self) -> tuple[int, int]:
-        return self.intervals.bytes_of(self.flat.shard)
+    def place_of_cached(self) -> slice:
+        return slice(*self.intervals.bytes_of(self.flat.shard))
 
     def send(
         self,
@@ -98,27 +105,24 @@ class EncodedSecondaryGather(EncodedGather):
         put: Callable[[], None],
         place: CollectiveContext,
     ) -> Pending:
-        flat, group, kept = self.flat, self.flat.group, self.secondary
-        mine, plain = coded[slice(*self.kept)], full.numel() * full.element_size()
-        assert kept is not None
+        group, cached, mine = self.flat.group, self.cached, coded[self.place_of_cached]
+        assert cached is not None
         if self.fresh:
-            mine.copy_(kept)
-            return group.intra_group.all_gather(coded, place, flat.index, plain=plain)
+            mine.copy_(cached)
+            return self.all_gather(group.intra_group, coded, place)
         put()
         self.encode(full, coded)
         self.fresh = True
-        shard_plain = plain * group.topology.outer // group.size
-        between = group.inter_group.all_gather(mine, place, flat.index, plain=shard_plain)
 
         def keep() -> Pending:
-            kept.copy_(mine)
-            return group.intra_group.all_gather(coded, place, flat.index, plain=plain)
+            cached.copy_(mine)
+            return self.all_gather(group.intra_group, coded, place)
 
-        return Chain(group, between, keep)
+        return Chain(group, self.all_gather(group.inter_group, mine, place), keep)
 
 
 class EncodedRestGather(EncodedGather):
-    """Masters rest encoded: their bytes are what travels, and nothing else is kept."""
+    """Masters rest encoded: their bytes are what travels, and nothing is cached."""
 
     def __init__(self, flat: Flat, storage: EncodedStorage, pool: Pool) -> None:
         super().__init__(flat, storage.codec, pool)
@@ -138,10 +142,8 @@ class EncodedRestGather(EncodedGather):
         put: Callable[[], None],
         place: CollectiveContext,
     ) -> Pending:
-        coded[slice(*self.kept)].copy_(self.storage.payload)
-        return self.flat.owners_group.all_gather(
-            coded, place, self.flat.index, plain=full.numel() * full.element_size()
-        )
+        coded[self.place_of_cached].copy_(self.storage.payload)
+        return self.all_gather(self.flat.owners_group, coded, place)
 
 
 class Decoded(Pending):

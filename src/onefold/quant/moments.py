@@ -33,7 +33,8 @@ from onefold.quant.bf16_rounding import key_of, to_bf16
 from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.stand_ins import groups_of, only, raw_step
 
 #: Elements stepped at a time: on a CPU what is unpacked of them stays in the cache, a device wants
@@ -95,7 +96,7 @@ def torchao_format(optimizer: Optimizer) -> Format | None:
     return None
 
 
-def rests(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
+def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
     """How `optimizer` keeps the moments of the parameters of `flat`; None if as it makes them
     itself.
 

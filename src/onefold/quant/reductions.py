@@ -65,11 +65,24 @@ class EncodedReduce(Reduce):
         if group.native and set(used) == {each}:
             even, rows = group.cut([each] * group.size), into.view(group.size, each)
             sending.pending = group.scatter_parts(
-                sent, even, rows, place, self.flat.index, place.move, plain=plain[group.rank]
+                sent,
+                even,
+                rows,
+                place,
+                self.flat.index,
+                place.move,
+                plain[group.rank],
+                r.run,
             )
         else:
             sending.pending = group.exchange(
-                sends, recvs, place, self.flat.index, move=place.move, plain=plain
+                sends,
+                recvs,
+                place,
+                self.flat.index,
+                move=place.move,
+                plain=plain,
+                addresses=r.run,
             )
         return sending
 

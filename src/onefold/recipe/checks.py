@@ -137,7 +137,7 @@ def _check_tiers(recipe: Recipe) -> None:
         )
     if recipe.step_in_backward and o is Tier.DEVICE:
         raise ValueError(
-            "step_in_backward=True steps offloaded states behind the backward pass;"
+            "step_in_backward=True steps offloaded states in the backward pass;"
             " offload_optimizer says where they are."
         )
 

@@ -425,7 +425,7 @@ class Recipe:
             amount = share if budget is None else f"{budget:,} bytes of states a rank"
             tail.append(f"{amount} off the device, the last units first")
         if self.step_in_backward:
-            tail.append("offloaded units stepped behind the backward pass")
+            tail.append("offloaded units stepped in the backward pass")
         if (room := self.offload_activations) is not None:
             most = "" if room >= UNLIMITED else f" up to {room:,} bytes"
             tail.append(f"activations on the host{most}")

@@ -451,7 +451,7 @@ OPTIONS: Mapping[str, Option] = {
          "Round moments and masters to bf16 up or down by chance, right on average.", _TRAIN),
         ("rounding_seed", int, 0, _whole(-math.inf, math.inf, "a whole number"), "Seed of that chance.", ()),
         ("step_in_backward", bool, False, _switch,
-         "Step offloaded units behind the backward pass; nothing may look at gradients before the step.", _BOTH),
+         "Step offloaded units in the backward pass; nothing may look at gradients before the step.", _BOTH),
     ),
     **_table(
         ENGINE,

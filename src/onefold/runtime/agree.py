@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.comm.group import alike, both
+from onefold.comm.messages import alike, both
 from onefold.memory.tier_error import TierError
 from onefold.runtime.unit import at_the_turn
 

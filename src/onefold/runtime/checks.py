@@ -15,7 +15,7 @@ from onefold.runtime.parameter import WRAPPED
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.entry import Entry
 
 _MODULES_A_PASS = 64
 

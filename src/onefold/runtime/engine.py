@@ -6,7 +6,7 @@
     forward hook of a unit         show the optimizer's parameters again, release
     gradient of a parameter        copy into the unit's buffer; unit complete → reduce behind the rest of backward
     end of backward                land the reductions, agree on what was used, set `.grad`, release everything
-    optimizer step                 works on `.grad` and master weights that are this rank's; kept copies become stale
+    optimizer step                 works on `.grad` and master weights that are this rank's; resident copies become stale
     next forward                   stale copies are gathered behind the first units
 
 The engine holds no strong reference to the module: modules → hooks → engine, never back. When the
@@ -16,7 +16,6 @@ module dies the engine closes.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -26,34 +25,37 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group
-from onefold.layout import Dtypes, Tiers, grouped_as, round_up
+from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
 from onefold.runtime import differentiate, functional
-from onefold.runtime.agree import agree_and_finish, agree_on_failure
+from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.backward import end_backward, reset
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Capabilities
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
+from onefold.runtime.entry import Entry
 from onefold.runtime.escaping import copied_out
-from onefold.runtime.flat import Entry, Flat, declared_dtype
+from onefold.runtime.flat import Flat
 from onefold.runtime.forward_writes import keep_writes
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
-from onefold.runtime.placement import leaving, rests_encoded
+from onefold.runtime.placement import offloaded_units
 from onefold.runtime.progress import Progress, Resources
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.refresh import refresh
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.stale import all_written, look_at, look_for_writes
+from onefold.runtime.trained import follow_trainable, follow_trainable_of
 from onefold.runtime.transfers import Transfers
-from onefold.runtime.unit import State, Unit
+from onefold.runtime.unit import State, Unit, bind
 from onefold.runtime.units import UnitSpec
 from onefold.runtime.unreduced import (
-    follow_runs,
     gradient_bytes,
     show_unreduced,
     take_unreduced,
@@ -108,12 +110,12 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
-        away = leaving(specs, recipe, self.world_size)
+        offloaded = offloaded_units(specs, recipe, self.world_size)
         self.transfers = Transfers(recipe, self.rank, device, memory, capabilities.store)
         self.pool = Pool(
             device,
             self.memory,
-            paged=bool(away) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
+            paged=bool(offloaded) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
         )
         self.residuals = Residuals(self)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
@@ -122,8 +124,7 @@ class Engine:
         self.resources = Resources(
             recipe, self.group, self.memory, self.pool, self.transfers, self.progress
         )
-        self._of_units, self._more_flats = len(specs) * 8, 0
-        self.units = [self._unit(index, spec, index in away) for index, spec in enumerate(specs)]
+        self.units = bind(specs, self, offloaded)
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
@@ -166,35 +167,6 @@ class Engine:
         self.copying: Callable[[], None] | None = None
         self.steps = capabilities.step(self)
 
-    def _unit(self, index: int, spec: UnitSpec, away: bool) -> Unit:
-        groups: dict[tuple[torch.dtype, bool, bool], list[Any]] = {}
-        for found in spec.found:
-            like, trainable = (
-                grouped_as(declared_dtype(found.param), self.recipe),
-                found.param.requires_grad,
-            )
-            groups.setdefault((like, trainable, rests_encoded(found, self.recipe)), []).append(
-                found
-            )
-        flats = [
-            Flat(
-                spec.name or "(root)", found, Dtypes.of(declared_dtype(found[0].param), trainable, self.recipe),
-                self._number(index, i), self,
-                Tiers.of(trainable, self.recipe) if away and not encoded else None, encoded,
-            )
-            for i, ((_, trainable, encoded), found) in enumerate(groups.items())
-        ]  # fmt: skip
-        return Unit(spec.name, index, spec.module, flats)
-
-    def _number(self, unit: int, flat: int) -> int:
-        """The number of a unit's flat buffer: of its own eight, or, where a unit has more kinds of
-        parameters, behind all units'.
-        """
-        if flat < 8:
-            return unit * 8 + flat
-        self._more_flats += 1
-        return self._of_units + self._more_flats
-
     def start(self) -> None:
         """Everything is bound: create what works on it."""
         self.gather = Gatherer(
@@ -216,7 +188,7 @@ class Engine:
         root = self.units[0].module()
         assert root is not None
         self.structure = Structure(root, self.entries)
-        self.follow_trainable()
+        follow_trainable(self.reduce)
         for unit in self.units:
             for flat in unit.flats:
                 for tier, held in flat.storage.resting_bytes().items():
@@ -380,7 +352,7 @@ class Engine:
 
     def _begin_pass(self, is_root: bool) -> None:
         if self.progress.backward_open:  # a backward pass raised and never came to its end
-            self.reset()
+            reset(self)
         self.unset.look(self)
         self.is_root_pass, self.raised_in = is_root, None
         self.progress.graded = torch.is_grad_enabled()
@@ -398,7 +370,7 @@ class Engine:
         look_for_writes(self)  # by what was trainable when the optimizer stepped
         # A look in between (a reference pass with adapters off) leaves open graphs as they are
         if torch.is_grad_enabled() or self.progress.open_graphs == 0:
-            self.follow_trainable()
+            follow_trainable(self.reduce)
         if torch.is_grad_enabled() and self.progress.open_graphs == 0 and not self.outside_graphs:
             for u in self.units:
                 u.calls = 0
@@ -406,7 +378,7 @@ class Engine:
             self.buffers.tensors()  # it refuses parts, while nothing is on its way yet
         self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
         self.gather.begin_forward(self.is_root_pass)
-        self.gather.refresh()
+        refresh(self.gather)
         if self.is_root_pass:
             self.buffers.before_pass(self)
             self.unset.remember()
@@ -452,7 +424,7 @@ class Engine:
         """
         # A backward pass raised and never came to its end
         if self.progress.backward_open and not in_autograd():
-            self.reset()
+            reset(self)
         if not self.outside_graphs:
             self.outside_graphs = True
             check_in_place(self)
@@ -460,7 +432,7 @@ class Engine:
             look_for_writes(self)
         else:
             look_at(self, unit)
-        self.follow_trainable_of(unit)
+        follow_trainable_of(self.reduce, unit)
         if unit.resident and unit.state is State.STALE:
             self.gather.launch(unit)
         unit.calls += 1
@@ -513,32 +485,8 @@ class Engine:
 
     # -- between steps -----------------------------------------------------------------------------
 
-    def follow_trainable(self) -> None:
-        """Take over `requires_grad` as the user has set it, and listen to the gradients of what is
-        trainable.
-        """
-        for unit in self.units:
-            self.follow_trainable_of(unit)
-
-    def follow_trainable_of(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            if flat.unsharded:
-                continue
-            before, there = flat.runs, flat.refresh_active(self.reduce.shows)
-            if flat.runs != before:
-                follow_runs(self.reduce, flat)
-            if not there or flat.hooked:
-                continue
-            flat.hooked = True
-            for entry in flat.entries:
-                if entry.active and not entry.hooked:
-                    entry.hooked = True
-                    entry.compute.register_post_accumulate_grad_hook(
-                        _arrival(weakref.ref(self), weakref.ref(entry))
-                    )
-
     def make_stale(self) -> None:
-        """The masters have been written to: every kept copy is out of date."""
+        """The masters have been written to: every resident copy is out of date."""
         all_written(self)
 
     def optimizer_is_stepping(self) -> None:
@@ -620,78 +568,12 @@ class Engine:
                 if not self.progress.differentiating:
                     self.reduce.begin_backward()
                 self.spans.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(end_backward, self))
         elif accumulates and self.progress.differentiating:
             # The gradients of a re-entrant checkpoint, which nothing had announced
             self.progress.differentiating = False
             self.gather.foresee_backward()
             self.reduce.begin_backward()
-
-    def _end_differentiating(self) -> None:
-        """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to
-        reduce, nothing to agree on.
-        """
-        self.progress.backward_open = self.progress.differentiating = False
-        if not self.progress.creates_graph:
-            self._close_graphs()
-        self.reached.clear()
-        self.gather.end_backward()
-        self.activations.end_backward()
-        self.memory.look()
-
-    def _close_graphs(self) -> None:
-        """The backward pass has used up the graphs of the passes that it came to; of one pass, if
-        none was noticed.
-        """
-        closed = [p for p in dict.fromkeys(self.reached) if p.open]
-        for each in closed:
-            each.open = False
-        self.progress.open_graphs = max(
-            0, self.progress.open_graphs - (len(closed) if self.reached else 1)
-        )
-        self.progress.root_graphs = max(
-            0, self.progress.root_graphs - (sum(p.of_root for p in closed) if self.reached else 1)
-        )
-        self.reached.clear()
-
-    def _end_backward(self) -> None:
-        with disable_torch_function(), torch.no_grad():
-            if self.progress.differentiating:
-                self._end_differentiating()
-                return
-            self.reduce.collect()
-            self.gather.join_rest_of_backward()
-            used = self.reduce.used
-            if used and not self.progress.deferring:
-                self.reduce.launch_rest()
-                agree_and_finish(self, used)
-                self.progress.step += 1
-                self.reduced_since_gather = True
-            self.outside_graphs = False
-            if used:
-                self._close_graphs()
-            if self.progress.deferring or self.progress.holding:
-                show_unreduced(self.reduce)
-            self.steps.join()
-            self.progress.backward_open = False
-            self.gather.end_backward()
-            self.activations.end_backward()
-            self.transfers.down.wait()  # what the user finds in `.grad` is there
-            self.memory.look()
-            self.transfers.host.look()
-            for unit in self.units:
-                unit.waiting = set()
-
-    def reset(self) -> None:
-        """Clean up after a forward or backward pass that raised."""
-        if not self.progress.differentiating:
-            self.reduce.drop()
-        self.progress.backward_open = self.progress.differentiating = False
-        self.progress.open_graphs = self.progress.root_graphs = 0
-        self.reached.clear()
-        self.outside_graphs = False
-        self.gather.end_backward()
-        self.activations.end_backward()
 
     # -- other -------------------------------------------------------------------------------------
 
@@ -722,11 +604,3 @@ class Engine:
         ]
         lines += [f"  {u.name:40} {u.numel:>14,} elements" for u in self.units]
         return "\n".join(lines)
-
-
-def _arrival(engine: weakref.ref[Engine], entry: weakref.ref[Entry]) -> Any:
-    def hook(_: torch.Tensor) -> None:
-        if (e := engine()) is not None and (x := entry()) is not None and not e.closed:
-            e.reduce.arrived(x)
-
-    return hook

@@ -33,9 +33,9 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
-from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
-from onefold.recipe.moments import grain_of, items_of, packed
+from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, overlap
 from onefold.runtime import gradient_hooks
+from onefold.runtime.entry import Entry, Whole, point
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
 from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
@@ -46,14 +46,6 @@ from onefold.runtime.units import Found
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
     from onefold.runtime.reductions import Reduce
-
-
-def declared_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype that a parameter was given to `shard()` in. Inside `onefold.unsharded` it is in
-    master precision for a while.
-    """
-    handed_out, declared = param.__dict__.get("_onefold_dtypes", (None, param.dtype))
-    return declared if param.dtype == handed_out else param.dtype
 
 
 @dataclass(frozen=True)
@@ -69,118 +61,6 @@ class Shares:
     sizes: tuple[int, ...]
     here: tuple[Entry, ...]
     elsewhere: tuple[Entry, ...]
-
-
-class Whole(nn.Parameter):
-    """A whole parameter as its module sees it in a forward pass. What is written through `.data`
-    leaves no other trace, so from the first look at it on, the end of each forward pass compares
-    (runtime/forward_writes.py).
-    """
-
-    @property
-    def data(self) -> torch.Tensor:
-        seen = self.__dict__.get("_onefold_entry")
-        if seen is not None and (entry := seen()) is not None:
-            entry.flat.written_in_forward = True
-        return _DATA.__get__(self)
-
-    @data.setter
-    def data(self, value: torch.Tensor) -> None:
-        seen = self.__dict__.get("_onefold_entry")
-        if seen is not None and (entry := seen()) is not None:
-            entry.flat.written_in_forward = True
-        _DATA.__set__(self, value)
-
-
-_DATA: Any = torch.Tensor.data
-point: Any = _DATA.__set__  # (whole, tensor): the engine's own way, which is no write
-
-
-class Entry:
-    """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass
-    sees, `places` who refers to it.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "active",
-        "compute",
-        "declared",
-        "engine",
-        "filled",
-        "flat",
-        "graded_elsewhere",
-        "hooked",
-        "index",
-        "last_write",
-        "names",
-        "number",
-        "only_place",
-        "param",
-        "part",
-        "places",
-        "post_hooks",
-        "released",
-        "seen_version",
-        "slot",
-        "small",
-        "unreduced",
-    )  # fmt: skip
-
-    def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
-        self.slot, self.index, self.names = slot, index, found.names
-        # What it is of the parameter that leaves the process: all of it, or the elements of one
-        # tile
-        self.part = found.part
-        # The modules' own dictionaries rather than the modules: a model must not be kept alive by
-        # its engine.
-        self.places = [
-            (m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None)
-            for m, a in found.places
-        ]
-        one = len(self.places) == 1 and self.places[0][2] is None
-        # The common case: one module refers to it, and keeps no list besides
-        self.only_place = self.places[0][:2] if one else None
-        self.flat, self.engine = flat, weakref.ref(engine)
-        self.param = found.param
-        self.compute: nn.Parameter = found.param
-        self.released: torch.Tensor | None = None
-        self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
-        self.filled = self.hooked = False
-        self.post_hooks: Any = None  # the user's, as a backward pass found them
-        self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
-        self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
-        # This rank owns nothing of it, and those that do have a gradient
-        self.graded_elsewhere = False
-        # What `.grad` shows of a gradient that is not reduced yet
-        self.unreduced: torch.Tensor | None = None
-        self.number = 0  # among all entries of the engine
-        self.last_write = 0  # the last write to its master, see runtime/write_counters.py
-
-    def accounted(self, position: int | None = None) -> tuple[int, int]:
-        """The elements, counted from the first, that this rank (or that at `position`) answers
-        for: each element of the model on exactly one rank.
-        """
-        flat = self.flat
-        a, b = flat.layout.local(self.slot, flat.rank if position is None else position)
-        return a - self.slot.start, b - self.slot.start
-
-    def held(self, position: int | None = None) -> tuple[int, int]:
-        """The elements, counted from the first, that the optimizer of this rank (or of that at
-        `position`) steps; also what other ranks' optimizers step as well.
-        """
-        flat = self.flat
-        owned = flat.owned if position is None else flat.owned_by(position)
-        a, b = overlap((self.slot.start, self.slot.end), owned)
-        return a - self.slot.start, b - self.slot.start
-
-    def outside(self, x: int, y: int, key: str = "") -> tuple[tuple[int, ...], int, int]:
-        """Elements [x, y) as the parameter is known outside, of which a tile is a part: the whole
-        shape of it (or of its state `key`), and the interval.
-        """
-        grain, part = grain_of(key), self.part
-        shape = part.shape if packed(key) is None else (-(-part.numel // grain),)
-        return shape, *items_of(part.first + x, part.first + y, grain)
 
 
 class Flat:
@@ -258,10 +138,10 @@ class Flat:
         # The module writes to its parameters, see runtime/forward_writes.py
         self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        # Of a kept copy: what the masters' version counters said; masters were written to since
+        # Of a resident copy: what the masters' version counters said; masters were written to since
         self.versions, self.stale = 0, False
         self.last_step = 0  # the last write by a step that was looked at, see runtime/stale.py
-        self.refreshed = 0  # of a kept copy: how many writes to masters it has followed
+        self.refreshed = 0  # of a resident copy: how many writes to masters it has followed
 
     @property
     def divided(self) -> bool:

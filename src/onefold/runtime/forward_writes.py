@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.memory import storage_of
-from onefold.runtime.flat import point
+from onefold.runtime.entry import point
 from onefold.runtime.storage import refuse_written
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.unit import Unit
 
 #: Passes in which parts are compared with masters.

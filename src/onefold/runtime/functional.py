@@ -12,7 +12,7 @@ import torch
 from onefold.runtime.differentiate import TRANSFORMS
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.entry import Entry
     from onefold.runtime.unit import Unit
 
 

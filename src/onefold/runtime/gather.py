@@ -11,12 +11,6 @@ its way (and drops the result), so ranks may differ in which units they use as l
 forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do
 the same.
 
-[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that
-autograd saves and that lies in a gathered buffer is saved as a handle (unit, offset, sizes).
-Unpacking it in backward gathers the unit if it is not here. So a unit is released after its forward
-pass whatever the model's outputs look like, backward finds its parameters however it comes to them,
-and a unit whose backward reads no parameter (an embedding) is not gathered again.
-
 [Note: units at the turn] The backward pass begins with the unit that the forward pass used last and
 the units that enclose it, so these stay gathered in between. Which they are is known with the agreed
 order (`at_the_turn` in runtime/unit.py), after the first step, so that step releases them too. Every
@@ -31,32 +25,27 @@ then. A part of the graph does not count: ranks may drop different outputs.
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.memory import GATHERED, nbytes_of, storage_of
+from onefold.memory import GATHERED, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import Beside
+from onefold.runtime.handles import saving
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import written
-from onefold.runtime.recomputation import is_checkpoint
+from onefold.runtime.order import Cursor, backwards
+from onefold.runtime.parameter_values import written
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
     from onefold.runtime.progress import Resources
-
-
-#: Kept copies of so few bytes are refreshed together, in one message.
-SMALL = 64 << 10
 
 
 class Recorded:
@@ -65,61 +54,6 @@ class Recorded:
     """
 
     __slots__ = ("__weakref__",)
-
-
-class Cursor:
-    """A walk along an agreed order of unit indices.
-
-    Units before `at` have been gathered, some of them ahead; those before `used` have had their
-    turn.
-    """
-
-    def __init__(self, order: list[int]) -> None:
-        self.order, self.at, self.used = order, 0, 0
-
-    def reach(self, index: int) -> list[int]:
-        """Walk to just behind the next `index`; the indices passed over. Stay if it does not
-        come.
-        """
-        try:
-            there = self.order.index(index, self.at)
-        except ValueError:
-            return []
-        passed, self.at = self.order[self.at : there], there + 1
-        return passed
-
-    def use(self, index: int) -> list[int]:
-        """The turn of `index`, which has been gathered; the indices that had theirs meanwhile and
-        did not take it. None if the order does not have it here.
-        """
-        if index not in self.order[self.used : self.at]:
-            return []
-        there = self.order.index(index, self.used)
-        skipped, self.used = self.order[self.used : there], there + 1
-        return skipped
-
-    def next(self) -> int | None:
-        return self.order[self.at] if self.at < len(self.order) else None
-
-    def rest(self) -> list[int]:
-        rest, self.at = self.order[self.at :], len(self.order)
-        return rest
-
-
-class Handle:
-    """What autograd keeps instead of a view into a gathered buffer."""
-
-    __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
-
-    def __init__(self, watch: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
-        self.watch, self.unit, self.flat = watch, unit, flat
-        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
-        unit.handles += 1
-
-    def __del__(self) -> None:
-        self.unit.handles -= 1
-        if self.unit.handles == 0 or self.unit.looks_up_only:
-            self.watch.maybe_release(self.unit)
 
 
 class Gatherer:
@@ -151,7 +85,7 @@ class Gatherer:
         self.sharded = [u for u in self.units if not u.resident]
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
-        self.backward_order = _backwards([u for u in foreseen if not u.forward_only])
+        self.backward_order = backwards([u for u in foreseen if not u.forward_only])
         self.kept_at_turn: frozenset[int] = frozenset()  # see [Note: units at the turn]
         # Those of them that wait for their backward pass: index -> writes to their masters until
         # then
@@ -161,6 +95,7 @@ class Gatherer:
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
         self.backward_cursor: Cursor | None = None
+        self.held_back = False  # a unit waits to be passed by, see `pass_by`
         self.unwanted: list[Unit] = []
         self.here: dict[int, Unit] = {}  # gathered, or on their way; by index
         # A unit of this pass was released although the recipe keeps them: a re-entrant checkpoint
@@ -196,7 +131,7 @@ class Gatherer:
             self.forward_log = []
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
-                self._hooks = self.saving()
+                self._hooks = saving(self)
                 self._hooks.__enter__()
 
     def end_forward(self, is_root: bool, aborted: bool) -> None:
@@ -215,7 +150,7 @@ class Gatherer:
         keep = self._keeps and not aborted
         for unit in self.sharded:
             unit.sticky = False
-            if turns and unit.index in self.kept_at_turn and not unit.away:
+            if turns and unit.index in self.kept_at_turn and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
                 unit.claimed = False
                 self.awaiting_backward[unit.index] = _writes(unit)
@@ -238,12 +173,12 @@ class Gatherer:
     def gather_kept(self) -> None:
         """Launch the gather of what stays and is not here."""
         for unit in self.sharded:
-            if unit.index in self.kept_gathered and unit.away:
+            if unit.index in self.kept_gathered and unit.ungathered:
                 self.launch(unit)
 
     def release_kept(self) -> None:
         for unit in self.sharded:
-            if unit.index in self.kept_gathered and not unit.away and not unit.depth:
+            if unit.index in self.kept_gathered and not unit.ungathered and not unit.depth:
                 self.release(unit)
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
@@ -268,7 +203,7 @@ class Gatherer:
         self.awaited_pass = weakref.ref(recorded, gone) if self.awaiting_backward else None
 
     def begin_backward(self) -> None:
-        self.backward_log = []
+        self.backward_log, self.held_back = [], False
         self.backward_cursor = None
         for index, writes in sorted(self.awaiting_backward.items()):
             # This backward pass computes with the new values, as with those of other units
@@ -285,7 +220,7 @@ class Gatherer:
         order = [
             index
             for index in self.backward_order
-            if self.units[index].away or index in self.awaiting_backward
+            if self.units[index].ungathered or index in self.awaiting_backward
         ]
         self.backward_cursor = Cursor(order) if self.progress.root_graphs else None
 
@@ -332,14 +267,16 @@ class Gatherer:
             # Recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers
             # it when it comes to it
             cursor = None
-        if unit.away or (backward and unit.index in self.awaiting_backward):
+        passed: list[Unit] = []
+        if unit.ungathered or (backward and unit.index in self.awaiting_backward):
             passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
             for other in passed:
                 self.join(other)
-            if unit.away:
+            if unit.ungathered:
                 self.launch(unit)
-            if backward and passed:
-                self.passed_over([u for u in passed if not u.encloses(unit)])
+        if backward and (passed or self.held_back):
+            self.held_back = False
+            self.passed_over([u for u in passed if not u.encloses(unit)])
         self.wait(unit)
         if not unit.claimed:
             unit.claimed = True
@@ -365,7 +302,7 @@ class Gatherer:
             if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
                 break
             cursor.at += 1
-            if unit.away:
+            if unit.ungathered:
                 self.launch(unit)
                 ahead += 1
         # A disk is slower than the wire: it is asked for one unit more
@@ -377,7 +314,7 @@ class Gatherer:
         """Take part in a gather that other ranks may need. See [Note: every rank joins every
         gather].
         """
-        if unit.away:
+        if unit.ungathered:
             self.launch(unit)
             self.unwanted.append(unit)
         elif (
@@ -392,7 +329,9 @@ class Gatherer:
         joined = {u.index for u in self.unwanted}
         stay = joined | self.staying
         ahead = [
-            u for u in units if not (u.claimed or u.away or u.index in stay or using.encloses(u))
+            u
+            for u in units
+            if not (u.claimed or u.ungathered or u.index in stay or using.encloses(u))
         ]
         for unit in ahead:
             self.awaiting_backward.pop(unit.index, None)
@@ -400,14 +339,25 @@ class Gatherer:
         if backward and ahead:
             self.passed_over([u for u in ahead if not u.encloses(using)])
 
-    def pass_by(self, unit: Unit) -> None:
+    def pass_by(self, unit: Unit) -> bool:
         """This rank does not use the unit in this backward pass and is about to wait for the ranks
         that do: join their gather first.
+
+        False if a unit that this rank is going to use comes before it: frozen units give no
+        gradient to wait for, so a turn can come ahead of the pass. Joined now, that unit would be
+        dropped before its use. `passed_over` is called again when the pass has come further.
         """
         cursor = self.backward_cursor
-        if cursor is not None and unit.index in cursor.order[cursor.at :]:
-            for index in (*cursor.reach(unit.index), unit.index):
-                self.join(self.units[index])
+        if cursor is None or unit.index not in cursor.order[cursor.at :]:
+            return True
+        there = cursor.order.index(unit.index, cursor.at)
+        before = [self.units[index] for index in cursor.order[cursor.at : there]]
+        if any(u.calls and u.index not in self.backward_log for u in before):
+            self.held_back = True
+            return False
+        for index in (*cursor.reach(unit.index), unit.index):
+            self.join(self.units[index])
+        return True
 
     def _reap(self, inside: Unit | None) -> None:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in
@@ -423,7 +373,7 @@ class Gatherer:
             if inside is not None and (u.encloses(inside) or inside.encloses(u))
         ]
         for unit in self.unwanted:
-            if not unit.claimed and not unit.away and unit not in around:
+            if not unit.claimed and not unit.ungathered and unit not in around:
                 self.release(unit)
         self.unwanted = around
 
@@ -447,15 +397,15 @@ class Gatherer:
             if flat.resident and not flat.stale:
                 continue
             flat.stale = False
-            full = self._buffer(unit, flat)
+            full = self.buffer_of(unit, flat)
             beside = self.beside if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(full, partial(self._put, flat, full), place, beside)
+            under_way = flat.gather.start(full, partial(self.put, flat, full), place, beside)
             if under_way is not None:
                 unit.pending.append(under_way)
             if beside is not nullcontext:
                 unit.arriving.append(self.transfers.up.mark())
 
-    def _put(self, flat: Flat, full: torch.Tensor) -> None:
+    def put(self, flat: Flat, full: torch.Tensor) -> None:
         """This rank's masters into their place in the whole.
 
         Where ranks wait for each other a disk that fails must not stop one of them alone: it goes
@@ -468,7 +418,7 @@ class Gatherer:
                 raise
             self.progress.failed(error)
 
-    def _buffer(self, unit: Unit, flat: Flat) -> torch.Tensor:
+    def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Where the whole of `flat` is, or will be."""
         if flat.full is None:
             flat.full = self.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
@@ -482,7 +432,7 @@ class Gatherer:
             return
         unit.move(State.FETCHING, self.progress.step)
         for flat in wanted:
-            self._buffer(unit, flat)
+            self.buffer_of(unit, flat)
             flat.storage.fetch()
 
     def wait(self, unit: Unit) -> None:
@@ -569,108 +519,7 @@ class Gatherer:
         ):
             self.release(unit)
 
-    # -- kept copies -------------------------------------------------------------------------------
-
-    def refresh(self) -> None:
-        """Launch the gather of every kept copy that an optimizer step left behind, in the order of
-        use; small ones, which come first, in one message.
-        """
-        stale = [unit for unit in self.units if unit.resident and unit.state is State.STALE]
-        together = self._small(stale)
-        if len(together) > 1:
-            self._launch_together(together)
-        for unit in stale:
-            if unit.state is State.STALE:
-                self.launch(unit)
-
-    def _small(self, units: list[Unit]) -> list[Unit]:
-        """Those of `units` whose gathers go in one message. Their bytes lie twice in memory until
-        the first of them is used: no more of them than small reductions may have under way.
-        """
-        recipe, chosen, nbytes = self.recipe, [], 0
-        if not (recipe.overlap and recipe.in_flight and self.beside is nullcontext):
-            return []
-        one: torch.dtype | None = None
-        for unit in units:
-            flats = [flat for flat in unit.flats if flat.stale]
-            one = one or flats[0].dtypes.compute
-            size = sum(flat.layout.numel * one.itemsize for flat in flats)
-            if (
-                size <= SMALL
-                and nbytes + size <= 3 * SMALL_TRAFFIC
-                and all(flat.dtypes.compute == one and flat.gather.plain for flat in flats)
-                and all(flat.owners_group.joins_messages for flat in flats)
-            ):
-                chosen.append(unit)
-                nbytes += size
-        return chosen
-
-    def _launch_together(self, units: list[Unit]) -> None:
-        fulls, places, numbers = [], [], []
-        for unit in units:
-            unit.move(State.GATHERING, self.progress.step)
-            place = self.progress.context("all-gather", unit.name)
-            for flat in unit.flats:
-                if not flat.stale:
-                    continue
-                flat.stale = False
-                full = self._buffer(unit, flat)
-                self._put(flat, full)
-                fulls.append(full)
-                places.append(place)
-                numbers.append(flat.index)
-        # Ranks that put different units together never take each other's bytes for their own
-        number = zlib.crc32(repr(numbers).encode())
-        nbytes = sum(nbytes_of(full) for full in fulls)
-        self.memory.add(GATHERED, nbytes)
-        group = units[0].flats[0].owners_group
-        pending = group.all_gather_together(fulls, places, number)
-        pending.then(lambda: self.memory.add(GATHERED, -nbytes))
-        for unit in units:
-            unit.pending.append(pending)
-
-    # -- saved tensors -----------------------------------------------------------------------------
-
-    def saving(self) -> saved_tensors_hooks:
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
-        outer_pack, outer_unpack = top if top else (None, None)
-        by_storage, recomputed = self.by_storage, is_checkpoint(outer_pack)
-
-        def pack(t: torch.Tensor) -> Any:
-            hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
-            if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
-                return Handle(self, *hit, t)
-            if outer_pack:
-                return outer_pack(t)
-            # A node that saves its own output must not hold the tensor that holds the node.
-            return t if t.grad_fn is None else t.detach()
-
-        def unpack(saved: Any) -> torch.Tensor:
-            if type(saved) is not Handle:
-                return outer_unpack(saved) if outer_unpack else saved
-            self.backward_event()
-            self.acquire(saved.unit, backward=True)
-            full = saved.flat.full
-            assert full is not None
-            return full.as_strided(saved.size, saved.stride, saved.offset)
-
-        return saved_tensors_hooks(pack, unpack)
-
 
 def _writes(unit: Unit) -> int:
     """How often the masters of the unit have been written to, as far as counters tell."""
     return sum(written(entry.param) for entry in unit.entries)
-
-
-def _backwards(units: list[Unit]) -> list[int]:
-    """The order in which a backward pass first comes to units registered in this order: a unit
-    around others before them (its output comes last, and with it its gradient first), the others
-    from the last to the first.
-    """
-    groups: list[list[Unit]] = []
-    for unit in units:
-        if groups and groups[-1][0].encloses(unit):
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-    return [index for head, *rest in reversed(groups) for index in (head.index, *_backwards(rest))]

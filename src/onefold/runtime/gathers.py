@@ -5,12 +5,12 @@
 |-------------------|------------------|-------------------------------------------------------------------------|
 | `LocalGather`     | here             | every rank has all masters: a copy, or nothing                           |
 | `FlatGather`      | here             | owned ── all owners ──► whole                                            |
-| `SecondaryGather` | here             | interval ── inter-group ──► shard (kept) ── intra-group ──► whole        |
+| `SecondaryGather` | here             | interval ── inter-group ──► shard (cached) ── intra-group ──► whole      |
 | `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
 
 `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in layout/topology.py). What a gather keeps until the next step (a secondary shard, or the
-own part encoded) is `fresh` while it is of the masters as they are.
+positions] in layout/topology.py). A gather may have a cached shard, which is gathered from until
+masters are written to: the secondary shard (hpZ), or the own part encoded (qwZ).
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Gather(ABC):
     Attributes:
         exact: the whole holds the masters' values, rounded to the compute dtype and no further.
         plain: one all-gather of the masters among `flat.owners_group`, and nothing else.
-        secondary: what is kept on this rank between steps to gather from; None if masters are.
-        fresh: `secondary` is of the masters as they are.
+        cached: the cached shard; None if masters are gathered from.
+        fresh: it is of the masters as they are.
     """
 
     exact: bool = True
@@ -47,11 +47,11 @@ class Gather(ABC):
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
-        self.secondary: torch.Tensor | None = None
+        self.cached: torch.Tensor | None = None
         self.fresh = False
 
     def build(self, device: torch.device) -> None:
-        """Take the memory of `secondary`."""
+        """Take the memory of the cached shard."""
 
     @abstractmethod
     def start(
@@ -63,8 +63,8 @@ class Gather(ABC):
 
     @property
     def reads_masters(self) -> bool:
-        """The next gather begins with this rank's masters, not with `secondary`."""
-        return not (self.fresh and self.secondary is not None)
+        """The next gather begins with this rank's masters, not with the cached shard."""
+        return not (self.fresh and self.cached is not None)
 
     def masters_written(self) -> None:
         """The masters have new values."""
@@ -72,8 +72,8 @@ class Gather(ABC):
 
     @property
     def resting_bytes(self) -> dict[str, int]:
-        """Bytes kept between steps, by category."""
-        return {} if self.secondary is None else {PARAMETERS: nbytes_of(self.secondary)}
+        """Bytes of the cached shard, by category."""
+        return {} if self.cached is None else {PARAMETERS: nbytes_of(self.cached)}
 
 
 class LocalGather(Gather):
@@ -100,28 +100,30 @@ class FlatGather(Gather):
 
 
 class SecondaryGather(Gather):
-    """Between groups once after a step, and inside the group from a second copy (hpZ, ZeRO++)."""
+    """Between groups once after a step, and inside the group from the secondary shard (hpZ,
+    ZeRO++).
+    """
 
     def build(self, device: torch.device) -> None:
         dtype = self.flat.dtypes.compute
-        numel = self.flat.spec.kept_bytes // dtype.itemsize
-        self.secondary = torch.empty(numel, dtype=dtype, device=device)
+        numel = self.flat.spec.cached_bytes // dtype.itemsize
+        self.cached = torch.empty(numel, dtype=dtype, device=device)
 
     def start(
         self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
     ) -> Pending:
-        flat, group, second = self.flat, self.flat.group, self.secondary
+        flat, group, cached = self.flat, self.flat.group, self.cached
         mine = full[slice(*flat.shard)]
-        assert second is not None
+        assert cached is not None
         with beside():
             if self.fresh:
-                mine.copy_(second)
+                mine.copy_(cached)
                 return group.intra_group.all_gather(full, place, flat.index)
             put()
             self.fresh = True
 
             def keep() -> Pending:
-                second.copy_(mine)
+                cached.copy_(mine)
                 return group.intra_group.all_gather(full, place, flat.index)
 
             return Chain(group, group.inter_group.all_gather(mine, place, flat.index), keep)

@@ -20,7 +20,7 @@ import torch
 from onefold.runtime.interval import ShardedParameterError
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.entry import Entry
 
 _T: Any = torch.Tensor
 _disable_torch_function = torch._C.DisableTorchFunctionSubclass

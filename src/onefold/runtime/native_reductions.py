@@ -62,7 +62,13 @@ class RowsReduce(Reduce):
         into = pool.take(room.received, wire, REDUCTION, r.unit.name)
         sending.receive_buffer = into
         sending.pending = self.group.scatter_parts(
-            sent, cut, into.view(room.rows, room.part), place, self.flat.index, place.move
+            sent,
+            cut,
+            into.view(room.rows, room.part),
+            place,
+            self.flat.index,
+            place.move,
+            addresses=r.run,
         )
         return sending
 
@@ -80,7 +86,7 @@ class BackendReduce(RowsReduce):
         sending.receive_buffer = into
         mean = self.flat.early_scale == 1
         sending.pending = self.group.reduce_scatter(
-            sent, cut, into, place, self.flat.index, place.move, mean
+            sent, cut, into, place, self.flat.index, place.move, mean, r.run
         )
         return sending
 
@@ -97,7 +103,7 @@ class BackendAllReduce(Reduce):
         self.memory.add(GRADIENTS, nbytes_of(total))
         sending.total = total
         sending.pending = self.flat.group.all_reduce(
-            total, place, self.flat.index, self.flat.early_scale == 1
+            total, place, self.flat.index, self.flat.early_scale == 1, r.run
         )
         return sending
 

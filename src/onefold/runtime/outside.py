@@ -29,7 +29,8 @@ from onefold.runtime.write_counters import ForwardPass
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.unit import Unit
 
 
@@ -57,7 +58,7 @@ def _gather(engine: Engine, unit: Unit) -> bool:
     """The unit's whole parameters are here. True if that took a gather of its own, after which it
     is to be released.
     """
-    if unit.away:
+    if unit.ungathered:
         engine.gather.launch(unit)
         engine.gather.wait(unit)
         return True

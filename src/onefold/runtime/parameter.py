@@ -10,6 +10,7 @@ face of the whole: shape, number of elements and every attribute that somebody p
 | the optimizer inside `step()`                     | a plain `nn.Parameter`: the local interval (`bared`)                              |
 | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
 | any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape, dtype: no gather)              |
+| code inside a backward pass of the model          | the same; but `.data`, detach() and what writes in place: the interval            |
 | code outside, with gradients                      | the whole parameter, gathered for the operation (runtime/outside.py)              |
 | code outside, without; `.data`, `.grad`, detach() | an interval with the face of the whole (runtime/interval.py, runtime/operators.py) |
 
@@ -29,7 +30,6 @@ from torch import nn
 from onefold.runtime import differentiate, gradient_hooks
 from onefold.runtime.interval import (
     GivenOut,
-    IntervalSpec,
     ShardedParameterError,
     disable_torch_function,
     dispatched_by,
@@ -43,15 +43,24 @@ from onefold.runtime.operators import (
     compute,
     is_about_itself,
     name_of,
-    slice_of,
     words,
     writes_in_place,
 )
 from onefold.runtime.outside import compute_outside
-from onefold.runtime.storageless import Storageless, explain, seen_storageless, storageless
+from onefold.runtime.parameter_values import (
+    before_write,
+    dropped_grad,
+    give_data,
+    give_grad,
+    give_whole,
+    seen_data,
+    seen_grad,
+)
+from onefold.runtime.storageless import explain, seen_storageless
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.entry import Entry
 
 __all__ = [
     "ShardInfo",
@@ -124,6 +133,20 @@ def _recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
+def _in_backward() -> bool:
+    """In a backward pass: the backward of a Function, a hook, a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _in_own_pass(engine: Engine) -> bool:
+    """In a pass of the parameter's own model: another's is looked at from outside."""
+    return bool(engine.stack) or (engine.progress.backward_open and not engine.whole_depth)
+
+
+def _computing(engine: Engine) -> bool:
+    return engine.computing
+
+
 #: What asks for gradients only to drop them, or to fill them with zeros in place: it needs no face.
 _DROPS = frozenset(
     getattr(drops, "__wrapped__", drops).__code__
@@ -160,13 +183,11 @@ class ShardedParameter(nn.Parameter):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
             return _get_dtype(self)
-        if ForwardDepth.value or _recomputing():
-            # Code of a recomputation must come to what it came to in the forward pass, where its
+        if ForwardDepth.value or _in_backward():
+            # Code of a backward pass must come to what it came to in the forward pass, where its
             # module had the whole parameter: adapters cast their input to this
             entry = self.__dict__["_onefold_entry"]()
-            engine = None if entry is None else entry.engine()
-            # Its own model's pass: another's is looked at from outside in both passes
-            if engine is not None and (engine.stack or engine.progress.backward_open):
+            if entry is not None and (engine := entry.engine()) and _in_own_pass(engine):
                 return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
 
@@ -196,8 +217,8 @@ class ShardedParameter(nn.Parameter):
             return entry.compute.grad
         with disable_torch_function():
             if sys._getframe(1).f_code in _DROPS:
-                return _dropped(self)
-            return _seen_grad(self)
+                return dropped_grad(self)
+            return seen_grad(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -207,7 +228,7 @@ class ShardedParameter(nn.Parameter):
             entry.compute.grad = value
         else:
             with disable_torch_function():
-                _give_grad(self, value)
+                give_grad(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -265,6 +286,12 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if (entries := _differentiated(func, args, kwargs)) is not None:
                 return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+        # So does the backward of a Function, and a hook. What they write goes to the master, which
+        # `.data` shows them: the whole is dropped behind the pass.
+        if _in_backward() and not (
+            name in ("data", "detach") or is_about_itself(func) or writes_in_place(func, kwargs)
+        ):
+            args, kwargs = _substitute(func, args, kwargs, _in_own_pass)
         if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
             return func(*_as_declared(args), **_as_declared(kwargs))
         found = infos(args, kwargs)
@@ -281,7 +308,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
                 return seen_storageless(
                     func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first)
                 )
-            out = _seen(first) if name == "data" else func(first)
+            out = seen_data(first) if name == "data" else func(first)
             out = out if (spec := spec_of(first)) is None else dress(out, spec)
             first.__dict__.setdefault("_onefold_given_out", GivenOut()).add(out)
             return out
@@ -303,9 +330,7 @@ def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
     """See `Engine.before_write`."""
     for t in _flatten((args, kwargs)):
         if isinstance(t, ShardedParameter):
-            entry = t.__dict__["_onefold_entry"]()
-            if entry is not None and (engine := entry.engine()) is not None:
-                engine.before_write(entry.flat, seen)
+            before_write(t, seen)
         elif isinstance(t, torch.Tensor) and not seen and (spec := spec_of(t)) is not None:
             spec.owners.before_write()
 
@@ -325,9 +350,9 @@ def _as_declared(value: Any) -> Any:
 def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
     """What belongs to the optimizer's object itself, inside a forward pass too."""
     if name == "grad":
-        return _seen_grad(param)
+        return seen_grad(param)
     if name == "grad__set__":
-        return _give_grad(param, args[1])
+        return give_grad(param, args[1])
     if name == "data__set__":
         entry = param.__dict__["_onefold_entry"]()
         if (
@@ -337,186 +362,8 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
             and engine.computing
         ):
             return give_whole(entry, engine.use(entry), args[1])
-        return _give_data(param, args[1])
+        return give_data(param, args[1])
     return func(*args, **kwargs)
-
-
-def _seen_grad(param: Any) -> torch.Tensor | None:
-    """`.grad` as code outside an optimizer's step sees it: an interval with the face of the whole.
-
-    A rank that owns nothing of a parameter has no gradient of it; it sees an empty interval where
-    other ranks have one, so that all ranks come to the same reductions.
-    """
-    grad, spec = get_grad(param), spec_of(param)
-    if spec is None:
-        return grad
-    entry = param.__dict__["_onefold_entry"]()
-    if grad is None:
-        if entry is None or not entry.graded_elsewhere:
-            return None
-        if entry.flat.storage.gradients_on_disk:
-            return storageless(param, f"the gradient of {spec.name!r}")
-        return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec)
-    if isinstance(grad, Storageless):
-        return grad
-    if entry is not None and entry.unreduced is grad:
-        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, unreduced=True)
-    return dress(grad.detach(), spec)
-
-
-_nothing = torch.empty(0)
-
-
-def _dropped(param: Any) -> torch.Tensor | None:
-    """`.grad` for who only drops it: any tensor where other ranks have a gradient and this one owns
-    nothing.
-    """
-    own: torch.Tensor | None = get_grad(param)
-    if (
-        own is None
-        and (entry := param.__dict__["_onefold_entry"]()) is not None
-        and entry.graded_elsewhere
-    ):
-        return _nothing
-    return own
-
-
-def _give_grad(param: Any, value: torch.Tensor | None) -> None:
-    if value is None and (entry := param.__dict__["_onefold_entry"]()) is not None:
-        entry.graded_elsewhere = False
-        set_grad(param, None)
-        return
-    spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
-    shown = None if value is None or isinstance(value, Storageless) else spec_of(value) or value
-    # On every rank, also where it has no element
-    if spec is not None and shown is not None and shown.shape != spec.shape:
-        raise ShardedParameterError(
-            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected"
-            f" {tuple(spec.shape)} (the whole's)."
-        )
-    if entry is not None and spec is not None:
-        entry.graded_elsewhere = value is not None and spec.start == spec.stop
-    if spec is None or value is None or isinstance(value, Storageless):
-        set_grad(param, value)
-    elif spec.start == spec.stop:
-        set_grad(param, None)
-    else:
-        set_grad(param, _local_of(value, spec, "`.grad`").detach().to(param.dtype))
-
-
-def _give_data(param: Any, value: torch.Tensor) -> None:
-    """`param.data = value`: the values are taken over; the memory stays where the engine expects
-    it. See [Note: old data].
-
-    Raises:
-        ShardedParameterError: another dtype or device.
-    """
-    info: ShardInfo = param.__dict__["onefold"]
-    if (
-        value.dtype not in (param.dtype, param.__dict__["_onefold_declared"])
-        or value.device != param.device
-    ):
-        raise ShardedParameterError(
-            f"parameter {info.name!r}, in {param.dtype} on {param.device}, was given data of"
-            f" {value.dtype} on {value.device}: the model was moved or cast after shard() (.to(),"
-            " .half(), .cuda(), assigning .data). Do that before shard(), or give shard() a device"
-            " and the recipe a precision."
-        )
-    _before_write((param,), {}, seen=False)
-    spec = spec_of(param)
-    with torch.no_grad():
-        local = value if spec is None else _local_of(value, spec, "`.data`")
-        if spec is None and tuple(value.shape) != tuple(info.shape):
-            raise ShardedParameterError(
-                f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape"
-                f" {tuple(value.shape)}, expected the same."
-            )
-        # Masters that are given back as the model shows them stay what they are
-        if local.dtype != param.dtype:
-            local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
-        given_out = param.__dict__.get("_onefold_given_out")
-        # A rank that has no element of it writes too: ranks must agree on what has been written.
-        same = (
-            local.data_ptr() == param.data_ptr()
-            if local.numel()
-            else given_out is not None and value.__dict__.get("_onefold_given_out") is given_out
-        )
-        if not same:
-            if given_out is not None:
-                local = (
-                    local.clone()
-                    if local.untyped_storage().data_ptr() == param.untyped_storage().data_ptr()
-                    else local
-                )
-                given_out.move_away(param)
-            param.copy_(local)
-
-
-def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
-    """`param.data = value` in a forward pass, by code that does not own the parameter:
-    runtime/forward_writes.py keeps what is written.
-
-    Raises:
-        ShardedParameterError: another shape, dtype or device.
-    """
-    if (spec := spec_of(value)) is not None:
-        value = spec.gather(value.detach(), "`.data =`")
-    now, given = ((tuple(t.shape), t.dtype, t.device) for t in (whole, value))
-    if now != given:
-        raise ShardedParameterError(
-            f"parameter {entry.slot.name!r} was given data of shape {given[0]} in {given[1]} on"
-            f" {given[2]} in a forward pass, expected shape {now[0]} in {now[1]} on {now[2]}. To"
-            " change its shape or dtype assign inside `with onefold.unsharded(model):`."
-        )
-    whole.data = value.detach()
-
-
-def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
-    """This rank's elements of `value`: an interval of the same cut, or a plain tensor of the
-    whole's shape.
-
-    Raises:
-        ShardedParameterError: it is neither.
-    """
-    theirs = spec_of(value)
-    if theirs is not None and theirs.shape == spec.shape:
-        return (
-            value.detach()
-            if theirs.same_cut(spec)
-            else slice_of(theirs.gather(value.detach(), what), spec)
-        )
-    if theirs is None and value.shape == spec.shape:
-        return slice_of(value, spec).clone()
-    shape = tuple(theirs.shape if theirs is not None else value.shape)
-    raise ShardedParameterError(
-        f"{what} of parameter {spec.name!r} was given shape {shape}, expected {tuple(spec.shape)}"
-        " (the whole's)."
-    )
-
-
-def _seen(param: Any) -> torch.Tensor:
-    """`.data`: writes to it leave the parameter's own version counter alone, so all that are given
-    out share one that `written` reads.
-    """
-    now, known = param.data, param.__dict__.get("_onefold_data")
-    if (
-        known is None
-        or known.dtype != now.dtype
-        or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape)
-    ):
-        # What the view before counted
-        param.__dict__["_onefold_written"] = written(param) - param._version
-        param.__dict__["_onefold_data"] = known = now
-    return known.detach()
-
-
-def written(param: torch.Tensor) -> int:
-    """How often the memory of an optimizer's parameter was written to, as far as counters tell:
-    also through `.data`.
-    """
-    known = param.__dict__.get("_onefold_data")
-    through = 0 if known is None else known._version + param.__dict__["_onefold_written"]
-    return param._version + through
 
 
 def bare(params: Iterable[nn.Parameter]) -> None:
@@ -646,8 +493,10 @@ def _flatten(value: Any) -> list[Any]:
     return [value]
 
 
-def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments with each sharded parameter of a model in forward replaced by its whole
+def _substitute(
+    func: Any, args: Any, kwargs: Any, wanted: Callable[[Engine], bool] = _computing
+) -> tuple[Any, Any]:
+    """The arguments with each sharded parameter of a model that is `wanted` replaced by its whole
     parameter, gathered if need be.
     """
 
@@ -655,7 +504,7 @@ def _substitute(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if isinstance(value, ShardedParameter):
             info = value.__dict__.get("onefold")
             entry = info._entry() if info is not None else None
-            if entry is None or not entry.engine().computing:
+            if entry is None or not wanted(entry.engine()):
                 return value
             if (name := name_of(func)) == "data":
                 entry.flat.written_in_forward = True  # perhaps: see `Whole`

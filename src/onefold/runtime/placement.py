@@ -21,16 +21,16 @@ from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.units import Found, UnitSpec
 
 
-def leaving(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
+def offloaded_units(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
     """The indices of the units whose state leaves the device."""
-    return leaving_of_sizes(
+    return offloaded_of_sizes(
         [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs],
         recipe,
         ranks,
     )
 
 
-def leaving_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
+def offloaded_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
     """The same from trained elements by unit: what a plan knows of a model. Units of frozen
     parameters alone have size 0.
     """
@@ -59,7 +59,7 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
     """What a user should know where a budget is too small for any unit of trained elements
     `sizes`.
     """
-    if recipe.offload_bytes is None or leaving_of_sizes(sizes, recipe, ranks) or not any(sizes):
+    if recipe.offload_bytes is None or offloaded_of_sizes(sizes, recipe, ranks) or not any(sizes):
         return []
     return [
         f"offload_optimizer: {recipe.offload_bytes:,} bytes a rank are too few for the states of"

@@ -7,7 +7,7 @@
 
 A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped. Small ones
 go in some at a time: what they cost is calls. When the unit has all of them its buffer is
-exchanged, summed (see [Note: sums are local and in rank order] in comm/group.py) and becomes
+exchanged, summed (see [Note: sums are local and in rank order] in comm/moves.py) and becomes
 `.grad` of the optimizer's parameters.
 
 [Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the
@@ -31,7 +31,8 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime import gradient_hooks
-from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
 from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.reductions import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
@@ -323,8 +324,8 @@ class Reducer:
         """Launch every unit whose turn it is and that is ready."""
         while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
             unit = self.units[self.order[self.turn]]
-            if unit.calls == 0:
-                self.gather.pass_by(unit)
+            if unit.calls == 0 and not self.gather.pass_by(unit):
+                return
             self._launch(unit)
             self.turn += 1
             self._land_what_is_due()
@@ -443,12 +444,12 @@ class Reducer:
         assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         self._bring_down(r)
-        behind = self.steps.takes(flat, which)
+        in_backward = self.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
-        if storage.gradients_on_disk and not behind:
+        if storage.gradients_on_disk and not in_backward:
             try:
                 storage.take_gradient(r.total, r.result_range, meant)
             except TierError as error:
@@ -475,7 +476,7 @@ class Reducer:
                 set_grad(param, grad.to(flat.dtypes.master))
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
-        if behind:
+        if in_backward:
             self.steps.landed(flat)
         return kept
 
@@ -553,7 +554,7 @@ class Reducer:
             if self.steps.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
-                    " behind the backward pass: this model uses it in more than one part of the"
+                    " in the backward pass: this model uses it in more than one part of the"
                     " pass. Leave step_in_backward out."
                 )
             self._launch(self.units[index])

@@ -308,7 +308,9 @@ class PairwiseReduce(Reduce):
         sent = sending.on_the_wire()
         self.place_parts(sending)
         sends, recvs = self.messages(sending, sent)
-        sending.pending = self.group.exchange(sends, recvs, place, self.flat.index, move=place.move)
+        sending.pending = self.group.exchange(
+            sends, recvs, place, self.flat.index, move=place.move, addresses=r.run
+        )
         return sending
 
     def place_parts(self, sending: PartsSending) -> None:
@@ -412,13 +414,12 @@ def _broadcast_on(r: Reduction, at: int, place: CollectiveContext) -> Pending:
     if group.native or group.fake:
         division = by.cut(span)
         if group.can_reduce(division):
-            return group.gather_sums(total, division, place, r.flat.index)
+            return group.gather_sums(total, division, place, r.flat.index, r.run)
     part = pieces(total, span, hop)
     peers = [p for p in range(group.size) if p != group.rank]
     recvs = [(p, part[p]) for p in peers] if not group.fake else []
-    return group.exchange(
-        [(p, part[group.rank]) for p in peers], recvs, place, r.flat.index, move="all-reduce"
-    )
+    sends = [(p, part[group.rank]) for p in peers]
+    return group.exchange(sends, recvs, place, r.flat.index, move="all-reduce", addresses=r.run)
 
 
 def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:

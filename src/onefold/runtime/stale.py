@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from onefold.memory import storage_of
 from onefold.runtime.flat import Flat
-from onefold.runtime.parameter import written
+from onefold.runtime.parameter_values import written
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def look_for_writes(engine: Engine) -> None:
 def look_at(engine: Engine, unit: Unit, trained: bool = False) -> None:
     """The same for one unit; `trained`: an optimizer has stepped since the last look."""
     stays = unit.index in engine.gather.kept_gathered or not engine.recipe.reshard_after_forward
-    looked_at = unit.resident or stays or any(f.gather.secondary is not None for f in unit.flats)
+    looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
     for flat in unit.flats if looked_at else ():
         versions = sum(written(e.param) for e in flat.entries)
         stepped = trained and _stepped(flat)  # looked at on every rank, whatever its counters say
@@ -78,7 +78,12 @@ def _let_go(engine: Engine, unit: Unit) -> None:
     """A forward pass that no backward pass followed may have left the unit gathered, of masters
     that have new values now.
     """
-    if not unit.resident and not unit.away and not unit.depth and not engine.progress.backward_open:
+    if (
+        not unit.resident
+        and not unit.ungathered
+        and not unit.depth
+        and not engine.progress.backward_open
+    ):
         engine.gather.release(unit)
 
 

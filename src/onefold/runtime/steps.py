@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 from torch.optim.optimizer import Optimizer
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.unit import Unit
 
 
@@ -50,7 +51,7 @@ class Step(ABC):
             TierError: on every rank, if a disk failed on one.
         """
 
-    # -- behind the backward pass ------------------------------------------------------------------
+    # -- in the backward pass ----------------------------------------------------------------------
 
     def takes(self, flat: Flat, which: list[bool]) -> bool:
         """Whether `flat` is stepped as soon as the gradients of the entries `which` are there."""
@@ -60,11 +61,11 @@ class Step(ABC):
         """The gradients of a flat buffer that `takes` has taken are `.grad` of its parameters."""
 
     def has_stepped(self, unit: Unit) -> bool:
-        """Whether part of the unit was stepped behind the backward pass under way."""
+        """Whether part of the unit was stepped in the backward pass under way."""
         return False
 
     def join(self) -> None:
-        """Wait for what is stepped behind the backward pass."""
+        """Wait for what is stepped in the backward pass."""
 
     def close(self) -> None:
         """End what runs behind the training."""

@@ -27,7 +27,8 @@ from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.on_disk import OnDisk
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
 
 
 class Storage(ABC):

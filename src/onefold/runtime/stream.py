@@ -22,7 +22,7 @@ from onefold.comm import CollectiveContext, StallError
 from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.whole import state_context
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.

@@ -1,4 +1,4 @@
-"""What an engine has beyond the device: streams of copies, host buffers, files on NVMe, and the
+"""What an engine has off the device: streams of copies, host buffers, files on NVMe, and the
 ledgers of all three.
 """
 
@@ -62,7 +62,7 @@ class Transfers:
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
-        # Steps behind the backward pass write from a thread of their own
+        # Steps in the backward pass write from a thread of their own
         self._lock = threading.RLock()
         self._store: Store | None = None
 

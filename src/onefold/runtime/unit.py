@@ -9,7 +9,7 @@
 | GATHERING | GATHERED  | its bytes are here                                        |
 | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
 | GATHERED  | STALE     | masters were written to (an optimizer step)                |
-| STALE     | GATHERING | the kept copy is refreshed                                |
+| STALE     | GATHERING | the resident copy is refreshed                              |
 
 Any other move is a bug of the engine and raises.
 """
@@ -17,15 +17,25 @@ Any other move is a bug of the engine and raises.
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from onefold.comm import Pending
 from onefold.device import Ticket
-from onefold.runtime.flat import Entry, Flat
+from onefold.layout import Dtypes, Tiers, grouped_as
+from onefold.runtime.entry import Entry, declared_dtype
+from onefold.runtime.flat import Flat
+from onefold.runtime.placement import rests_encoded
 from onefold.runtime.tile import WeightTile
+from onefold.runtime.units import Found, UnitSpec
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
 
 
 class State(enum.Enum):
@@ -98,7 +108,7 @@ class Unit:
         return all(flat.resident for flat in self.flats)
 
     @property
-    def away(self) -> bool:
+    def ungathered(self) -> bool:
         """Nobody has launched its gather."""
         return self.state in (State.SHARDED, State.FETCHING)
 
@@ -137,6 +147,31 @@ class Unit:
                 f" {step})"
             )
         self.state = state
+
+
+def bind(specs: Sequence[UnitSpec], engine: Engine, offloaded: Collection[int]) -> list[Unit]:
+    """The units of `specs`, with a flat buffer for each kind of their parameters: of one dtype,
+    trained or not, encoded at rest or not. `offloaded`: the indices of those whose state is.
+
+    A unit has eight numbers for its flat buffers; those beyond them are behind all units'.
+    """
+    recipe, more = engine.recipe, itertools.count(8 * len(specs) + 1)
+    units = []
+    for index, spec in enumerate(specs):
+        kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
+        for found in spec.found:
+            like = grouped_as(declared_dtype(found.param), recipe)
+            kind = like, found.param.requires_grad, rests_encoded(found, recipe)
+            kinds.setdefault(kind, []).append(found)
+        flats = []
+        for i, ((_, trainable, encoded), of_kind) in enumerate(kinds.items()):
+            dtypes = Dtypes.of(declared_dtype(of_kind[0].param), trainable, recipe)
+            number = 8 * index + i if i < 8 else next(more)
+            tiers = Tiers.of(trainable, recipe) if index in offloaded and not encoded else None
+            name = spec.name or "(root)"
+            flats.append(Flat(name, of_kind, dtypes, number, engine, tiers, encoded))
+        units.append(Unit(spec.name, index, spec.module, flats))
+    return units
 
 
 def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:

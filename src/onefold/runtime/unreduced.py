@@ -20,7 +20,8 @@ from onefold.runtime.storageless import is_storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
     from onefold.runtime.reduce import Reducer
 
 
@@ -45,10 +46,10 @@ def show_unreduced(reduce: Reducer) -> None:
 
 
 def take_unreduced(reduce: Reducer) -> None:
-    """Before kept gradients are used: forget those that the user has dropped since.
+    """Before unreduced gradients are used: forget those that the user has dropped since.
 
     Raises:
-        RuntimeError: the user changed a kept gradient; only dropping it can be followed.
+        RuntimeError: the user changed an unreduced gradient; only dropping it can be followed.
     """
     shown = [
         (e, e.unreduced) for unit in reduce.units for e in unit.entries if e.unreduced is not None

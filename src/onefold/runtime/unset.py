@@ -26,7 +26,7 @@ from onefold.runtime.parameter import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.entry import Entry
     from onefold.runtime.unit import Unit
 
 #: How a sentence tells to go on.

@@ -68,7 +68,7 @@ def make_plain(engine: Engine) -> None:
                     gradient_hooks.give_back(entry)
                     entry.param.grad = None
                     entry.param.data = flat.view(full, entry).clone()  # type: ignore[arg-type]
-                    _undress(entry.param)
+                    _unwrap(entry.param)
                     if entry.param.dtype != entry.declared:
                         entry.param.__dict__["_onefold_dtypes"] = entry.param.dtype, entry.declared
         for handle in engine.handles:
@@ -76,7 +76,7 @@ def make_plain(engine: Engine) -> None:
         engine.handles.clear()
 
 
-def _undress(param: nn.Parameter) -> None:
+def _unwrap(param: nn.Parameter) -> None:
     for key in [key for key in param.__dict__ if key == "onefold" or key.startswith("_onefold")]:
         del param.__dict__[key]
     if isinstance(param, ShardedParameter):  # of a subclass it is the subclass behind the face

@@ -11,6 +11,7 @@ from onefold.runtime.interval import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
+    from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
 
 
@@ -25,6 +26,12 @@ def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
     """
     masters = flat.storage.landing(device)
     return masters if masters is flat.master else masters.copy_(flat.storage.load())
+
+
+def put_elements(masters: torch.Tensor, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
+    """Elements [x, y) of `entry` into this rank's `masters`, [owned]."""
+    at = entry.slot.start - entry.flat.owned[0]
+    masters[at + x : at + y].copy_(values)
 
 
 def gather_whole(engine: Engine, flat: Flat, full: torch.Tensor) -> torch.Tensor:

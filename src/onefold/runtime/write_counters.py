@@ -25,7 +25,7 @@ from onefold.runtime.interval import disable_torch_function, get_grad
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.flat import Entry
+    from onefold.runtime.entry import Entry
 
 
 class WriteCounters:

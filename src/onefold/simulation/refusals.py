@@ -72,8 +72,8 @@ def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
             "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
             " GPUs."
         )
-    away = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
-    named = [kind for kind, tier in away.items() if tier is not Tier.DEVICE] + (
+    tiers = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
+    named = [kind for kind, tier in tiers.items() if tier is not Tier.DEVICE] + (
         ["activations"] if recipe.offload_activations is not None else []
     )
     if named:

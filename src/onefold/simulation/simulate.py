@@ -8,7 +8,7 @@ tensors.
 Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here.
 Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. No step of it
 knows that it is a simulation, but that a group of the "fake" backend stays silent ([Note: one rank
-stands for all] in comm/group.py).
+stands for all] in comm/moves.py).
 
 With a machine the run is timed as well: the room `device` gives the engine streams of a clock
 (simulation/clock.py), and every operation, collective and wait takes its place on them.

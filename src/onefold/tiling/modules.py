@@ -12,7 +12,7 @@ over the tiles; in 16 bits each tile's part is rounded before it is added. Tiles
 the same bits every time, on every tier.
 
 [Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and
-released behind it. What autograd saves of the weight is a handle (runtime/gather.py), in a
+released behind it. What autograd saves of the weight is a handle (runtime/handles.py), in a
 recomputed forward pass too (`saving`), so that the backward pass gathers a tile, reads it and lets
 it go, whatever else waits for that tile.
 """
@@ -24,16 +24,20 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onefold.layout import Part
+from onefold.runtime.handles import saving
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.tile import TiledModule, WeightTile
 from onefold.tiling.weight import copy_of, weight_of
+
+if TYPE_CHECKING:
+    from onefold.runtime.gather import Gatherer
 
 
 class Tile(WeightTile):
@@ -61,7 +65,7 @@ class Tile(WeightTile):
             shared,
             False,
         )
-        self._saving: Callable[[], Any] | None = None
+        self._gatherer: weakref.ref[Gatherer] | None = None
 
     def part(self, names: Sequence[str]) -> Part:
         """What it is of the whole weight; `names` are the tile's own."""
@@ -70,14 +74,15 @@ class Tile(WeightTile):
         )
         return Part(whole, self.shape, self.first * prod(self.shape[1:]))
 
-    def save_by(self, gatherer: Any) -> None:
+    def save_by(self, gatherer: Gatherer) -> None:
         """Have `gatherer` (weakly held) save this tile's weight. See [Note: one tile at a time]."""
-        self._saving = weakref.WeakMethod(gatherer.saving)
+        self._gatherer = weakref.ref(gatherer)
 
     def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:
         """`use(weight)`."""
-        saving = self._saving() if self._saving is not None and torch.is_grad_enabled() else None
-        with saving() if saving is not None else contextlib.nullcontext():
+        known = self._gatherer if torch.is_grad_enabled() else None
+        gatherer = known() if known is not None else None
+        with saving(gatherer) if gatherer is not None else contextlib.nullcontext():
             return use(self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

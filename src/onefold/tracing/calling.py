@@ -30,7 +30,7 @@ def loss_of(output: Any) -> torch.Tensor:
     """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its
     first floating-point tensor.
     """
-    from onefold.runtime.gather import tensors_in
+    from onefold.runtime.nested import tensors_in
 
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     tensors = (

@@ -58,7 +58,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
 from onefold.runtime.engine import Engine, in_autograd
-from onefold.runtime.gather import tensors_in
+from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import disable_torch_function
 from onefold.train.errors import TrainError
 from onefold.train.prepare import Run

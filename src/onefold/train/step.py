@@ -55,7 +55,7 @@ def forward_backward(
 
 def measure_gradients(run: Run) -> torch.Tensor:
     """Unscale and clip; the norm before clipping, in fp32 on the device, alike on every rank.
-    Collective. NaN where units were stepped behind the backward pass: it is never known.
+    Collective. NaN where units were stepped in the backward pass: it is never known.
     """
     if run.recipe.step_in_backward:
         return torch.tensor(math.nan)

@@ -86,8 +86,8 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
     they are next read.
     """
     with torch.no_grad():
-        here, away = in_memory(onefold.engine_of(module), module.parameters())
+        here, on_disk = in_memory(onefold.engine_of(module), module.parameters())
         for gradients in by_device(here):
             torch._foreach_mul_(gradients, factor)
-        for storage in away:
+        for storage in on_disk:
             storage.scale_gradients(torch.tensor(factor))

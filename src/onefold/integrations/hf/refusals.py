@@ -100,7 +100,7 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
     if recipe.step_in_backward and args.max_grad_norm > 0:
         raise ValueError(
             f"max_grad_norm={args.max_grad_norm} clips by the norm of all gradients, and the recipe"
-            " steps behind the backward pass, before it is known: set max_grad_norm=0, or leave"
+            " steps in the backward pass, before it is known: set max_grad_norm=0, or leave"
             " step_in_backward out."
         )
     without = [name for name in _OF_DDP if getattr(args, name, None) is not None]

@@ -20,11 +20,11 @@ from onefold.optim.whole_state.outline import (
     engine_of,
     first_of,
     locally,
+    moment_policy,
     refuse_moment,
-    rests,
 )
 from onefold.recipe.moments import SIGNED, packed
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stream import Read, tell_all, to_first
@@ -82,7 +82,7 @@ def _say(optimizer: Optimizer, outline: Outline) -> tuple[list[_Said], str | Non
             if found or (a == b and entry.slot.numel):
                 continue
             found = {}
-            how = rests(optimizer, entry) if states[n] else None
+            how = moment_policy(optimizer, entry) if states[n] else None
             for key, value in states[n].items():
                 sort = sort_of(key, value, tuple(entry.param.shape), odd)
                 if (part := packed(key)) is not None:
@@ -191,7 +191,7 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
         return torch.zeros(y - x)
     if key in parts:
         return parts[key]
-    how = rests(optimizer, entry)
+    how = moment_policy(optimizer, entry)
     assert how is not None
     return moments.unpacked(how, parts, key, y - x)
 

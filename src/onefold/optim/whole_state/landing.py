@@ -26,13 +26,13 @@ from onefold.optim.whole_state.outline import (
     engine_of,
     first_of,
     locally,
+    moment_policy,
     numbers_of,
     refuse_moment,
-    rests,
 )
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameter import disable_torch_function
 from onefold.runtime.stream import Put, from_first, tell_all
@@ -315,7 +315,7 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
     packed.
     """
     storage, device = entry.flat.storage, entry.param.device
-    how = rests(optimizer, entry) if key in SIGNED else None
+    how = moment_policy(optimizer, entry) if key in SIGNED else None
     if entry.flat.dtypes.master.is_floating_point:
         dtype = entry.flat.dtypes.master  # as torch's own load has it
     format = how.of(entry) if how is not None else None

@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 
 #: Whose parameters optimizers are looked through for.
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -94,7 +94,7 @@ class Outline:
         entries = [e for param in out.params for e in param.entries]
         out.divided = any(e.flat.divided for e in entries)
         out.special = out.divided or any(
-            e.flat.storage.on_disk or e.flat.tiled or rests(optimizer, e) is not None
+            e.flat.storage.on_disk or e.flat.tiled or moment_policy(optimizer, e) is not None
             for e in entries
         )
         if len({tuple(sorted(engine.group.ranks)) for engine in out.engines}) > 1:
@@ -119,12 +119,12 @@ def in_another_format(engine: Engine) -> bool:
     return engine.recipe.moments is not None or engine.recipe.stochastic_rounding
 
 
-def rests(optimizer: Optimizer, entry: Entry) -> moments.MomentPolicy | None:
+def moment_policy(optimizer: Optimizer, entry: Entry) -> moments.MomentPolicy | None:
     """How the moments of `entry` rest; None: as the optimizer makes them."""
     engine = engine_of(entry)
     if not in_another_format(engine) and moments.torchao_format(optimizer) is None:
         return None
-    return moments.rests(optimizer, engine.recipe, entry.flat)
+    return moments.moment_policy(optimizer, engine.recipe, entry.flat)
 
 
 def engine_of(entry: Entry) -> Engine:

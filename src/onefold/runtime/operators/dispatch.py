@@ -13,7 +13,7 @@ from onefold.runtime.operators.local import (
     draw_like,
     elementwise,
     give_to,
-    lent_view,
+    given_out,
     like_another,
     on_locals,
 )
@@ -100,7 +100,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if meta is not None and (spec := spec_of(args[0])) is not None:
             return meta(spec, *args, **kwargs)
         if name == "data":
-            return lent_view(dress(func(args[0]), spec_of(args[0])), args[0])  # type: ignore[arg-type]
+            return given_out(dress(func(args[0]), spec_of(args[0])), args[0])  # type: ignore[arg-type]
         if name in LOCAL:
             return metadata_of(func, name, args, kwargs)
         tensors = tensors_among((args, kwargs))

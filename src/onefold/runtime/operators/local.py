@@ -71,7 +71,7 @@ def elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             if base is None:
                 return read_whole(func, name, args, kwargs)
     out = dressed(func(*_replaced(args, base, name), **_replaced(kwargs, base, name)), base, args)
-    return lent_view(out, args[0]) if name in ("detach", "alias") else out
+    return given_out(out, args[0]) if name in ("detach", "alias") else out
 
 
 def like_another(like: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -83,7 +83,7 @@ def like_another(like: torch.Tensor, args: Any, kwargs: Any) -> Any:
     return elementwise(torch.Tensor.to, "to", changed, kwargs)
 
 
-def lent_view(view: Any, source: torch.Tensor) -> Any:
+def given_out(view: Any, source: torch.Tensor) -> Any:
     note_given_out(view, source)
     return view
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from onefold.runtime.interval import IntervalSpec, dress, spec_of
-from onefold.runtime.operators.local import broadcast_shape, elementwise, lent_view
+from onefold.runtime.operators.local import broadcast_shape, elementwise, given_out
 from onefold.runtime.operators.names import LEAF
 from onefold.runtime.operators.refusals import refusal
 from onefold.runtime.operators.whole import read_whole, whole_of, write_whole
@@ -70,7 +70,7 @@ def _cut_as(
         else spec.within(0, seen.shape)
     )
     first = into.first - spec.first + into.start - spec.start if into.stop > into.start else 0
-    return lent_view(dress(local.detach()[first : first + into.stop - into.start], into), local)
+    return given_out(dress(local.detach()[first : first + into.stop - into.start], into), local)
 
 
 def _plain_index(index: Any) -> Any:

@@ -27,7 +27,7 @@ from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
 from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.entry import Entry
 from onefold.runtime.interval import disable_torch_function
 from onefold.runtime.parameter import ShardedParameter, bare, face
 from onefold.runtime.whole import whole_masters

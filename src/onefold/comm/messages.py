@@ -1,0 +1,131 @@
+"""What ranks tell each other in a few bytes: over gloo on any backend, where the host reads it."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from onefold.comm.stall import CollectiveContext
+from onefold.comm.standing import Standing
+from onefold.comm.wire import all_gather_single
+
+
+class Messages(Standing):
+    """The small messages of a group."""
+
+    def exchange_control(
+        self, payload: torch.Tensor, place: CollectiveContext, kind: str = "control"
+    ) -> list[torch.Tensor]:
+        """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank
+        order. Waits.
+
+        In log2(ranks) rounds: in each a rank passes on all that it has (Bruck et al. 1997). Over
+        gloo on any backend: the host reads it.
+
+        `kind`: messages of two kinds never meet ("call": a collective that the user calls, which
+        may come at any time).
+        """
+        if self.size == 1 or self.fake:  # what the others would say is what this rank says
+            return [payload] * self.size
+        # Row i: of the rank i positions behind this one
+        have = torch.empty((self.size, payload.numel()), dtype=torch.uint8)
+        have[0] = payload
+        step = 1
+        while step < self.size:
+            more = min(step, self.size - step)
+            self._round(have[:more], (self.rank - step) % self.size, have[step : step + more], (self.rank + step) % self.size, place, kind,
+                        payload.numel())  # fmt: skip
+            step *= 2
+        return list(have.roll(self.rank, 0).unbind())
+
+    def any_of(self, bits: bytes, place: CollectiveContext) -> bytes:
+        """The bits that any rank has set, of as many on each. Waits.
+
+        In log2(ranks) rounds of one message, over gloo on any backend. See `both` for what all
+        ranks have alike.
+        """
+        if self.size == 1 or self.fake:
+            return bits
+        mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        step = 1
+        # Whose bits come twice changes nothing: any number of ranks will do
+        while step < self.size:
+            theirs = torch.empty_like(mine)
+            self._round(
+                mine,
+                (self.rank + step) % self.size,
+                theirs,
+                (self.rank - step) % self.size,
+                place,
+                "agreement",
+                len(bits),
+            )
+            mine = mine | theirs
+            step *= 2
+        return mine.numpy().tobytes()
+
+    def _round(
+        self,
+        sent: torch.Tensor,
+        to: int,
+        received: torch.Tensor,
+        source: int,
+        place: CollectiveContext,
+        kind: str,
+        length: int,
+    ) -> None:
+        """Send to one rank and receive from another, on the host. Messages of another length are
+        another kind: they never meet.
+        """
+        tag = self.tag(kind, length)
+        self.ledger.control_bytes += sent.numel()
+        with self.launching(place):
+            works = [
+                dist.irecv(
+                    received, group=self.control_group, group_src=self._at_control[source], tag=tag
+                ),
+                dist.isend(sent, group=self.control_group, group_dst=self._at_control[to], tag=tag),
+            ]
+        self._wait(works, place, None, on_host=True)
+
+    def gather_values(self, value: torch.Tensor, place: CollectiveContext) -> torch.Tensor:
+        """A few numbers of every rank: [...] becomes [size, ...], in rank order. On native backends
+        without waiting on the host.
+        """
+        shape = (self.size, *value.shape)
+        if self.size == 1 or self.fake:
+            return value.expand(shape)
+        if not self.native:
+            payload = value.detach().cpu().reshape(-1).view(torch.uint8)
+            return (
+                torch.cat(self.exchange_control(payload, place))
+                .view(value.dtype)
+                .view(shape)
+                .to(value.device)
+            )
+        out = torch.empty(shape, dtype=value.dtype, device=value.device)
+        self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
+        self.note_launch(1, "control", 0, value.numel())
+        with self.launching(place):
+            work = all_gather_single(
+                out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True
+            )
+        self.wait([work], place)
+        if self.ordered:
+            return out
+        if self._row_of is None:  # sent to the device once
+            self._row_of = torch.tensor(self.at).to(value.device)
+        return out.index_select(0, self._row_of)
+
+
+def both(bits: bytes) -> bytes:
+    """`bits` and their opposites: `any_of` these, `alike` says whether all ranks had the same
+    ones.
+    """
+    return bits + bytes(b ^ 0xFF for b in bits)
+
+
+def alike(found: bytes) -> bool:
+    """Whether no bit was set on one rank and not on another, of what `both` gave."""
+    half = len(found) // 2
+    return not any(a & b for a, b in zip(found[:half], found[half:], strict=True))

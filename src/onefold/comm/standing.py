@@ -1,0 +1,212 @@
+"""Where a rank stands among others, how it waits for them, and how messages are told apart.
+
+[Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count, and of the
+addresses that are reduced and the length. Two ranks that disagree on what comes next never take each
+other's bytes for something else: they wait, and the wait ends in a `StallError`.
+
+[Note: order instead of tags] A native backend matches operations by the order in which each rank
+launches them, and takes a unit's bytes for another's where they have one size. So each
+communicator's launches are added up to a checksum (`launched`), which the ranks compare at the end
+of every backward pass, before anything is stepped. Moves of gathers and of reductions have a
+communicator each: which of the two comes first may differ from rank to rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+
+from onefold.comm.communicators import Communicators
+from onefold.comm.ledger import TrafficEvent, TrafficLedger
+from onefold.comm.pending import Chains
+from onefold.comm.stall import CollectiveContext, StallError, explain
+from onefold.comm.wire import FAKE, Wire
+from onefold.device import current_stream, has_streams, new_event
+
+_KINDS = {
+    "all-gather": 1,
+    "reduce-scatter": 2,
+    "all-reduce": 3,
+    "control": 4,
+    "state": 5,
+    "call": 6,
+    "agreement": 7,
+}
+
+
+class Standing:
+    """Some ranks, of which this is one: what `Group` says of them.
+
+    Attributes:
+        control_group: gloo's communicator, for what the host reads. gather_group, reduce_group: the
+            backend's. at: the positions as these two count them.
+        heard: the step at whose end all ranks agreed last. broken: what this rank has failed with.
+        chains, relay: see [Note: chains go on in order] in comm/pending.py.
+    """
+
+    # A bit of the tags: messages of all ranks, or of one of two levels, whose peers are never the
+    # same
+    _level: ClassVar[int] = 0
+
+    timeout: float
+    device: torch.device
+    ledger: TrafficLedger
+    wire: Wire
+    backend: str
+    communicators: Communicators
+    control_group: Any
+    gather_group: Any
+    reduce_group: Any
+    ranks: list[int]
+    name: str
+    size: int
+    rank: int
+    heard: int | None
+    broken: StallError | None
+    chains: Chains
+    relay: Any
+    _counts: dict[tuple[str, int], int]
+    # Checksums of what the gathers' communicator was given, and the reductions'
+    _launched: list[int]
+
+    def _stand_at(
+        self, rank: int, numbers: list[int], control: list[int], nodes: Sequence[int]
+    ) -> None:
+        """Take a position, and prepare what every move asks for. `numbers`, `control`: of the
+        positions, as the communicators of data and of control messages count.
+        """
+        self.rank, self.at, self._at_control = rank, numbers, control
+        self.ordered = numbers == sorted(numbers)
+        self._row_of: torch.Tensor | None = None  # where rows by position lie among rows by number
+        # Starting behind oneself spreads the load: no rank is everybody's first.
+        self.peers = [(rank + i) % self.size for i in range(1, self.size)]
+        self._elsewhere = [node != nodes[rank] for node in nodes]
+        self._peers_elsewhere = sum(self._elsewhere)
+
+    @property
+    def native(self) -> bool:
+        """Moves are operations of a backend's own, on the device."""
+        return self.size > 1 and self.wire.native
+
+    @property
+    def fake(self) -> bool:
+        """One rank stands for all, and nothing arrives (torch's "fake" backend)."""
+        return self.wire is FAKE
+
+    def give_up(self) -> None:
+        """A rank does not come: the native communicators stop waiting for it on the device."""
+        self.communicators.give_up()
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def wait(
+        self, works: list[Any], place: CollectiveContext, event: TrafficEvent | None = None
+    ) -> None:
+        """Wait for `works`, and enter in the ledger how long that took. On a device with streams
+        the current stream waits, not the host.
+        """
+        on_host = self.backend == "gloo" or not has_streams(self.device)
+        self._wait(works, place, event, on_host)
+
+    def _wait(
+        self, works: list[Any], place: CollectiveContext, event: TrafficEvent | None, on_host: bool
+    ) -> None:
+        # The connections are closed: say again what happened rather than wait again
+        if self.broken is not None:
+            raise self.broken
+        self.chains.relay_before(place)
+        start = time.perf_counter()
+        try:
+            if on_host:
+                limit = timedelta(seconds=self.timeout)
+                for work in works:
+                    work.wait(limit)
+                self.ledger.waited(event, start)
+            else:
+                self._wait_on_stream(works, event)
+        except RuntimeError as error:
+            raise self._lost(place, time.perf_counter() - start, error) from None
+
+    @contextlib.contextmanager
+    def launching(self, place: CollectiveContext) -> Iterator[None]:
+        """Around moves that are launched: where a peer has gone already, that fails at once rather
+        than in the wait.
+        """
+        if self.broken is not None:
+            raise self.broken
+        try:
+            yield
+        except RuntimeError as error:
+            raise self._lost(place, 0.0, error) from None
+
+    def _lost(self, place: CollectiveContext, waited: float, error: Exception) -> StallError:
+        name = getattr(self.control_group, "group_name", "")
+        self.broken = explain(
+            place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard
+        )
+        self.give_up()
+        return self.broken
+
+    def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
+        stream = current_stream(self.device)
+        if stream == self.relay:  # nothing that computes waits
+            for work in works:
+                work.wait()
+            return
+        before, after = new_event(self.device, timing=True), new_event(self.device, timing=True)
+        before.record(stream)
+        for work in works:
+            work.wait()
+        after.record(stream)
+        self.ledger.marked(event, before, after)
+
+    # -- telling messages apart --------------------------------------------------------------------
+
+    def note_launch(
+        self, which: int, move: str, unit_index: int, about: int | tuple[int, int] = 0
+    ) -> None:
+        self._launched[which] = zlib.crc32(
+            f"{move} {unit_index} {about}".encode(), self._launched[which]
+        )
+
+    def _record(
+        self,
+        move: str,
+        place: CollectiveContext,
+        dtype: torch.dtype,
+        nbytes: int,
+        between: int,
+        plain: int = 0,
+        plain_between: int = 0,
+    ) -> TrafficEvent:
+        """Enter bytes that are sent, those of them to other nodes, and what these were encoded
+        from, or 0.
+        """
+        on_the_wire = str(dtype).removeprefix("torch.")
+        return self.ledger.record(
+            move,
+            place.unit,
+            nbytes,
+            self.size,
+            on_the_wire,
+            place.phase,
+            place.step,
+            self.name,
+            between,
+            plain,
+            plain_between,
+        )
+
+    def tag(self, move: str, unit_index: int, addresses: tuple[int, int] | None = None) -> int:
+        count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
+        if addresses is not None:
+            count ^= hash(addresses)
+        return (
+            self._level << 30 | _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
+        )

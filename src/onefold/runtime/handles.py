@@ -1,0 +1,66 @@
+"""What autograd saves of gathered buffers.
+
+[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that
+autograd saves and that lies in a gathered buffer is saved as a handle (unit, offset, sizes).
+Unpacking it in backward gathers the unit if it is not here. So a unit is released after its forward
+pass whatever the model's outputs look like, backward finds its parameters however it comes to them,
+and a unit whose backward reads no parameter (an embedding) is not gathered again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from onefold.memory import storage_of
+from onefold.runtime.recomputation import is_checkpoint
+from onefold.runtime.unit import Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.gather import Gatherer
+
+
+class Handle:
+    """What autograd keeps instead of a view into a gathered buffer."""
+
+    __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
+
+    def __init__(self, watch: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
+        self.watch, self.unit, self.flat = watch, unit, flat
+        self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
+        unit.handles += 1
+
+    def __del__(self) -> None:
+        self.unit.handles -= 1
+        if self.unit.handles == 0 or self.unit.looks_up_only:
+            self.watch.maybe_release(self.unit)
+
+
+def saving(gather: Gatherer) -> saved_tensors_hooks:
+    """Inside, what autograd saves of gathered buffers is saved as handles; the rest as before."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
+    outer_pack, outer_unpack = top if top else (None, None)
+    by_storage, recomputed = gather.by_storage, is_checkpoint(outer_pack)
+
+    def pack(t: torch.Tensor) -> Any:
+        hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
+        if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
+            return Handle(gather, *hit, t)
+        if outer_pack:
+            return outer_pack(t)
+        # A node that saves its own output must not hold the tensor that holds the node.
+        return t if t.grad_fn is None else t.detach()
+
+    def unpack(saved: Any) -> torch.Tensor:
+        if type(saved) is not Handle:
+            return outer_unpack(saved) if outer_unpack else saved
+        gather.backward_event()
+        gather.acquire(saved.unit, backward=True)
+        full = saved.flat.full
+        assert full is not None
+        return full.as_strided(saved.size, saved.stride, saved.offset)
+
+    return saved_tensors_hooks(pack, unpack)
