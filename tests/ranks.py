@@ -345,7 +345,7 @@ def _own_frames(error: BaseException) -> str:
     return "\n".join(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown)
 
 
-def _context(name: str) -> Any:
+def _context(name: str = "core") -> Any:
     """multiprocessing's, which from now on forks from the server `name`, which runs."""
     modules = ("uncollected", *SERVERS[name], *PRELOADED, "frozen")
     if modules not in _servers:

@@ -18,6 +18,7 @@ from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
+from onefold.runtime.unset import UnsetError
 
 #: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank
 #: that ends is noticed at once.
@@ -106,7 +107,9 @@ class Together:
 
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
-        """Around local work: what goes wrong on one rank raises on all, at its end."""
+        """Around local work: what goes wrong on one rank raises on all, at its end.
+        Raises CheckpointError; UnsetError where this rank met that.
+        """
         error: Exception | None = None
         try:
             yield
@@ -115,6 +118,8 @@ class Together:
         try:
             self.agree(error)
         except CheckpointError as told:
+            if isinstance(error, UnsetError):  # as every other use of such a model raises
+                raise error from None
             raise told from error
         finally:
             error = None  # its traceback holds this frame
