@@ -4,6 +4,7 @@ installed, the markers.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib.util
@@ -27,6 +28,11 @@ settings.register_profile("onefold", deadline=None, suppress_health_check=[Healt
 settings.load_profile("onefold")
 
 TESTS = Path(__file__).parent
+# For the workers, the ranks and the commands that tests start. Several tests share the cores; a rank
+# that is woken by a message then waits for its turn rather than interrupting another one, which may
+# hold what a third waits for, spinning (gloo does): a quarter to a third of the time is saved so.
+with contextlib.suppress(AttributeError, OSError):  # not Linux
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(TESTS))
 if importlib.util.find_spec("onefold") is None:
