@@ -13,6 +13,9 @@ import torch
 
 from ranks import preload, run_ranks
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 preload("peft", "transformers.models.llama.modeling_llama")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("peft") is None, reason="peft is not installed"

@@ -381,7 +381,7 @@ def unequal_families(folder: str) -> list[str]:
 
 def test_transformers_reads_a_folder_without_any_rank_holding_the_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    for seen in run_ranks(2, read_by_transformers, str(tmp_path), fresh=True):
+    for seen in run_ranks(2, read_by_transformers, str(tmp_path), server="served"):
         figures = {name: f"{seen[name] / MIB:.0f} MiB" for name in ("peak", "rest", "whole")}
         assert seen["divided"] and seen["equal"] and seen["made"] and seen["tied"]
         assert seen["families"] == []

@@ -62,7 +62,7 @@ def test_losses_and_scales_are_those_of_ddp(tmp_path: Path) -> None:
         for stage, recipe in stages.items()
         if stage != "2" or kind == "grows"
     ]
-    ranks = run_ranks(2, runs, cases, str(tmp_path), fresh=True)
+    ranks = run_ranks(2, runs, cases, str(tmp_path), server="libraries")
     for seen in ranks:
         for case in cases:
             kind, _, stage = case["name"].partition(" ")
@@ -94,7 +94,7 @@ def test_the_scale_goes_on_from_a_checkpoint_and_into_another_precision(tmp_path
         {"name": "and back", "recipe": 3, "arguments": saves,
          "resume": str(tmp_path / "in bf16" / "checkpoint-4")},
     ]  # fmt: skip
-    for seen in run_ranks(2, runs, cases, str(tmp_path), fresh=True):
+    for seen in run_ranks(2, runs, cases, str(tmp_path), server="libraries"):
         whole, resumed = seen["whole"], seen["resumed"]
         assert resumed["loss"] == whole["loss"] and len(whole["loss"]) == 5
         assert whole["scales"] == [2.0**12] * 3 + [2.0**13] * 3

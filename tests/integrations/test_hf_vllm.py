@@ -30,7 +30,7 @@ def test_vllm_is_given_the_weights_of_ddp_in_bounded_memory(tmp_path: Path) -> N
     ]
     # In bf16 it is what is computed with
     cases.append({"name": "bf16", "recipe": 3, "arguments": {"bf16": True}})
-    ranks = run_ranks(2, runs, cases, str(tmp_path), fresh=True, timeout=500)
+    ranks = run_ranks(2, runs, cases, str(tmp_path), server="libraries", timeout=500)
     for case in cases[:-1]:
         kind, _, stage = case["name"].partition(" ")
         first, second = (seen[case["name"]] for seen in ranks)
@@ -57,5 +57,5 @@ def test_vllm_is_given_the_weights_of_ddp_in_bounded_memory(tmp_path: Path) -> N
 
 
 def test_a_trl_without_a_place_for_weights_is_refused() -> None:
-    (said,) = run_ranks(1, without_hook, fresh=True)
+    (said,) = run_ranks(1, without_hook, server="libraries")
     assert "VLLMGeneration._iter_named_params" in said and "leave use_vllm out" in said

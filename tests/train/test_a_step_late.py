@@ -34,6 +34,9 @@ from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
 from ranks import run_ranks
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 virtual = pytest.importorskip("virtual")
 
 TEXT = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=3000))

@@ -48,6 +48,9 @@ from onefold.train.text import ByteTokenizer
 from onefold.train.token_cache import tokens_of
 from ranks import run_ranks
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 needs_datasets = pytest.mark.skipif(
     importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
 )

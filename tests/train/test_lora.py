@@ -37,6 +37,9 @@ from onefold.train.report import Reporter
 from onefold.train.results import export
 from ranks import run_ranks
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 pytestmark = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("transformers", "peft")),
     reason="transformers and peft are not both installed",

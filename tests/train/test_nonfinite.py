@@ -22,6 +22,9 @@ from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=3000))
 #: What goes wrong at which micro-batch (see `mark_of`).

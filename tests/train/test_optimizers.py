@@ -29,6 +29,9 @@ from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
 from ranks import run_ranks
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 HERE = [name for name, kind in KINDS.items() if importlib.util.find_spec(kind.module) is not None]
 GIVEN: dict[str, dict[str, Any]] = {
     "adamw": {"beta2": 0.99},

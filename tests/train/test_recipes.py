@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 BLOCK = re.compile(r"<!-- plan -->\n.*?<!-- /plan -->", re.DOTALL)
 #: What the small run does not take from the command: where, on what, and how many samples.

@@ -29,6 +29,9 @@ from onefold.train.process import Stop
 from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 

@@ -21,6 +21,9 @@ from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.results import export, sample
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 

@@ -23,6 +23,9 @@ from onefold.train.prepare import (
     steps_of,
 )
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 GIB = 1 << 30
 
 

@@ -21,6 +21,9 @@ from onefold.train.prepare import Run, prepare
 from onefold.train.ranks import Ranks
 from onefold.train.report import describe, in_a_sentence
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 NVME = {"nvme": ("/a", "/b")}
 APART = {"offload_optimizer": "nvme", "offload_gradients": "cpu", **NVME}
 

@@ -38,6 +38,9 @@ from onefold.train.report import ConsoleReporter, Reporter, describe, observe, o
 from onefold.train.results import export
 from ranks import run_ranks
 
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
 TEXT = "the quick brown fox jumps over the lazy dog. " * 200
 CODECS = {"gather_codec": "int8", "reduce_codec": "int4"}
 ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "stochastic"}
