@@ -282,6 +282,7 @@ def test_a_tokenizer_of_gguf_is_converted_once_and_then_saved_the_same(
     assert [one["name"] for one in asked] == [str(kept)]  # and no GGUF file was read
     (kept / "tokenizer.json").write_text("{")
     assert saved("damaged") == converted
+    assert saved("mended") == converted and asked[-1]["name"] == str(kept)
 
 
 def test_a_model_from_scratch_is_the_same_on_every_rank() -> None:

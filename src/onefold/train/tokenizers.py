@@ -50,8 +50,10 @@ def _of_gguf(file: Path) -> Any:
     of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
     key = hashlib.sha256(of.encode()).hexdigest()[:16]
     kept = default_path().parent / "tokenizers" / key
-    with contextlib.suppress(OSError, ValueError):  # not there, or something else
-        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+    if kept.is_dir():
+        with contextlib.suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+        shutil.rmtree(kept, ignore_errors=True)  # damaged: it would be converted at every start
     words = AutoTokenizer.from_pretrained(
         str(file.parent), gguf_file=file.name, local_files_only=True
     )
