@@ -310,3 +310,10 @@ def _refuse(what: str, args: Any) -> NoReturn:
         " deepspeed.zero.GatheredParameters(param):`, change it with modifier_rank=0, or do so"
         " after deepspeed.initialize."
     )
+
+
+def shapes(params: Sequence[nn.Parameter]) -> str:
+    """These parameters, for a message."""
+    sizes = [str(tuple(p.shape)) for p in params]
+    some = ", ".join(sizes[:3]) + (", ..." if len(sizes) > 3 else "")
+    return f"{'a parameter' if len(sizes) == 1 else f'{len(sizes)} parameters'} of shape {some}"

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
+from onefold.integrations.deepspeed.names.meeting import leave, meet
 from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
@@ -96,6 +97,7 @@ class GatheredParameters:
                 self._held.append((param, False, _Early(param)))
         early = [param for param, _, kept in self._held if isinstance(kept, _Early)]
         if early:
+            meet(lambda: f"GatheredParameters of {divided.shapes(early)} begins", early)
             divided.gather(early)
         for engine, entries in _by_engine(fresh):
             self._gather(engine, entries)
@@ -136,6 +138,11 @@ class GatheredParameters:
         while self._wholes:
             self._wholes.pop().whole_depth -= 1
         writes = self.modifier_rank is not None and error is None
+        early = [param for param, _, kept in held if isinstance(kept, _Early)]
+        if early and error is not None:
+            leave(error)
+        elif early and writes:
+            meet(lambda: f"GatheredParameters of {divided.shapes(early)} ends", [])
         with torch.no_grad():
             for param, nested, kept in held:
                 param.__dict__[_DEPTH] -= 1

@@ -1,0 +1,137 @@
+"""Where ranks meet before they exchange parameters that no engine has: all have come to the same.
+
+    rank 0   reads a weight ──► meeting 7: "a constructor reads"    ─┐
+    rank 1   end of Init    ──► meeting 7: "the model has been made" ─┴─► they differ: both raise
+
+The ranks count in the rendezvous store, so that a rank that came to something else is noticed before
+a collective waits for it. The last one that comes says whether all said the same; a rank that leaves
+by an error says so in place of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from onefold.comm import StallError
+from onefold.comm.stall import GRACE
+
+#: Meetings are counted alike on all ranks: each has come to all that were before.
+_count = itertools.count()
+_SAME, _DIFFER, _LEFT = b"same", b"differ", b"left:"
+
+
+class MeetingError(StallError):
+    """Ranks did not do the same with parameters that were made under `zero.Init`."""
+
+
+def meet(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None:
+    """Every rank has come to the same, with parameters of the same shapes.
+
+    Args:
+        doing: what this rank is about to do, for the message.
+
+    Raises:
+        MeetingError: on every rank that has come: another one does something else, or has failed.
+    """
+    world = dist.get_world_size()
+    if world == 1 or dist.get_backend() == "fake":
+        return
+    store, number = _store(), next(_count)
+    place = f"onefold/init/{number}"
+    same = hashlib.md5(f"{doing()} {[_face(p) for p in params]}".encode()).hexdigest()
+    store.add(f"{place}/{same}", 1)
+    if store.add(f"{place}/all", 1) == world:
+        alike = store.add(f"{place}/{same}", 0)
+        store.set(f"{place}/go", _SAME if alike == world else _DIFFER)
+        # All have read what was said before
+        for name in (same, "all", "go"):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                store.delete_key(f"onefold/init/{number - 1}/{name}")
+    said = _wait(store, f"{place}/go", doing)
+    if said == _SAME:
+        return
+    if said.startswith(_LEFT):
+        raise MeetingError(
+            f"{said[len(_LEFT) :].decode()}, and on rank {dist.get_rank()} {doing()}: no rank can go"
+            " on without the others."
+        )
+    raise MeetingError(_different(store, place, doing()))
+
+
+def leave(error: BaseException) -> None:
+    """This rank comes no more: those that wait for it are told."""
+    alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    if alone or isinstance(error, MeetingError):
+        return
+    text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"[:500]
+    with contextlib.suppress(RuntimeError):
+        _store().set(f"onefold/init/{next(_count)}/go", _LEFT + text.encode())
+
+
+def _face(param: nn.Parameter) -> Any:
+    """Not its dtype: rank 0 alone may have given it values of another one."""
+    lazy = isinstance(param, nn.parameter.UninitializedParameter)
+    return None if lazy else tuple(param.shape)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _wait(store: Any, key: str, doing: Callable[[], str]) -> bytes:
+    patience = _patience()
+    try:
+        store.wait([key], patience)
+        return bytes(store.get(key))
+    except RuntimeError as error:
+        raise MeetingError(
+            f"on rank {dist.get_rank()} {doing()}, and for {patience.total_seconds():.0f} s other"
+            " ranks did not come to the same. What is done with a model under deepspeed.zero.Init"
+            f" every rank must do. (store: {str(error).splitlines()[0][:200]})"
+        ) from None
+
+
+def _patience() -> timedelta:
+    """What the process group was given for a collective."""
+    group = dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return timedelta(minutes=30)
+
+
+def _different(store: Any, place: str, mine: str) -> str:
+    """The sentence, with what each rank is about to do."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    said = {rank: mine}
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{place}/says/{rank}", mine)
+        names = [f"{place}/says/{r}" for r in range(world)]
+        store.wait(names, timedelta(seconds=GRACE))
+        said = {r: bytes(store.get(name)).decode() for r, name in enumerate(names)}
+    groups: dict[str, list[int]] = {}
+    for r in sorted(said):
+        groups.setdefault(said[r], []).append(r)
+    told = [
+        f"on {f'rank {of[0]}' if len(of) == 1 else f'ranks {_short(of)}'} {what}"
+        for what, of in groups.items()
+    ]
+    return (
+        f"the ranks do different things with parameters made under deepspeed.zero.Init:"
+        f" {'; '.join(told)}. Each rank keeps a part of such a parameter, so every rank must read or"
+        " change it: take the condition on the rank away, or change it after the model is made,"
+        " inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`."
+    )
+
+
+def _short(ranks: list[int]) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
