@@ -499,7 +499,11 @@ def unset_weights() -> tuple[list[str], list[str], list[str]]:
     with torch.no_grad(), initialization.guard_torch_init_functions():
         alone.initialize_weights()
     in_force = HfDeepSpeedConfig(config(3))
-    out = unset(alone), unset(hf.AutoModel.from_config(speech)), unset(hf.AutoModel.from_config(bert))
+    out = (
+        unset(alone),
+        unset(hf.AutoModel.from_config(speech)),
+        unset(hf.AutoModel.from_config(bert)),
+    )
     del in_force
     return out
 

@@ -5,13 +5,20 @@ versions of its own.
 from __future__ import annotations
 
 import importlib.util
+import os
+import random
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ranks import run_ranks
+from ranks import absolute_path, run_ranks
+
+HERE = Path(__file__).parent
 
 sys.path.append(str(Path(__file__).parent))
 from verl_trials import by_verl, interface, states
@@ -59,3 +66,102 @@ def test_the_engine_fits_verls_interface_and_refuses_what_it_does_not_read() -> 
         assert key in sentence, (key, sentence)
     assert "names no stage" in seen["no recipe"] and "given twice" in seen["precision twice"]
     assert seen["computes"] == ["torch.bfloat16", "torch.float32", "None"]
+
+
+def prepared(folder: Path) -> None:
+    """A model with a tokenizer that knows chats, and chats."""
+    import pandas
+    import torch
+    import trainer_script
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    words = [f"w{n}" for n in range(40)]
+    known = ["<pad>", "<s>", "</s>", "user", "assistant", ":", *words]
+    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(known)}, "<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] + ' </s> ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant : ' }}{% endif %}"
+    )
+    tokenizer.save_pretrained(folder / "model")
+    torch.manual_seed(0)
+    LlamaForCausalLM(
+        LlamaConfig(**trainer_script.CONFIG | {"tie_word_embeddings": False})
+    ).save_pretrained(folder / "model")
+    drawn = random.Random(0)
+    chats = [
+        [
+            {"role": role, "content": " ".join(drawn.choices(words, k=drawn.randint(4, 8)))}
+            for role in ("user", "assistant")
+        ]
+        for _ in range(32)
+    ]
+    pandas.DataFrame({"messages": chats}).to_parquet(folder / "train.parquet")
+
+
+def by_the_command(
+    folder: Path, stage: int | None, into: str, *more: str
+) -> dict[int, list[float]]:
+    """verl's own command on two ranks, by its FSDP2 (None) or by Onefold: {step: loss, norm, rate}
+    as it prints them.
+    """
+    engine = (
+        ["engine.strategy=fsdp2"]
+        if stage is None
+        else [
+            "engine._target_=onefold.integrations.verl.EngineConfig", "engine.strategy=onefold",
+            f"+engine.recipe={{stage: {stage}}}",
+        ]
+    )  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+            "-m", "verl.trainer.sft_trainer", *engine,
+            "+engine.mixed_precision={param_dtype: fp32, reduce_dtype: fp32}",
+            "engine.use_torch_compile=false", "data.train_files=train.parquet",
+            "data.train_batch_size=8", "data.micro_batch_size_per_gpu=2",
+            "data.use_dynamic_bsz=false", "data.num_workers=0", "data.max_length=64",
+            "model.path=model", "model.use_remove_padding=false",
+            "+model.override_config.attn_implementation=eager", "optim.lr=1e-2",
+            "trainer.logger=[console]", "trainer.device=cpu", "trainer.total_epochs=1",
+            f"trainer.default_local_dir={into}", *more,
+        ],
+        cwd=folder,
+        env={
+            **os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), absolute_path()]),
+            "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VERL_PLATFORM": "cpu",
+            "VERL_USE_EXTERNAL_MODULES": "verl_cpu,onefold.integrations.verl",
+            # verl's engine for FSDP is registered for CUDA; it runs on the CPU, too
+            "VERL_ENGINE_DEVICE": "cuda" if stage is None else "cpu",
+        },
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    number = r"([-+\de.]+)"
+    found = re.findall(
+        rf"step:(\d+) .*train/loss:{number} .*train/grad_norm:{number} .*train/lr:{number}",
+        done.stdout + done.stderr,
+    )
+    return {int(step): [float(value) for value in values] for step, *values in found}
+
+
+def test_verls_command_has_the_losses_of_its_fsdp2_and_resumes_at_another_stage(
+    tmp_path: Path,
+) -> None:
+    """`torchrun -m verl.trainer.sft_trainer`, as a user starts it."""
+    if importlib.util.find_spec("uvicorn") is None:
+        pytest.skip("verl's command imports uvicorn, which is not installed")
+    prepared(tmp_path)
+    theirs = by_the_command(tmp_path, None, "theirs")
+    assert list(theirs) == [1, 2, 3, 4] and len({loss for loss, *_ in theirs.values()}) == 4
+    ours = by_the_command(tmp_path, 3, "ours", "trainer.save_freq=2")
+    for step, values in theirs.items():
+        assert ours[step] == pytest.approx(values, rel=1e-6), step
+    shutil.rmtree(tmp_path / "ours" / "global_step_4")
+    (tmp_path / "ours" / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = by_the_command(tmp_path, 1, "ours")
+    assert list(resumed) == [3, 4] and [resumed[n] for n in (3, 4)] == [ours[n] for n in (3, 4)]

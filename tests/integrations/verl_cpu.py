@@ -7,11 +7,21 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
 from verl.utils import import_utils
 
 import_utils.is_trl_available = lambda: False
+_joined = torch.distributed.init_process_group
+
+
+def _join(backend: Any = None, **given: Any) -> None:
+    """verl's command asks for gloo, and for NCCL on the device, which is the CPU here."""
+    _joined(backend="gloo" if backend == "cpu:gloo,cpu:nccl" else backend, **given)
+
+
+torch.distributed.init_process_group = _join
 
 
 def _nothing(*_: Any, **__: Any) -> int:
@@ -25,6 +35,7 @@ MODULE = SimpleNamespace(
     mem_get_info=lambda *_: (0, 0),
     is_available=lambda: True,
     current_device=lambda: "cpu",
+    get_device_name=lambda *_: "CPU",
 )
 
 
