@@ -15,7 +15,7 @@ from ranks import run_ranks
 
 pytest.importorskip("trl")
 sys.path.append(str(Path(__file__).parent))
-from vllm_trials import runs, without_hook
+from vllm_trials import runs, runs_under_the_name, without_hook
 
 
 def test_vllm_is_given_the_weights_of_ddp_in_bounded_memory(tmp_path: Path) -> None:
@@ -54,6 +54,30 @@ def test_vllm_is_given_the_weights_of_ddp_in_bounded_memory(tmp_path: Path) -> N
     bf16 = ranks[0]["bf16"]
     assert {v.dtype for v in bf16["syncs"][0].values()} == {torch.bfloat16}
     assert all(dtype == "bfloat16" for _, dtype, _ in bf16["announced"][0])
+
+
+def test_under_the_name_deepspeed_weights_are_streamed_too(tmp_path: Path) -> None:
+    """TRL gathers a model with adapters whole through the name, to merge them: here it gets them in
+    buckets.
+    """
+    cases = [
+        {"name": f"{kind} {stage}", "stage": stage, **asked}
+        for kind, asked in {"plain": {}, "lora": {"lora": True}}.items()
+        for stage in (None, 3)
+    ]
+    ranks = run_ranks(2, runs_under_the_name, cases, str(tmp_path), server="served", timeout=500)
+    for kind in ("plain", "lora"):
+        ddp, ours = (ranks[0][f"{kind} {stage}"] for stage in (None, 3))
+        assert (ddp["kind"], ours["kind"]) == ("DistributedDataParallel", "DeepSpeedEngine")
+        assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-4, abs=1e-6)
+        for mine, theirs in zip(ours["syncs"], ddp["syncs"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+        moved = [n for n, v in ours["syncs"][0].items() if not v.equal(ours["syncs"][3][n])]
+        assert moved and len(ours["syncs"]) == 4
+        for seen in ranks:
+            colocated = seen[f"{kind} 3"]["colocated"]
+            torch.testing.assert_close(colocated, ddp["colocated"], rtol=1e-5, atol=1e-5)
+        assert 0 < ours["highest"] <= 16 * 1024 < ours["whole"]
 
 
 def test_a_trl_without_a_place_for_weights_is_refused() -> None:

@@ -108,7 +108,7 @@ def run(folder: str, case: dict[str, Any]) -> dict[str, Any]:
     generation.sync_weights()
     colocated = {name: value for sync in inside.syncs for name, value in sync.items()}
     return seen_of(trainer) | {
-        "rank": dist.get_rank(), "syncs": given.syncs, "announced": given.announced,
+        "rank": dist.get_rank(), "kind": type(trainer.model_wrapped).__name__, "syncs": given.syncs, "announced": given.announced,
         "highest": given.highest, "reset": reset, "colocated": colocated,
         "whole": sum(v.nbytes for v in colocated.values()),
     }  # fmt: skip
@@ -126,11 +126,37 @@ def runs(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
     return out
 
 
+def runs_under_the_name(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """The same with `deepspeed` served in the process; `stage` in a case makes it DeepSpeed's by
+    name.
+    """
+    import onefold.deepspeed
+
+    onefold.deepspeed.serve()
+    from hf_trials import fresh_state, start
+    from trainer_trials import ds
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from onefold.integrations import vllm
+
+    vllm.BUCKET = "16KB"
+    start(folder)
+    out: dict[str, Any] = {}
+    for case in cases:
+        given = {**case}
+        if case["stage"]:
+            given["arguments"] = {"deepspeed": ds(case["stage"])}
+        unset_hf_deepspeed_config()
+        with fresh_state():
+            out[case["name"]] = run(folder, given)
+    return out
+
+
 def without_hook() -> str:
     """What is said where TRL has no place to give weights."""
     from trl.generation.vllm_generation import VLLMGeneration
 
-    from onefold.integrations.hf.vllm import refuse_without_hook
+    from onefold.integrations.vllm import refuse_without_hook
 
     refuse_without_hook()
     del VLLMGeneration._iter_named_params

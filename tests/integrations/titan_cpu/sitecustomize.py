@@ -2,7 +2,6 @@
 by its name where this folder is in PYTHONPATH.
 """
 
-import importlib.util
 import sys
 
 if any("torchtitan" in word for word in sys.orig_argv):

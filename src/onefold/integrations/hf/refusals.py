@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from onefold.integrations.hf import vllm
+from onefold.integrations import vllm
 from onefold.recipe import Recipe
 
 logger = logging.getLogger("onefold")

@@ -24,8 +24,9 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import onefold
 from onefold.checkpoint.together import Together
+from onefold.integrations import vllm
 from onefold.integrations.figures import Figures
-from onefold.integrations.hf import loading, saving, vllm
+from onefold.integrations.hf import loading, saving
 from onefold.integrations.hf.accelerator import adopt
 from onefold.integrations.hf.arguments import (
     divides_parameters,

@@ -34,6 +34,7 @@ from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffl
 from onefold.integrations.deepspeed.names.table import VERSION
 from onefold.integrations.deepspeed.saving import whole_in
 from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
+from onefold.integrations.vllm import stream_under_the_name
 
 _of_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -115,6 +116,7 @@ def initialize(
     if made[1] is not None:
         _of_engines.add(made[1])
     _spare_lightning(model)
+    stream_under_the_name()
     return made
 
 

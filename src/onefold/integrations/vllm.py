@@ -3,10 +3,14 @@
 every rank   onefold.stream_params, a bucket at a time, adapters added as it goes
 server       rank 0 sends what comes to the server; the others only take part
 colocate     every rank hands what comes to the engine in its own process
+
+`onefold.hf` connects the trainers that it is mixed into; where the name `deepspeed` is served, the
+class of TRL that gathers through that name streams.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +22,9 @@ from onefold.runtime.registry import is_sharded
 
 #: TRL's method that gives (name, whole tensor) of each parameter, for the engine.
 _HOOK = "_iter_named_params"
+_MODULE = "trl.generation.vllm_generation"
+#: Bytes of whole tensors at a time, where the name `deepspeed` is served.
+BUCKET: int | str = "1GB"
 
 
 def refuse_without_hook() -> None:
@@ -53,13 +60,7 @@ class StreamsWeights:
         if not is_sharded(self.model):
             yield from super()._iter_named_params()  # type: ignore[misc]
             return
-        adapted = bool(getattr(self.model, "peft_config", None))
-        parameters = _names(self.model)
-        for name, whole in onefold.stream_params(
-            self.model, self.onefold_bucket, merge_adapters=adapted
-        ):
-            if name in parameters:  # buffers are the engine's own
-                yield name, whole
+        yield from _weights(self.model, self.onefold_bucket)
 
 
 def connect(trainer: Any, bucket: int | str) -> None:
@@ -77,6 +78,32 @@ def connect(trainer: Any, bucket: int | str) -> None:
     kind = type(generation)
     generation.__class__ = type(f"Streaming{kind.__name__}", (StreamsWeights, kind), {})
     generation.onefold_bucket = bucket
+
+
+def stream_under_the_name() -> None:
+    """Make TRL's class stream the weights of models that Onefold has sharded. What TRL does under
+    the name `deepspeed` is to gather a model with adapters whole, in order to merge them.
+    """
+    kind = getattr(sys.modules.get(_MODULE), "VLLMGeneration", None)
+    plain = getattr(kind, _HOOK, None)
+    if kind is None or plain is None or hasattr(plain, "onefold_bucket"):
+        return
+
+    def _iter_named_params(self: Any) -> Iterator[tuple[str, Tensor]]:
+        if is_sharded(self.model):
+            return _weights(self.model, BUCKET)
+        return plain(self)  # type: ignore[no-any-return]
+
+    _iter_named_params.onefold_bucket = BUCKET  # type: ignore[attr-defined]
+    setattr(kind, _HOOK, _iter_named_params)
+
+
+def _weights(model: nn.Module, bucket: int | str) -> Iterator[tuple[str, Tensor]]:
+    adapted = bool(getattr(model, "peft_config", None))
+    parameters = _names(model)
+    for name, whole in onefold.stream_params(model, bucket, merge_adapters=adapted):
+        if name in parameters:  # buffers are the engine's own
+            yield name, whole
 
 
 def _names(model: nn.Module) -> set[str]:
