@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import ast
 import importlib.util
 import re
 import subprocess
@@ -182,6 +183,43 @@ def test_every_name_that_an_installed_library_asks_for_is_served_or_listed(host:
             if not known(name):
                 left[name] = str(path)
     assert not left, f"serve them in names/table.py, or list them there with a reason: {left}"
+
+
+#: What libraries look for in a folder of `engine.save_checkpoint`, and find there.
+LOOKED_FOR = {"global_step*", "latest", "zero_to_fp32.py"}
+#: Names of files of DeepSpeed's engine, whole or as a part of a pattern.
+_FILES = re.compile(
+    r"global_step\*|^latest$|zero_to_fp32\.py|\w*mp_rank\w*|\w*_states\.pt|model_states\w*"
+    r"|optim_states\w*"
+)
+
+
+def strings(text: str) -> list[str]:
+    """Those of a source, without those that stand alone (its documentation)."""
+    tree = ast.parse(text)
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone
+    ]
+
+
+def test_no_installed_library_looks_for_files_of_deepspeed_that_are_not_written() -> None:
+    """`mp_rank_00_model_states.pt` and `*_optim_states.pt` are not: who reads such a folder asks for
+    the names in `LOOKED_FOR`, or by functions of deepspeed that are served.
+    """
+    found: dict[str, str] = {}
+    for host in HOSTS:
+        spec = importlib.util.find_spec(host)
+        if spec is None or spec.origin is None:
+            continue
+        for path in sorted(Path(spec.origin).parent.rglob("*.py")):
+            text = path.read_text(encoding="utf-8", errors="replace")
+            if "deepspeed" in text:
+                found |= {n: str(path) for said in strings(text) for n in _FILES.findall(said)}
+    assert LOOKED_FOR & found.keys(), found
+    assert not (new := {n: p for n, p in found.items() if n not in LOOKED_FOR}), new
 
 
 def test_a_name_that_is_new_is_found() -> None:
