@@ -519,3 +519,25 @@ def test_only_what_transformers_itself_leaves_unset_has_no_values_under_init() -
         weight = "encoder.pos_conv_embed.conv.parametrizations.weight"
         assert alone == [f"{weight}.original0", f"{weight}.original1"]
         assert under_init == alone and other == []
+
+
+def digests() -> list[str]:
+    """TRL's digest of the same model, whole and made under `zero.Init`, and of another one."""
+    import trl.trainer.dpo_trainer as host
+
+    torch.manual_seed(3)
+    whole = host.hash_module(Model())
+    out = [whole]
+    for seed in (3, 4):
+        torch.manual_seed(seed)
+        with init.Init():
+            model = Model()
+        out.append(host.hash_module(model))
+        assert any(isinstance(p, divided.DividedParameter) for p in model.parameters())
+    return out
+
+
+def test_trls_digest_of_a_divided_model_is_that_of_the_whole_one() -> None:
+    pytest.importorskip("trl")
+    for whole, made, other in run_ranks(2, digests, server="libraries"):
+        assert whole == made != other

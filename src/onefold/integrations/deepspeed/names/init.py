@@ -14,6 +14,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.meeting import leave, meet
+from onefold.integrations.deepspeed.names.trl_digest import digest_by_parameter
 from onefold.integrations.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
 
@@ -150,6 +151,7 @@ class Init:
 
     def _end(self) -> None:
         """Divide what is whole, and cast all."""
+        digest_by_parameter()
         if not _alone():
             meet(lambda: "the model has been made", list(self._made.values()))
         for param in self._made.values():
