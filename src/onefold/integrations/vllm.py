@@ -92,7 +92,7 @@ def stream_under_the_name() -> None:
     def _iter_named_params(self: Any) -> Iterator[tuple[str, Tensor]]:
         if is_sharded(self.model):
             return _weights(self.model, BUCKET)
-        return plain(self)  # type: ignore[no-any-return]
+        return plain(self)
 
     _iter_named_params.onefold_bucket = BUCKET  # type: ignore[attr-defined]
     setattr(kind, _HOOK, _iter_named_params)
