@@ -162,8 +162,8 @@ def test_torchrun_starts_a_loop_of_ones_own_by_the_command(tmp_path: Path) -> No
         "import deepspeed, sys, torch\n"
         "torch.manual_seed(0)\n"
         "config = {'train_micro_batch_size_per_gpu': 2, 'zero_optimization': {'stage': 3}}\n"
-        "config['optimizer'] = {'type': 'AdamW', 'params': {'lr': 0.1}}\n"
-        "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))\n"
+        "config['optimizer'] = {'type': 'AdamW', 'params': {'lr': 0.01}}\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 64))\n"
         "engine, *_ = deepspeed.initialize(model=model, config=config)\n"
         "own = sum(p.data.numel() for p in engine.module.parameters())\n"
         "losses = []\n"
@@ -173,7 +173,7 @@ def test_torchrun_starts_a_loop_of_ones_own_by_the_command(tmp_path: Path) -> No
         "    engine.step()\n"
         "    losses.append(loss.item())\n"
         "with open(f'{sys.argv[1]}-{engine.global_rank}', 'w') as file:\n"
-        "    print(type(engine).__name__, own < 25, losses[-1] < losses[0], file=file)\n"
+        "    print(type(engine).__name__, own < 4000, losses[-1] < losses[0], file=file)\n"
     )
     by_torchrun(tmp_path / "train.py", str(tmp_path / "said"))
     for rank in range(2):
