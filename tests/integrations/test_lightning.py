@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from needed import skip_without
 from ranks import absolute_path, run_ranks
 
-pytest.importorskip("lightning")
+skip_without("lightning")
 sys.path.append(str(Path(__file__).parent))
 from lightning_checks import all_of_it
 from lightning_trials import resumed, runs, saved
