@@ -60,13 +60,9 @@ SLOW_FILES = {
         "test_wires.py",
     ],
     "checkpoint": [
-        "test_adapters.py",
         "test_dcp.py",
-        "test_export.py",
         "test_faults.py",
-        "test_huggingface.py",
         "test_moments_checkpoint.py",
-        "test_reshard_and_diff.py",
     ],
     "cli": [
         "test_checkpoint_command.py",
@@ -83,11 +79,17 @@ SLOW_FILES = {
         "test_native_reduce.py",
         "test_native_virtual.py",
     ],
+    "data": [
+        "test_large_data.py",
+    ],
     "doctor": [
         "test_measure.py",
     ],
     "habits": [
         "test_habits.py",
+    ],
+    "inspection": [
+        "test_reshard_and_diff.py",
     ],
     "integrations": [
         "test_deepspeed_name.py",
@@ -110,6 +112,11 @@ SLOW_FILES = {
         "test_two_nodes.py",
         "test_waits.py",
         "test_wire_bytes.py",
+    ],
+    "models": [
+        "test_folder.py",
+        "test_hub.py",
+        "test_lora.py",
     ],
     "observe": [
         "test_measured.py",
@@ -134,6 +141,14 @@ SLOW_FILES = {
         "test_planned_for.py",
         "test_planner.py",
         "test_replay.py",
+    ],
+    "pretrained": [
+        "test_adapters.py",
+        "test_export.py",
+        "test_huggingface.py",
+    ],
+    "processes": [
+        "test_claim.py",
     ],
     "quant": [
         "test_kernels.py",
@@ -172,13 +187,8 @@ SLOW_FILES = {
         "test_trace_shortcuts.py",
     ],
     "train": [
-        "test_claim.py",
         "test_early.py",
         "test_examples.py",
-        "test_folder.py",
-        "test_hub.py",
-        "test_large_data.py",
-        "test_lora.py",
         "test_machines.py",
         "test_optimizers.py",
         "test_run.py",
@@ -196,7 +206,7 @@ SLOW_FILES = {
 SAMPLED = {
     "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 2,
-    "checkpoint/test_huggingface.py": 4,
+    "pretrained/test_huggingface.py": 4,
     "checkpoint/test_offloaded_states.py": 2,
     "checkpoint/test_tiles_checkpoint.py": 4,
     "cli/test_doctor_check.py": 6,
@@ -263,7 +273,7 @@ SAMPLED = {
     "tracing/test_trace.py": 4,
     "tracing/test_trace_shortcuts.py": 6,
     "train/test_a_step_late.py": 3,
-    "train/test_folder.py": 4,
+    "models/test_folder.py": 4,
     "train/test_starts.py": 3,
 }
 
@@ -302,7 +312,7 @@ ONLY_WITH_ALL = {
     "simulation/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
     "train/test_examples.py::test_the_example_of_trainer_learns_and_saves_what_opens_again",
-    "train/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache",
+    "models/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache",
     "train/test_machines.py::test_a_run_loses_a_machine_goes_on_alone_takes_it_back_and_lets_it_leave",
     "train/test_run.py::test_compiled_blocks_give_the_same_losses",
     "train/test_starts.py::test_commands_say_nothing_on_their_standard_error_when_all_is_well",
@@ -312,13 +322,13 @@ ONLY_WITH_ALL = {
 # Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
 # one worker.
 TOGETHER = {
-    "checkpoint/test_adapters.py",
-    "checkpoint/test_export.py",
+    "pretrained/test_adapters.py",
+    "pretrained/test_export.py",
     "integrations/test_from_deepspeed.py",
-    "checkpoint/test_huggingface.py",
-    "checkpoint/test_reshard_and_diff.py",
+    "pretrained/test_huggingface.py",
+    "inspection/test_reshard_and_diff.py",
     "checkpoint/test_tiles_checkpoint.py",
-    "checkpoint/test_verify.py",
+    "inspection/test_verify.py",
     "cli/test_checkpoint_command.py",
     "integrations/test_deepspeed.py",
     "integrations/test_published_scripts.py",

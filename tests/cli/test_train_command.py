@@ -22,10 +22,7 @@ from onefold.cli.app import app
 from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-SOURCE = os.pathsep.join(str(ROOT / part) for part in ("src", "tests/train"))
-if str(ROOT / "tests" / "train") not in sys.path:
-    # Where small_lm is, for ranks that are forked
-    sys.path.insert(0, str(ROOT / "tests" / "train"))
+SOURCE = os.pathsep.join(str(ROOT / part) for part in ("src", "tests"))
 SERVER = "libraries"
 BYTES = ["--tokenizer", "bytes", "--seq", "64", "--device", "cpu"]
 TINY = ["--model", "llama:tiny", *BYTES]
@@ -168,10 +165,10 @@ def runs_of_two_ranks(
     """On one of two ranks, for each variant: the rows of the same run without the command, and what
     it says of its plan.
     """
+    from onefold.processes.ranks import Ranks
     from onefold.train.config import resolve
     from onefold.train.loop import train
     from onefold.train.prepare import prepare
-    from onefold.train.ranks import Ranks
     from onefold.train.report import describe
 
     rank, found = int(os.environ["RANK"]), []

@@ -12,14 +12,14 @@ import torch
 
 import onefold
 from onefold import Recipe, Tier
+from onefold.processes.ranks import Ranks
 from onefold.recipe.options import TIERS
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.early import refuse_without_folder
-from onefold.train.errors import TrainError
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
-from onefold.train.ranks import Ranks
 from onefold.train.report import describe, in_a_sentence
+from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"

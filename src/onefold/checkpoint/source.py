@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 KINDS = ("parameter", "buffer", "state", "rng", "extra", "residual")
 
@@ -117,6 +118,10 @@ class Source:
     def groups(self) -> list[list[dict[str, Any]]] | None:
         """The parameter groups of each optimizer, "params" being names. None: there is none."""
         return None
+
+    def fitted(self, module: nn.Module) -> Source:
+        """The same under the names of `module`, for a source that has names of its own."""
+        return self
 
     def value(self, name: str) -> Any:
         """The state of the run's "scheduler" or "scaler"; None: it has none."""

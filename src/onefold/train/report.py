@@ -41,8 +41,8 @@ from onefold.observe.measure import measured, reconciled
 from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, record
 from onefold.recipe.options import NODES, UNLIMITED
-from onefold.train.errors import readable
 from onefold.train.prepare import steps_of
+from onefold.wording import readable
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe
