@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from onefold.data.rows import IGNORE
-from onefold.data.samples import Samples, held_out_batch, load_data
+from onefold.data.samples import IGNORE, Samples, held_out_batch, load_data
 from onefold.data.text import ByteTokenizer, encode_with_spans, render_chat
 from onefold.wording import TrainError
 

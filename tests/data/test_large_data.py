@@ -30,8 +30,7 @@ from hf_folders import (
 )
 from onefold.data import sources, token_cache
 from onefold.data.order import DataOrder, Share, shares
-from onefold.data.rows import IGNORE
-from onefold.data.samples import Data, Samples, eval_batches, load_data
+from onefold.data.samples import IGNORE, Data, Samples, eval_batches, load_data
 from onefold.data.sources import is_small, parts_of, rows_of
 from onefold.data.text import ByteTokenizer
 from onefold.data.token_cache import tokens_of

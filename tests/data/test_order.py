@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.data import shuffle
+from onefold.data import order as shuffle
 from onefold.data.order import HELD_OUT, DataOrder, Share, split
 from onefold.data.samples import eval_batches
 from onefold.train.early import accumulation_steps

@@ -2,7 +2,7 @@
 model and no run.
 
     sources ─► tables (Parquet, Arrow, the hub)       documents
-    text, tokenizers ─► token_cache                   tokens: in memory, or mapped from the disk
-    rows ─► samples                                   batches, held-out ones, and their way to the device
-    order ─► shuffle                                  which samples a step reads
+    text ─► token_cache                               tokens: in memory, or mapped from the disk
+    samples                                           batches, held-out ones, and their way to the device
+    order                                             which samples a step reads
 """

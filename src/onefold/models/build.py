@@ -14,9 +14,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import inspect
-import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +23,13 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
-from onefold.data.text import ByteTokenizer, Tokenizer
-from onefold.data.tokenizers import load_tokenizer, smollm2_path
+from onefold.data.text import ByteTokenizer, Tokenizer, load_tokenizer, smollm2_path
 from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
+from onefold.plan.model_code import factory_of
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
 from onefold.tracing.repeat import repeated_blocks
-from onefold.wording import TrainError, did_you_mean
+from onefold.wording import TrainError
 
 HEAD_WIDTH = 64
 
@@ -257,31 +254,10 @@ def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
 
 
 def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
-    module_name, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` has it
-        sys.path.insert(0, os.getcwd())
     try:
-        source = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise TrainError(
-            f"--model {name}: cannot import {error.name!r} from {os.getcwd()} or the installed"
-            " packages."
-        ) from None
-    factory = getattr(source, attribute, None)
-    if not callable(factory):
-        names = [n for n, f in vars(source).items() if callable(f) and not n.startswith("_")]
-        raise TrainError(
-            f"--model {name}: {module_name} has no function {attribute!r}."
-            f" {did_you_mean(attribute, names)}"
-        )
-    takes = inspect.signature(factory).parameters.values()
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in takes if p.default is p.empty and p.kind not in optional]
-    if needed:
-        raise TrainError(
-            f"--model {name}: the factory is called without arguments, but {attribute} asks for"
-            f" {', '.join(needed)}."
-        )
+        factory = factory_of(name)
+    except ValueError as error:
+        raise TrainError(f"--model {error}") from None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = factory()

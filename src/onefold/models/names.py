@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from onefold.data.sources import probed
 from onefold.data.tables import is_offline
-from onefold.data.tokenizers import smollm2_path
+from onefold.data.text import smollm2_path
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:

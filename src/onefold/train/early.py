@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 from onefold.data.sources import check_data
-from onefold.data.tokenizers import check_tokenizer
+from onefold.data.text import check_tokenizer
 from onefold.models.names import check_hub, kind_of
 from onefold.train.config import TrainConfig
 from onefold.train.optimizers import check_optimizer
@@ -56,8 +56,7 @@ def check_early(config: TrainConfig) -> None:
     check_tokenizer(config.tokenizer)
     check_optimizer(config)
     check_lora(config)
-    refuse_without_folder(config)
-    refuse_cache(config)
+    refuse_folders(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
             f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
@@ -86,34 +85,31 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
         )
 
 
-def refuse_without_folder(config: TrainConfig) -> None:
-    """Raise TrainError for an NVMe folder that is not there or cannot be written."""
+def refuse_folders(config: TrainConfig) -> None:
+    """Raise TrainError for an NVMe folder that is not there, or one of NVMe or tokens that cannot be
+    written to.
+    """
     for folder in config.nvme or ():
         if not os.path.isdir(folder):
             raise TrainError(
                 f"--nvme {folder}: there is no such folder; make one on the disk that is to be"
                 " used."
             )
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise TrainError(
-                f"--nvme {folder}: this user may not write there; choose another folder, or change"
-                " its rights."
-            )
+        _refuse_unwritable(f"--nvme {folder}", "there", Path(folder))
+    if config.data_cache is not None:
+        place = Path(config.data_cache)
+        while not os.path.lexists(place) and place != place.parent:
+            place = place.parent
+        if not os.path.isdir(place):
+            raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
+        _refuse_unwritable(f"--data-cache {config.data_cache}", f"to {place}", place)
 
 
-def refuse_cache(config: TrainConfig) -> None:
-    """Raise TrainError for a --data-cache that cannot be written."""
-    if config.data_cache is None:
-        return
-    place = Path(config.data_cache)
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    if not os.path.isdir(place):
-        raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
-    if not os.access(place, os.W_OK | os.X_OK):
+def _refuse_unwritable(option: str, where: str, folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise TrainError(
-            f"--data-cache {config.data_cache}: this user may not write to {place}; choose another"
-            " folder, or change its rights."
+            f"{option}: this user may not write {where}; choose another folder, or change its"
+            " rights."
         )
 
 
