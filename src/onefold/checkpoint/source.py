@@ -87,6 +87,24 @@ class Source:
         """
         raise NotImplementedError
 
+    def whole(self, item: Item) -> torch.Tensor:
+        """A whole tensor, on the host."""
+        stored = self.stored(item)
+        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self.read(item, 0, out.numel(), out.reshape(-1))
+        return out
+
+    def blocks(
+        self, item: Item, start: int, stop: int, step: int, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, elements [n] on the host) of elements [start, stop), `step` at a time."""
+        for a in range(start, stop, step):
+            part = torch.empty(
+                min(stop - a, step), dtype=dtype or self.stored(item).dtype, device="cpu"
+            )
+            self.read(item, a, a + part.numel(), part)
+            yield a, part
+
     def aliases(self) -> Mapping[str, str]:
         """{another name of a tied parameter: the name it is stored under}."""
         return {}

@@ -8,7 +8,7 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,19 +86,31 @@ def _are_messages(value: Any) -> bool:
     )
 
 
+#: `datasets` brings pyarrow.
+NEEDED = "--data {} needs: pip install datasets."
+
+
+def _needed(name: str, package: str) -> Any:
+    """The package, which reads the data that is called `name`."""
+    if importlib.util.find_spec(package) is None:
+        raise TrainError(NEEDED.format(name))
+    return importlib.import_module(package)
+
+
+def _rows(where: str, column: str, values: Iterable[Any], first: int = 0) -> Iterator[Row]:
+    """The values of a column from row `first` on as documents."""
+    for number, value in enumerate(values, first):
+        if value is not None:
+            yield kind_of_value(f"{where} row {number}:", column, value), value, True
+
+
 def table_rows(path: Path, field: str | None, only_look: bool) -> Iterator[Row]:
     """The rows of a Parquet or Arrow file, some at a time."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise TrainError(f"--data {path} needs: pip install datasets (it brings pyarrow).")
-    pyarrow: Any = importlib.import_module("pyarrow")
-    where = f"--data {path}:"
+    pyarrow, where, number = _needed(str(path), "pyarrow"), f"--data {path}:", 0
     try:
-        number = 0
         for column, values in _batches(path, where, field):
-            for value in values:
-                if value is not None:
-                    yield kind_of_value(f"{where} row {number}:", column, value), value, True
-                number += 1
+            yield from _rows(where, column, values, number)
+            number += len(values)
             if only_look and number:
                 return
     except pyarrow.ArrowException as error:
@@ -133,22 +145,13 @@ def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, l
 
 def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
     """The rows of a dataset of the hub, which `--data` calls `name`."""
-    if importlib.util.find_spec("datasets") is None:
-        raise TrainError(f"--data {name} needs: pip install datasets.")
-    datasets: Any = importlib.import_module("datasets")
-    where = f"--data {name}:"
+    datasets, where = _needed(name, "datasets"), f"--data {name}:"
     try:
         # Without a network from the cache; else as a stream, which leaves nothing on the disk
         streaming = hub.is_whole and not is_offline()
         found = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=streaming)
         column = column_of(where, "column", list(found.column_names or next(iter(found))), field)
-        for number, row in enumerate(found):
-            if row[column] is not None:
-                yield (
-                    kind_of_value(f"{where} row {number}:", column, row[column]),
-                    row[column],
-                    True,
-                )
+        yield from _rows(where, column, (row[column] for row in found))
     except TrainError:
         raise
     except Exception as error:  # whatever the network, the hub or a loading script says
@@ -163,7 +166,7 @@ def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
 def check_hub_data(name: str, hub: HubData) -> None:
     """Raise TrainError for a dataset that is not in a cache where nothing may be downloaded."""
     if importlib.util.find_spec("datasets") is None:
-        raise TrainError(f"--data {name} needs: pip install datasets.")
+        raise TrainError(NEEDED.format(name))
     if not is_offline():
         return
     from huggingface_hub import constants

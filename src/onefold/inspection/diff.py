@@ -199,13 +199,10 @@ def _tensor(
     if one.shape != other.shape:
         return TensorDifference(a, "shape", _shown(one), _shown(other), of=numel)
     seen = _Seen()
-    for start in range(0, numel, BLOCK):
-        stop = min(start + BLOCK, numel)
-        x, y = (torch.empty(stop - start, dtype=stored.dtype) for stored in (one, other))
-        first.read(a, start, stop, x)
-        second.read(b, start, stop, y)
+    blocks = (first.blocks(a, 0, numel, BLOCK), second.blocks(b, 0, numel, BLOCK))
+    for (start, x), (_, y) in zip(*blocks, strict=True):
         seen.look(x, y, start, tolerance)
-        advance(stop - start)
+        advance(len(x))
     if not seen.differing and (one.dtype == other.dtype or not tolerance.exact):
         return None
     what = "values" if seen.differing else "dtype"

@@ -23,7 +23,7 @@ from onefold.checkpoint.source import closed_on_error
 from onefold.pretrained.export import converted, masters, stream
 from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some
 from onefold.pretrained.hf_names import Layout, whole
-from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted
+from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
 from onefold.pretrained.streams import Progress, Sheet
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state_contents import unguarded
@@ -170,17 +170,11 @@ def _fit(
     shapes = {k: outline.tensors[n][1] for k, n in names.items()}
     what = f"{source.folder} holds adapters of another form:"
     refuse_shapes(there, shapes, what, " Are rank and targets the same?")
-    missing = [n for k, n in names.items() if k not in there]
-    unexpected = [k for k in there if k not in names]
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{source.folder} holds other adapters than the model has: {len(missing)} of the"
-            f" model's are not there ({some(missing)}), {len(unexpected)} of the folder's fit"
-            f" nowhere ({some(unexpected)}). Give strict=False to load what fits."
-        )
     made = {n: whole(k, there[k]) for k, n in names.items() if k in there}
-    fitted = Fitted(source, outline, made, unexpected)
-    fitted.missing = missing
+    fitted = Fitted(source, outline, made, [k for k in there if k not in names])
+    fitted.missing = [n for k, n in names.items() if k not in there]
+    if strict:
+        refuse_differences(fitted)
     return fitted
 
 

@@ -63,11 +63,7 @@ def export_folder(
     def pieces() -> Iterator[tuple[str, int, torch.Tensor]]:
         for name, item in items.items():
             count, dtype = numel_of(outline.tensors[name][1]), outline.dtypes[name]
-            step = CHUNK // dtype.itemsize
-            buffer = torch.empty(min(step, count), dtype=dtype)
-            for start in range(0, count, step):
-                part = buffer[: min(step, count - start)]
-                source.read(item, start, start + part.numel(), part)
+            for start, part in source.blocks(item, 0, count, CHUNK // dtype.itemsize, dtype):
                 yield name, start, part
 
     with Export(target, overwrite) as made:
@@ -113,9 +109,8 @@ def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
         import transformers
 
         config: Any = transformers.AutoConfig.from_pretrained(str(near), local_files_only=True)
-        kind: Any = getattr(transformers, config.architectures[0])
         with torch.device("meta"):
-            twin: nn.Module = kind(config)
+            twin: nn.Module = getattr(transformers, config.architectures[0])(config)
     except Exception:
         # No transformers here, or a model of somebody's own: the names stay as they are, which
         # opens as well

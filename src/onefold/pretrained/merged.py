@@ -176,7 +176,7 @@ class Layer:
         (fp64 weights: in fp64).
         """
         dtype = torch.promote_types(data.dtype, torch.float32)
-        a, b = (_whole(source, key) for key in (self.a, self.b))
+        a, b = (source.whole(Item("parameter", key)) for key in (self.a, self.b))
         for at, part in self.products(a, b, dtype, start, start + data.numel()):
             own = data[at - start : at - start + part.numel()].to("cpu", dtype)
             yield name, at, own.add(part)
@@ -205,14 +205,6 @@ class Layer:
             rows = (left[first:last] @ right).reshape(-1).mul_(self.scale)
             yield at, rows[at - first * width : stop - first * width]
             at = stop
-
-
-def _whole(source: HuggingFaceSource, key: str) -> torch.Tensor:
-    item = Item("parameter", key)
-    stored = source.stored(item)
-    out = torch.empty(stored.shape, dtype=stored.dtype)
-    source.read(item, 0, out.numel(), out.view(-1))
-    return out
 
 
 def active_of(model: Any) -> str:
