@@ -25,7 +25,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.data.text import ByteTokenizer, Tokenizer, load_tokenizer, smollm2_path
 from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
-from onefold.plan.model_code import factory_of
+from onefold.plan.model_code import factory_of, quietly
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
 from onefold.tracing.repeat import repeated_blocks
@@ -280,20 +280,13 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
 def quiet_transformers() -> Iterator[None]:
     """Without transformers' progress bars and warnings, which each rank would print."""
     try:
-        from transformers.utils import logging
+        importlib.import_module("transformers")
     except ModuleNotFoundError:
         raise TrainError(
             "onefold train needs transformers: pip install 'onefold[train]'."
         ) from None
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
+    with quietly():
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def checkpoint_activations(model: nn.Module, how: str) -> None:
