@@ -1,5 +1,5 @@
-"""What can be told of a Hugging Face model before torch is imported: where it lies, and what it is
-in. And the one download of it for all ranks of a machine.
+"""What `--model` names, as far as can be told before torch is imported: of which kind it is, where
+it lies, and what its weights are in. And the one download of it for all ranks of a machine.
 
     ./folder        as it is
     org/name        its folder in the hub's cache; not there: downloaded once, unless HF_HUB_OFFLINE is set
