@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_lm import SmallLM
 
 from onefold.plan.states import MOMENTS_OF
 from onefold.train import checkpoints
@@ -27,6 +26,7 @@ from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
 from onefold.wording import TrainError
 from ranks import run_ranks
+from small_lm import SmallLM
 from started_runs import JOB, alone, losses_in_ranks, losses_on
 
 #: Of ranks.SERVERS.

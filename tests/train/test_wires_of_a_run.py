@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from small_lm import SmallLM
 from typer.testing import CliRunner
 
 from onefold import Recipe
@@ -36,6 +35,7 @@ from onefold.train.report import ConsoleReporter, Reporter, describe, observe, o
 from onefold.train.results import export
 from onefold.wording import TrainError
 from ranks import run_ranks
+from small_lm import SmallLM
 from started_runs import JOB, alone, this_rank
 
 #: Of ranks.SERVERS.
