@@ -68,15 +68,15 @@ _PARTS = {
     "Sharding, training": ("shard.py", "unsharded.py", "runtime", "comm", "memory", "device", "tiling", "ema.py"),
     "Optimizers": ("optim", "quant"),
     "Offload": ("offload",),
-    "Checkpoints": ("checkpoint",),
+    "Checkpoints": ("checkpoint", "inspection", "pretrained"),
     "DeepSpeed": ("integrations/deepspeed", "deepspeed.py"),
-    "Hugging Face": ("integrations/hf", "hf.py"),
+    "Hugging Face": ("integrations/hf", "integrations/vllm.py", "hf.py"),
     "Lightning": ("integrations/lightning", "lightning.py"),
     "Other trainers": ("integrations/axolotl.py", "integrations/llamafactory.py", "integrations/prometheus.py",
                        "integrations/torchtitan.py", "integrations/verl.py"),
     "The plan": ("plan", "simulation", "tracing", "doctor"),
     "Observing, the report": ("observe",),
-    "Training from the command line": ("train", "cli"),
+    "Training from the command line": ("train", "models", "data", "processes", "wording.py", "cli"),
 }  # fmt: skip
 
 

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from moments_runs import different, left_of, made, train
+from needed import skip_without
 from ranks import run_ranks
 
-pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
+skip_without("torchao", "the formats are torchao's: pip install onefold[lowbit]")
 SERVER = "libraries"
 
 FORMATS = ("int8", "int4", "fp8", "bf16")
@@ -195,7 +196,7 @@ def test_tiles_have_the_blocks_of_the_whole_weight(tmp_path: Path) -> None:
 
 def test_a_resharded_checkpoint_divides_codes_and_scales(tmp_path: Path) -> None:
     import onefold
-    from onefold.checkpoint.reshard import reshard
+    from onefold.inspection.reshard import reshard
 
     model, stepper = made(3, {"moments": "int4"})
     train(model, stepper, 0, 2)

@@ -16,9 +16,9 @@ There is no pickle in it.
 | a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)      |
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
-| commands                  | inspect, verify, diff, reshard                                                           |
-| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, export_folder, streams; of peft: adapters |
 | torch's own checkpoints   | dcp, dcp_interval                                                                        |
+
+Hugging Face folders are the room `pretrained`, commands on checkpoints the room `inspection`.
 
 Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the
 storage that they rest in (runtime/storage.py).
