@@ -16,6 +16,7 @@ in, and some of it arrives late or in odd forms. So it is read more loosely:
 from __future__ import annotations
 
 import copy
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -115,6 +116,8 @@ def initialize(
             made[1].parameter_offload = ParameterOffload(model)
     if made[1] is not None:
         _of_engines.add(made[1])
+    if made[0].global_rank:
+        _leave_writing_to_first(made[0])
     _spare_lightning(model)
     stream_under_the_name()
     return made
@@ -145,6 +148,32 @@ def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
         return whole_in(module, dtype, False)
 
     engine.module.state_dict = state_dict  # type: ignore[method-assign]
+
+
+def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
+    """`save_pretrained` of transformers and peft, which scripts call on every rank with a state dict
+    that is whole on rank 0 and empty here: an empty file would take the place of rank 0's.
+    """
+    module = engine.module
+    plain = getattr(type(module), "save_pretrained", None)
+    if plain is None:
+        return
+    ref, asks = weakref.ref(module), engine.zero_optimization_stage() < 3
+
+    def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        model, state = ref(), kwargs.get("state_dict")
+        assert model is not None
+        if state is None and asks:
+            # It asks the model, as often as rank 0's does, and each answer is collective
+            with tempfile.TemporaryDirectory() as aside:
+                return plain(model, aside, *args, **{**kwargs, "push_to_hub": False})
+        return (
+            None
+            if state is not None and not state
+            else plain(model, save_directory, *args, **kwargs)
+        )
+
+    module.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
