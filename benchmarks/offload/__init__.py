@@ -22,6 +22,5 @@ gives just then.
     report.py     the tables
     large.py      a model too large for the memory it is given
     largest.py    the largest model of each side: one attempt
-    on_gpu.py     the chapters of benchmarks/gpu.py
     cli.py        the command
 """

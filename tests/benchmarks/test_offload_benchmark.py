@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.offload import alone, cli, disk, large, on_gpu, report, settings, summary
+from benchmarks.offload import alone, cli, disk, large, report, settings, summary
 from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
 from benchmarks.offload.summary import Run
+from benchmarks.on_gpu import largest, offload
 from benchmarks.peers.settings import Setting
 
 from benchmarks import gpu
@@ -191,7 +192,7 @@ def test_the_search_for_the_largest_model_closes_in_from_both_ends() -> None:
             tried.append(n)
             return n <= limit
 
-        best, above = on_gpu.search(fits, 8)
+        best, above = largest.search(fits, 8)
         assert best <= true_largest < above or (best == 0 and true_largest < 8 == above)
         assert above - best <= max(1, best // 8) or not best
         assert len(tried) == len(set(tried)), "nothing is tried twice"
@@ -213,7 +214,7 @@ def test_a_row_of_the_gpu_chapter_has_its_columns_with_and_without_a_trace() -> 
     } | {"fsdp2-cpu": []}
     found["plain"][0]["trace"] = None
     setting = Setting(model="gpt-tiny", tokens=64, ranks=1)
-    rows = {side: on_gpu._row(side, setting, found) for side in found}
+    rows = {side: offload._row(side, setting, found) for side in found}
     assert {len(row) for row in rows.values()} == {15}
     assert rows["onefold-2-cpu"][5:7] == ["2.000", "2.00"] and rows["onefold-2-cpu"][9:14] == [
         "100.0",
@@ -302,7 +303,7 @@ def test_the_large_example_is_watched_from_outside(tmp_path: Path) -> None:
 def test_the_gpu_script_knows_its_chapters() -> None:
     options = gpu.parser().parse_args(["--only", "offload", "largest"])
     assert isinstance(options, argparse.Namespace) and options.accumulations == [1, 8]
-    assert set(on_gpu.ALONE) | set(on_gpu.LARGEST) <= {*SIDES, "plain"}
+    assert set(offload.ON_ONE_GPU) | set(largest.ON_ONE_GPU) <= {*SIDES, "plain"}
 
 
 def test_smollm2_is_told_with_and_without_the_run_in_memory(

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+from benchmarks.offload.traced import overlap
 from benchmarks.peers import cli, launch, model, probes, report, summary
 from benchmarks.peers.launch import Run
 from benchmarks.peers.settings import PEERS, Setting, matrix
 
-from benchmarks import gpu
 from ranks import run_ranks
 
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
@@ -270,6 +270,6 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
 
 
 def test_overlap_is_the_time_that_both_kinds_of_work_share() -> None:
-    seen = gpu.overlap([(0, 10), (5, 20)], [(15, 30), (40, 50)])
+    seen = overlap([(0, 10), (5, 20)], [(15, 30), (40, 50)])
     expected = {"comm_s": 20, "compute_s": 25, "both_s": 5, "idle_s": 10}
     assert {name: round(1e6 * value) for name, value in seen.items()} == expected
