@@ -20,6 +20,8 @@ gives just then.
     worker.py     one rank of one side in one round
     summary.py    rounds -> rows, pairs, goals (the JSON's schema)
     report.py     the tables
+    alone.py      SmolLM2 on one process: state on the disk beside the same in memory
+    traced.py     which part of a profile's copies had a compute kernel beside it
     large.py      a model too large for the memory it is given
     largest.py    the largest model of each side: one attempt
     cli.py        the command

@@ -10,17 +10,19 @@ bit-equal.
 
 There is no pickle in it.
 
-| to read about             | modules, in the order of a call                                                          |
-|---------------------------|------------------------------------------------------------------------------------------|
-| a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
-| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)      |
-| what ranks tell           | together                                                                                 |
-| the format                | folder (whole or absent), manifest, tensorfile, values                                   |
-| commands                  | inspect, verify, diff, reshard                                                           |
-| a Hugging Face folder     | in: huggingface, fitted, hf_names, weights; out: export, export_folder, streams; of peft: adapters |
-| torch's own checkpoints   | dcp, dcp_interval                                                                        |
+| to read about              | modules, in the order of a call                                                             |
+|----------------------------|---------------------------------------------------------------------------------------------|
+| a save                     | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background        |
+| a load                     | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)   |
+| what ranks tell            | together                                                                                    |
+| the format                 | folder (whole or absent), manifest, tensorfile, values                                      |
+| commands                   | inspect, verify, diff, reshard; what is told where they fail: errors                        |
+| a Hugging Face folder      | in: huggingface, pretrained, fitted, hf_names, weights; out: export, export_folder, streams |
+| adapters of peft           | adapters; into their base's weights: merged                                                 |
+| parameters of other shapes | whole_tensors (made by a module's own hooks)                                                |
+| torch's own checkpoints    | dcp, dcp_interval                                                                           |
 
-Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the
+Who holds what of a parameter is asked of its `Entry` (runtime/entry.py), and its elements of the
 storage that they rest in (runtime/storage.py).
 """
 

@@ -1,0 +1,113 @@
+"""The house is as its tables say: which rooms there are, in which order, and which files a room has.
+No module imports itself by a detour.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "onefold"
+
+
+def rooms() -> set[str]:
+    """The rooms of the package: its folders, and its files by name."""
+    folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").is_file()}
+    return folders | {p.name for p in PACKAGE.glob("*.py") if not p.name.startswith("__")}
+
+
+def in_order() -> list[str]:
+    """The rooms from the top, as the contract of imports in pyproject.toml has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    (layers,) = (c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
+    names = [name.strip() for layer in layers for name in layer.split("|")]
+    return [n if (PACKAGE / n).is_dir() else f"{n}.py" for n in names if n != "__main__"]
+
+
+def rows(page: str) -> list[str]:
+    """The rooms that the table of `page` names, in its order."""
+    found = []
+    for line in (ROOT / page).read_text().partition("| ring |")[2].splitlines()[2:]:
+        if not line.startswith("|"):
+            break
+        found += re.findall(r"`([^`]+)`", line.split("|")[2])
+    return found
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "docs/ARCHITECTURE.md"])
+def test_the_table_of_rooms_names_every_room_in_the_order_of_imports(page: str) -> None:
+    named = rows(page)
+    assert set(named) == rooms(), (
+        f"{page} lacks {sorted(rooms() - set(named))}; gone: {sorted(set(named) - rooms())}"
+    )
+    assert named == in_order()
+
+
+def test_the_contract_of_imports_names_every_room() -> None:
+    assert set(in_order()) == rooms()
+
+
+def reading_list(room: str) -> tuple[set[str], set[str]]:
+    """(every word, the words in backquotes in rows of tables) of the docstring of `room`."""
+    tree = ast.parse((PACKAGE / room / "__init__.py").read_text())
+    text = ast.get_docstring(tree) or ""
+    cells = [line.split("|")[2] for line in text.splitlines() if line.count("|") > 2]
+    return set(re.findall(r"\w+", text)), set(re.findall(r"`(\w+)`", " ".join(cells)))
+
+
+@pytest.mark.parametrize(
+    "room", ["checkpoint", "comm", "device", "offload", "plan", "runtime", "tiling", "train"]
+)
+def test_a_room_with_a_reading_list_names_every_file(room: str) -> None:
+    here = {p.stem for p in (PACKAGE / room).glob("*.py")} - {"__init__"}
+    words, listed = reading_list(room)
+    assert here <= words, f"not in onefold/{room}/__init__.py: {sorted(here - words)}"
+    folders = {p.parent.name for p in (PACKAGE / room).glob("*/__init__.py")}
+    gone = listed - here - folders
+    assert not gone, f"onefold/{room}/__init__.py names {sorted(gone)}, which are gone"
+
+
+def circles(imports: dict[str, set[str]]) -> list[set[str]]:
+    """The groups of modules that reach each other (Tarjan's strongly connected components)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    path: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        path.append(module)
+        for other in imports[module]:
+            if other not in number:
+                visit(other)
+            if other in path:
+                lowest[module] = min(lowest[module], lowest[other])
+        if lowest[module] == number[module]:
+            group = set(path[path.index(module) :])
+            del path[path.index(module) :]
+            if len(group) > 1:
+                found.append(group)
+
+    for module in imports:
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_no_module_imports_itself_by_a_detour() -> None:
+    """The contract "no circles" looks at siblings; here a package and its own modules count too.
+    Imports inside functions are imports.
+    """
+    graph = grimp.build_graph(
+        "onefold", "benchmarks", exclude_type_checking_imports=True, cache_dir=None
+    )
+    imports = {m: set(graph.find_modules_directly_imported_by(m)) for m in graph.modules}
+    assert circles(imports) == []
+    assert len(imports) > 400
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
