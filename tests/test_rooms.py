@@ -111,3 +111,16 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert circles(imports) == []
     assert len(imports) > 400
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
+
+
+def test_not_even_a_type_comes_from_a_room_above() -> None:
+    """The contracts leave imports under TYPE_CHECKING out; these go down too."""
+    graph = grimp.build_graph("onefold", cache_dir=None)
+    height = {room.removesuffix(".py"): -n for n, room in enumerate(in_order())}
+    seen, upwards = 0, []
+    for module in graph.modules - {"onefold", "onefold.__main__"}:
+        for other in graph.find_modules_directly_imported_by(module) - {"onefold"}:
+            seen += 1
+            if height[module.split(".")[1]] < height[other.split(".")[1]]:
+                upwards.append(f"{module} imports {other}")
+    assert not upwards and seen > 1_000

@@ -19,7 +19,7 @@ There is no pickle in it.
 | commands                   | inspect, verify, diff, reshard; what is told where they fail: errors                        |
 | a Hugging Face folder      | in: huggingface, pretrained, fitted, hf_names, weights; out: export, export_folder, streams |
 | adapters of peft           | adapters; into their base's weights: merged                                                 |
-| parameters of other shapes | whole_tensors (made by a module's own hooks)                                                |
+| an inference engine's copy | whole_tensors                                                                               |
 | torch's own checkpoints    | dcp, dcp_interval                                                                           |
 
 Who holds what of a parameter is asked of its `Entry` (runtime/entry.py), and its elements of the
