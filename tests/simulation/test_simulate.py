@@ -306,7 +306,7 @@ def test_a_stand_in_has_the_units_of_its_shape() -> None:
         (0, {}, "expected 1 to 4096"),
         (4097, {}, "expected 1 to 4096"),
         (8, {"rank": 8}, "rank 8 of 8"),
-        (8, {"steps": 1}, "learns the order"),
+        (8, {"micro_batches": 0}, "expected at least 1"),
         (8, {"optimizer": "lion"}, "expected one of adamw"),
         (8, {}, "give onefold.simulation.simulate.simulate a batch"),
     ],

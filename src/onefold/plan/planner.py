@@ -42,7 +42,6 @@ from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.sums import Sums, sums_of
 from onefold.plan.tiles import is_in_tiles
-from onefold.plan.traffic import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes
@@ -251,7 +250,6 @@ def plan(
     stages: tuple[int, ...] = (),
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    software: Software | None = None,
     largest: bool = True,
 ) -> Plan:
     """Account for every stage of a job on a machine and recommend one.
@@ -269,7 +267,7 @@ def plan(
     job, shape = subject.job, subject.shape
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there are no blocks to recompute
-    question = Question(shape, subject.activities, machine, job, software)
+    question = Question(shape, subject.activities, machine, job)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
     shown = tuple(
