@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_replay import batch_of, model_of
 from torch import nn
 
 import onefold
@@ -25,6 +24,7 @@ from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.stand_in import stand_in
 from ranks import run_ranks
+from replayed import batch_of, model_of
 
 RESETS_PEAK = os.access("/proc/self/clear_refs", os.W_OK)
 with_transformers = pytest.mark.skipif(
