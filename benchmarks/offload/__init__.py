@@ -15,7 +15,7 @@ gives just then.
 
     settings.py   what is measured: sides, settings
     sides.py      how each side is built, and how its optimizer's step is watched
-    disk.py       the plain copy, the page cache
+    disk.py       the plain copy
     planned.py    the host memory and the disk space that a recipe should take
     worker.py     one rank of one side in one round
     summary.py    rounds -> rows, pairs, goals (the JSON's schema)

@@ -5,10 +5,8 @@ left behind.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,31 +15,14 @@ from benchmarks.offload import alone, cli, disk, large, report, settings, summar
 from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
 from benchmarks.offload.summary import Run
 from benchmarks.on_gpu import largest, offload
+from benchmarks.page_cache import cached_bytes, page_cache_bytes
 from benchmarks.peers.settings import Setting
+from fork_server import on_the_fork_server
 
 from benchmarks import gpu
-from ranks import run_ranks
 
 TINY = Setting(model="gpt-tiny", tokens=64, ranks=2, warmup=1, steps=2)
 MIB = 1 << 20
-
-
-def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
-    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch
-    again.
-    """
-    begun = time.monotonic()
-    found = run_ranks(ranks, measured, module, job)
-    return {
-        "status": "ok",
-        "ranks": json.loads(json.dumps(found)),
-        "wall_s": time.monotonic() - begun,
-    }
-
-
-def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = importlib.import_module(module).measure(job)
-    return found
 
 
 def made_up(
@@ -178,10 +159,10 @@ def test_pages_of_a_file_in_the_cache_are_counted(tmp_path: Path) -> None:
     here, empty = tmp_path / "here", tmp_path / "empty"
     here.write_bytes(bytes(64 * 4096))
     empty.touch()
-    assert disk.cached_bytes([here, empty]) == 64 * 4096, (
+    assert cached_bytes([here, empty]) == 64 * 4096, (
         "what was just written through the cache lies in it"
     )
-    assert disk.page_cache_bytes() > 0
+    assert page_cache_bytes() > 0
 
 
 def test_the_search_for_the_largest_model_closes_in_from_both_ends() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import standin
 from invariants.test_diverging_ranks import (
@@ -22,6 +21,7 @@ from invariants.test_diverging_ranks import (
     DropsBlocks,
     IgnoresTheTail,
     LayerDrop,
+    OtherOrder,
     _told,
     assert_stalled,
     four_steps,
@@ -48,6 +48,7 @@ def other_branches(recipes: list[tuple[int, dict[str, Any]]]) -> list[str]:
     group, found = standin.new_group(), []
     cases: list[Any] = [
         LayerDrop,
+        OtherOrder,
         ChosenByNobody,
         lambda: IgnoresTheTail(dist.get_world_size() - 2, None),
     ]
@@ -66,23 +67,6 @@ def other_branches(recipes: list[tuple[int, dict[str, Any]]]) -> list[str]:
 )
 def test_ranks_that_take_other_branches_train_as_over_gloo(world_size: int, recipes: Any) -> None:
     assert run_ranks(world_size, other_branches, recipes) == [[]] * world_size
-
-
-class OtherOrder(LayerDrop):
-    """Rank 0 applies the blocks forwards, rank 1 backwards; all blocks are of one size, so that
-    nothing else tells them apart.
-    """
-
-    options = {"stall_timeout": STALL_TIMEOUT}
-
-    class Model(DropsBlocks):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in list(self.blocks) if dist.get_rank() % 2 == 0 else list(self.blocks)[::-1]:
-                x = block(x)
-            return self.leave(x)
-
-    def build(self) -> nn.Module:
-        return self.Model(4)
 
 
 def in_another_order(case: type[Case], stage: int) -> list[str]:
