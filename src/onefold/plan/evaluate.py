@@ -193,14 +193,16 @@ def states_of(
     group only, and whether parameters are in it besides.
     """
     convention = job.convention
-    inside = {kind for kind in convention.by_kind() if getattr(recipe, kind).over == GROUP}
-    over = (group if "optimizer" in inside else ranks) if stage == 3 else 1
+    in_group = {kind for kind in convention.by_kind() if getattr(recipe, kind).over == GROUP}
+    over = (group if "optimizer" in in_group else ranks) if stage == 3 else 1
     total = (model.numel - model.trainable) * convention.parameters / over
     copy = 0.0
-    if inside == {"parameters"}:
-        copy, inside = model.trainable * convention.parameters / group, set()
+    if in_group == {"parameters"}:
+        copy, in_group = model.trainable * convention.parameters / group, set()
     parts = (
-        states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind]
+        states_by_kind(model.trainable, convention, stage, group if kind in in_group else ranks)[
+            kind
+        ]
         for kind in convention.by_kind()
     )
     return round(sum(parts) + total + copy)

@@ -392,14 +392,14 @@ class Gatherer:
         unit.move(State.GATHERING, self.progress.step)
         if not unit.resident:
             self.here[unit.index] = unit
-        place = self.progress.context("all-gather", unit.name)
+        context = self.progress.context("all-gather", unit.name)
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
             flat.stale = False
             full = self.buffer_of(unit, flat)
             beside = self.beside if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(full, partial(self.put, flat, full), place, beside)
+            under_way = flat.gather.start(full, partial(self.put, flat, full), context, beside)
             if under_way is not None:
                 unit.pending.append(under_way)
             if beside is not nullcontext:
