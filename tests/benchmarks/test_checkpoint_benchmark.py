@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from benchmarks.checkpoint import cli, disk, report, summary
+from benchmarks.checkpoint.rows import Run
 from benchmarks.checkpoint.settings import PEERS, WAYS, Turn, peers_turns
-from benchmarks.checkpoint.summary import Run
 from fork_server import on_the_fork_server
 
 from ranks import run_ranks
