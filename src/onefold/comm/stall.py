@@ -41,7 +41,7 @@ class CollectiveContext:
 GRACE = 3.0
 
 
-def explain(
+def stall_error(
     context: CollectiveContext,
     waited: float,
     cause: Exception,

@@ -25,7 +25,7 @@ import torch
 from onefold.comm.communicators import Communicators
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chains
-from onefold.comm.stall import CollectiveContext, StallError, explain
+from onefold.comm.stall import CollectiveContext, StallError, stall_error
 from onefold.comm.wire import FAKE, Wire
 from onefold.device import current_stream, has_streams, new_event
 
@@ -151,7 +151,7 @@ class Standing:
 
     def _lost(self, context: CollectiveContext, waited: float, error: Exception) -> StallError:
         name = getattr(self.control_group, "group_name", "")
-        self.broken = explain(
+        self.broken = stall_error(
             context, waited, error, name, self.ranks[self.rank], self.ranks, self.heard
         )
         self.give_up()

@@ -38,7 +38,7 @@ class EncodedGather(Gather):
         self.intervals, self.pool = EncodedIntervals(flat, codec), pool
 
     @property
-    def place_of_cached(self) -> slice:
+    def cached_slice(self) -> slice:
         """Where the cached bytes lie in those of the whole."""
         return slice(*self.intervals.bytes_of(self.flat.owned))
 
@@ -67,7 +67,7 @@ class EncodedGather(Gather):
         context: CollectiveContext,
     ) -> Pending:
         """Bring the bytes of the whole into `coded`."""
-        cached, mine = self.cached, coded[self.place_of_cached]
+        cached, mine = self.cached, coded[self.cached_slice]
         assert cached is not None
         if self.fresh:
             mine.copy_(cached)
@@ -99,7 +99,7 @@ class EncodedSecondaryGather(EncodedGather):
     """The bytes of the group's shard are cached on this rank (qwZ with hpZ)."""
 
     @property
-    def place_of_cached(self) -> slice:
+    def cached_slice(self) -> slice:
         return slice(*self.intervals.bytes_of(self.flat.shard))
 
     def send(
@@ -109,7 +109,7 @@ class EncodedSecondaryGather(EncodedGather):
         put: Callable[[], None],
         context: CollectiveContext,
     ) -> Pending:
-        group, cached, mine = self.flat.group, self.cached, coded[self.place_of_cached]
+        group, cached, mine = self.flat.group, self.cached, coded[self.cached_slice]
         assert cached is not None
         if self.fresh:
             mine.copy_(cached)
@@ -146,7 +146,7 @@ class EncodedRestGather(EncodedGather):
         put: Callable[[], None],
         context: CollectiveContext,
     ) -> Pending:
-        coded[self.place_of_cached].copy_(self.storage.payload)
+        coded[self.cached_slice].copy_(self.storage.payload)
         return self.all_gather(self.flat.owners_group, coded, context)
 
 

@@ -138,8 +138,9 @@ class SecondaryGather(Gather):
             put()
             self.fresh = True
 
-            def keep() -> Pending:
+            def cache_and_gather_intra_group() -> Pending:
                 cached.copy_(mine)
                 return group.intra_group.all_gather(full, context, flat.index)
 
-            return Chain(group, group.inter_group.all_gather(mine, context, flat.index), keep)
+            first = group.inter_group.all_gather(mine, context, flat.index)
+            return Chain(group, first, cache_and_gather_intra_group)
