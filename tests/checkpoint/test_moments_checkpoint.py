@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from moments_runs import different, left_of, made, train
+from needed import skip_without
 from ranks import run_ranks
 
-pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
+skip_without("torchao", "the formats are torchao's: pip install onefold[lowbit]")
 SERVER = "libraries"
 
 FORMATS = ("int8", "int4", "fp8", "bf16")

@@ -193,10 +193,12 @@ def offloaded() -> Recipes:
 SETS = {"plain": plain, "over groups": over_groups, "encoded": encoded, "offloaded": offloaded}
 
 
-def compare(which: str, folder: str | None) -> list[str]:
+def compare(which: str, folder: str | None, names: list[str]) -> list[str]:
     """What differs between gloo and the stand-in on this rank."""
     group, found = standin.new_group(), []
-    for name, (case, stage, options) in SETS[which]().items():
+    of_name = SETS[which]()
+    for name in names:
+        case, stage, options = of_name[name]
         if "nvme" in options.values():
             options = {**options, "nvme": folder, "chunk": 65536}
         expected = train_sharded(case, stage, **options)
@@ -210,9 +212,10 @@ def compare(which: str, folder: str | None) -> list[str]:
 @pytest.mark.parametrize(("which", "world_size"), [("plain", 2), ("plain", 4), ("over groups", 4), ("encoded", 4), ("offloaded", 2),
                                                    ("offloaded", 4)])  # fmt: skip
 def test_every_recipe_gives_the_same_bits_on_a_native_backend(
-    which: str, world_size: int, tmp_path: Path
+    which: str, world_size: int, tmp_path: Path, sample: Any
 ) -> None:
-    assert run_ranks(world_size, compare, which, str(tmp_path)) == [[]] * world_size
+    names = sample(SETS[which](), 3)
+    assert run_ranks(world_size, compare, which, str(tmp_path), names) == [[]] * world_size
 
 
 def a_life(folder: str, group: Any, stage: int, options: dict[str, Any]) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from needed import skip_without
 from ranks import run_ranks
 
-pytest.importorskip("lightning")
+skip_without("lightning")
 sys.path.append(str(Path(__file__).parent))
 from lightning_name_trials import RUNS, runs
 

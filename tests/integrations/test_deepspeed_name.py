@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
+import io
 import re
 import subprocess
 import sys
@@ -13,6 +15,22 @@ import pytest
 import torch
 
 from onefold.integrations.deepspeed.names.table import REFUSED, SERVED, is_served, modules, refusal
+from ranks import run_ranks
+
+
+def run(text: str) -> tuple[str, str]:
+    """What it prints, and what it raises."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        try:
+            exec(text, {"__name__": "__main__"})
+        except Exception as error:
+            return said.getvalue(), f"{type(error).__name__}: {error}"
+    return said.getvalue(), ""
+
+
+def forked(text: str) -> tuple[str, str]:
+    """In a process that has imported torch, and nothing of what looks for DeepSpeed."""
+    return run_ranks(1, run, text, process_group=False)[0]
 
 
 def python(text: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -42,9 +60,7 @@ def test_every_name_of_the_table_is_there() -> None:
         "from deepspeed import comm as dist\n"
         "print(dist.get_rank(), mine)"
     )
-    done = python(text)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0 3\n"
+    assert forked(text) == ("0 3\n", "")
 
 
 def test_transformers_and_accelerate_find_it_and_its_version() -> None:
@@ -59,9 +75,7 @@ def test_transformers_and_accelerate_find_it_and_its_version() -> None:
         "assert not compare_versions('deepspeed', '>=', '0.18.2')\n"
         "print(importlib.metadata.version('deepspeed'))"
     )
-    done = python(text)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "0.18.1+onefold\n"
+    assert forked(text) == ("0.18.1+onefold\n", "")
 
 
 def test_one_line_says_who_serves_and_other_processes_see_nothing(tmp_path: Path) -> None:
@@ -92,9 +106,7 @@ def test_one_line_says_who_serves_and_other_processes_see_nothing(tmp_path: Path
     ],
 )
 def test_what_comes_too_late_is_refused(before: str, said: str) -> None:
-    done = python(f"{before}; {SERVE}")
-    assert done.returncode == 1
-    assert said in done.stderr.splitlines()[-1]
+    assert said in forked(f"{before}; {SERVE}")[1]
 
 
 def test_an_unknown_name_says_who_serves_and_a_refused_one_says_why() -> None:
@@ -104,7 +116,7 @@ def test_an_unknown_name_says_who_serves_and_a_refused_one_says_why() -> None:
         "    try: getattr(deepspeed, name)\n"
         "    except AttributeError as error: print(error)"
     )
-    lines = python(text).stdout.splitlines()
+    lines = forked(text)[0].splitlines()
     assert lines[0].startswith("there is no deepspeed.no_such_name here: the name deepspeed is")
     assert "deepspeed.init_inference is not served here: generate under" in lines[1]
     assert "deepspeed.moe is not served here: other parallel axes" in lines[2]

@@ -139,14 +139,11 @@ def test_bf16_with_optimizer_and_schedule_of_the_json(stage: int, tmp_path: Path
     assert max(ours["rates"]) <= 1e-2 and len(set(ours["rates"])) > 1
 
 
-def test_torchrun_starts_the_script_by_the_command(tmp_path: Path) -> None:
-    import json
-
-    asked = {"folder": str(tmp_path), "name": "run", "deepspeed": ds(3)}
-    asked["deepspeed"].pop("steps_per_print")
+def by_torchrun(script: Path, *arguments: str) -> str:
+    """What two ranks print."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-        "-m", "onefold.deepspeed", str(HERE / "trainer_script.py"), json.dumps(asked),
+        "-m", "onefold.deepspeed", str(script), *arguments,
     ]  # fmt: skip
     done = subprocess.run(
         command,
@@ -157,5 +154,38 @@ def test_torchrun_starts_the_script_by_the_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stderr.count("onefold serves the name deepspeed") == 1
+    return done.stdout
+
+
+def test_torchrun_starts_a_loop_of_ones_own_by_the_command(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import deepspeed, sys, torch\n"
+        "torch.manual_seed(0)\n"
+        "config = {'train_micro_batch_size_per_gpu': 2, 'zero_optimization': {'stage': 3}}\n"
+        "config['optimizer'] = {'type': 'AdamW', 'params': {'lr': 0.01}}\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 64))\n"
+        "engine, *_ = deepspeed.initialize(model=model, config=config)\n"
+        "local = deepspeed.utils.safe_get_local_fp32_param\n"
+        "own = sum(local(p).numel() for p in engine.module.parameters())\n"
+        "losses = []\n"
+        "for _ in range(3):\n"
+        "    loss = engine(torch.ones(2, 4) * (engine.global_rank + 1)).square().mean()\n"
+        "    engine.backward(loss)\n"
+        "    engine.step()\n"
+        "    losses.append(loss.item())\n"
+        "with open(f'{sys.argv[1]}-{engine.global_rank}', 'w') as file:\n"
+        "    print(type(engine).__name__, own < 4000, losses[-1] < losses[0], file=file)\n"
+    )
+    by_torchrun(tmp_path / "train.py", str(tmp_path / "said"))
+    for rank in range(2):
+        assert (tmp_path / f"said-{rank}").read_text() == "DeepSpeedEngine True True\n"
+
+
+def test_torchrun_starts_the_script_by_the_command(tmp_path: Path) -> None:
+    import json
+
+    asked = {"folder": str(tmp_path), "name": "run", "deepspeed": ds(3)}
+    asked["deepspeed"].pop("steps_per_print")
+    by_torchrun(HERE / "trainer_script.py", json.dumps(asked))
     seen = json.loads((tmp_path / "run.json").read_text())
     assert seen["type"] == "DeepSpeedEngine" and len(seen["losses"]) == 4

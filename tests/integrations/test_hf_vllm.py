@@ -27,6 +27,7 @@ def test_vllm_is_given_the_weights_of_ddp_in_bounded_memory(tmp_path: Path) -> N
         {"name": f"{kind} {stage}", "recipe": recipe, **asked}
         for kind, asked in kinds.items()
         for stage, recipe in stages.items()
+        if kind == "modules" or stage != "1"
     ]
     # In bf16 it is what is computed with
     cases.append({"name": "bf16", "recipe": 3, "arguments": {"bf16": True}})

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from needed import skip_without
 from ranks import absolute_path, run_ranks
 
-pytest.importorskip("lightning")
+skip_without("lightning")
 sys.path.append(str(Path(__file__).parent))
-from lightning_checks import all_of_it
-from lightning_trials import resumed, runs, saved
+# Lightning takes seconds to import, so tests do it and not this module: all workers collect it
 
 STAGES: dict[str, Any] = {"ddp": "ddp"} | {str(stage): {"stage": stage} for stage in range(4)}
 #: What each kind of run asks the Trainer for, and how far its losses may be from DDP's.
@@ -38,6 +38,8 @@ ONCE = {"double": "3", "bf16": "2", "scaled": "3"}
 def test_losses_are_those_of_ddp_at_every_stage(
     tmp_path: Path, sample: Callable[[Iterable[Any], int], list[Any]]
 ) -> None:
+    from lightning_trials import runs
+
     kinds = {"plain", "clipped", *sample(KINDS, 4)}
     cases = [
         {"name": f"{kind} {stage}", "strategy": strategy, **asked}
@@ -62,6 +64,8 @@ def test_losses_are_those_of_ddp_at_every_stage(
 
 def test_checkpoints_go_on_at_other_stages_and_on_another_number_of_ranks(tmp_path: Path) -> None:
     """A folder of shards, one file, and DDP's own file: each at another stage, and by DDP."""
+    from lightning_trials import resumed, saved
+
     first = run_ranks(2, saved, str(tmp_path), server="libraries")
     again, alone = (run_ranks(n, resumed, str(tmp_path), server="libraries") for n in (2, 1))
     assert (tmp_path / "folder" / "epoch=0.ckpt" / "rank-00001.safetensors").exists()
@@ -86,6 +90,8 @@ def test_checkpoints_go_on_at_other_stages_and_on_another_number_of_ranks(tmp_pa
 
 def test_manual_optimization_names_loops_figures_averages_and_refusals(tmp_path: Path) -> None:
     """Each rank says what is wrong, by check."""
+    from lightning_checks import all_of_it
+
     right = {"by_hand": [], "named": [], "around": []}
     assert run_ranks(2, all_of_it, str(tmp_path), server="libraries") == [right, right]
 

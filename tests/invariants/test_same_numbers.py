@@ -154,6 +154,7 @@ def test_stages_are_bit_equal_with_every_optimizer(kind: str, max_norm: float | 
     assert_same(2, Run(kind=kind, max_norm=max_norm), PLAIN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 3, 4, 5, 8])
 def test_stages_are_bit_equal_on_any_number_of_ranks(world_size: int) -> None:
     assert_same(world_size, Run(max_norm=0.5, steps=3), PLAIN)
@@ -170,6 +171,7 @@ SCHEDULES: list[Options] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_schedule_changes_no_bit(stage: int) -> None:
     schedules = [
@@ -210,6 +212,7 @@ def test_recomputing_activations_gives_the_bits_of_keeping_them() -> None:
     assert run_ranks(2, with_and_without_checkpoints) == [[], []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_accumulation_is_bit_equal_where_gradients_are_reduced_at_the_boundary(
     world_size: int,

@@ -39,10 +39,11 @@ TIERS: dict[str, dict[str, Any]] = {
 }
 
 
-def differing(folder: str) -> list[str]:
+def differing(folder: str, some: list[str]) -> list[str]:
     """What is not bit-equal to the same run on the device."""
     wrong = []
-    for over, (options, tiers) in OVER.items():
+    for over in some:
+        options, tiers = OVER[over]
         frozen = "frozen" in options
         losses, weights = train(3, options, accumulate=2, frozen=frozen)
         for name in tiers:
@@ -56,6 +57,6 @@ def differing(folder: str) -> list[str]:
 
 
 def test_what_rests_off_the_device_keeps_its_bits_over_groups_and_with_codecs(
-    tmp_path: Path,
+    tmp_path: Path, sample: Any
 ) -> None:
-    assert run_ranks(4, differing, str(tmp_path)) == [[]] * 4
+    assert run_ranks(4, differing, str(tmp_path), sample(OVER, 2)) == [[]] * 4

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from onefold.optim.elementwise import refuse_unless_elementwise
 from ranks import run_ranks
 from trials import STAGES, MLPCase, compare_case, fresh, train_reference, train_sharded
 
@@ -304,3 +305,43 @@ def optimizer_made_before(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_an_optimizer_made_before_sharding_works(stage: int) -> None:
     assert run_ranks(2, optimizer_made_before, stage) == [[], []]
+
+
+class Counted(torch.optim.SGD):
+    """Counts its instances."""
+
+    #: Whether an update is of the gradient's norm
+    looks_around = False
+
+    def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.0) -> None:
+        super().__init__(params, lr=lr, momentum=momentum)
+        COUNTS.append(1)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups if self.looks_around else ():
+            for param in group["params"]:
+                param.grad /= param.grad.norm()
+        return super().step(closure)
+
+
+COUNTS: list[int] = []
+
+
+def test_a_second_optimizer_of_a_kind_is_not_tried_again_and_a_changed_class_is() -> None:
+    def tried(**arguments: Any) -> int:
+        optimizer = Counted([torch.nn.Parameter(torch.ones(4, 4))], **arguments)
+        COUNTS.clear()
+        refuse_unless_elementwise(optimizer)
+        return len(COUNTS)
+
+    first = tried()
+    assert first > 0
+    assert tried() == 0
+    assert tried(lr=0.5) == 0  # each trial has a rate of its own
+    assert tried(momentum=0.9) == first
+    Counted.looks_around = True
+    try:
+        with pytest.raises(ValueError, match="Counted cannot step sharded parameters"):
+            tried()
+    finally:
+        Counted.looks_around = False

@@ -143,12 +143,12 @@ def planned(
     }
 
 
-def differing(folder: str) -> list[str]:
+def differing(folder: str, recipes: list[tuple[int, str, int, dict[str, Any]]]) -> list[str]:
     """What a plan says otherwise than an engine."""
     ranks, rank, wrong = dist.get_world_size(), dist.get_rank(), []
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     preflight.measure = lambda *_, **__: []  # the disk's speed is of no interest here
-    for stage, precision, micro_batches, options in RECIPES:
+    for stage, precision, micro_batches, options in recipes:
         places = {"nvme": folder} if "nvme" in str(options) else {}
         recipe = Recipe.zero(stage, precision=precision, stall_timeout=30.0, **options, **places)
         told, seen = planned(recipe, micro_batches, ranks, rank, 2), observed(recipe, micro_batches)
@@ -163,8 +163,10 @@ def differing(folder: str) -> list[str]:
     return wrong
 
 
-def test_a_plan_of_groups_and_codecs_in_integers_equals_the_ledgers(tmp_path: Path) -> None:
-    for wrong in run_ranks(4, differing, str(tmp_path)):
+def test_a_plan_of_groups_and_codecs_in_integers_equals_the_ledgers(
+    tmp_path: Path, sample: Any
+) -> None:
+    for wrong in run_ranks(4, differing, str(tmp_path), sample(RECIPES, 3)):
         assert wrong == [], "\n".join(wrong)
 
 

@@ -57,11 +57,11 @@ RECIPES: list[tuple[int, str, int, dict[str, Any]]] = [
 ]
 
 
-def differing() -> list[str]:
+def differing(recipes: list[tuple[int, str, int, dict[str, Any]]]) -> list[str]:
     """What a plan says otherwise than an engine on a backend of its own."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     rank, group, wrong = dist.get_rank(), standin.new_group(), []
-    for stage, precision, micro_batches, options in RECIPES:
+    for stage, precision, micro_batches, options in recipes:
         torch.manual_seed(0)
         made = TinyGPT(width=72, heads=2, depth=2)
         recipe = Recipe.zero(stage, precision=precision, stall_timeout=30.0, **options)
@@ -103,8 +103,8 @@ def observed(model: torch.nn.Module, micro_batches: int) -> dict[str, Any]:
     }
 
 
-def test_a_plan_of_sums_on_a_native_backend_equals_the_ledgers() -> None:
-    for wrong in run_ranks(4, differing):
+def test_a_plan_of_sums_on_a_native_backend_equals_the_ledgers(sample: Any) -> None:
+    for wrong in run_ranks(4, differing, sample(RECIPES, 3)):
         assert wrong == [], "\n".join(wrong)
 
 

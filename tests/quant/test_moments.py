@@ -12,9 +12,10 @@ import torch
 
 from models import features_of
 from moments_runs import different, left_of, made, train
+from needed import skip_without
 from ranks import run_ranks
 
-pytest.importorskip("torchao", reason="the formats are torchao's: pip install onefold[lowbit]")
+skip_without("torchao", "the formats are torchao's: pip install onefold[lowbit]")
 SERVER = "libraries"
 
 #: What is asked for: the recipe's options, and the optimizer.

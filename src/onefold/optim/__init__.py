@@ -3,8 +3,9 @@ no modules' forward.
 """
 
 from onefold.optim.clip import clip_grad_norm
+from onefold.optim.elementwise import refuse_unless_elementwise
 from onefold.optim.scaler import GradScaler
-from onefold.optim.watch import refuse_unless_elementwise, unwatch, watch
+from onefold.optim.watch import unwatch, watch
 from onefold.optim.whole_state import held_elsewhere, load_local_state_dict, local_state_dict
 
 __all__ = [

@@ -247,7 +247,7 @@ def _engine(
     window: int,
 ) -> _Engine:
     units = units_of(model, recipe, ranks, per_node=per_node, nccl=nccl)
-    few = min(micro_batches, 2)  # the others take and give what these do
+    few = min(micro_batches, 3)  # the others take and give what these do
     replay = Replay(units, recipe, window).run(few)
     here = (f for u in units for f in u.flats if f.trainable and f.tiers is None)
     return _Engine(

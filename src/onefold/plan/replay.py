@@ -102,11 +102,18 @@ class Replay:
 
     # -- forward -----------------------------------------------------------------------------------
 
-    def _order(self) -> list[Unit]:
-        return [u for u in self.units if not u.plan.resident]
+    def _goes_through(self, units: list[Unit]) -> None:
+        """What is gathered from now on, in this order, as far as it is not gathered then."""
+        self.coming, self.passed = units, 0
+        self.place = {unit.index: at for at, unit in enumerate(units)}
+
+    @property
+    def _next(self) -> Unit | None:
+        return self.coming[self.passed] if self.passed < len(self.coming) else None
 
     def _forward(self, k: int) -> None:
-        self.cursor, self.renewing = self._order(), k == 0
+        self._goes_through([u for u in self.units if not u.plan.resident])
+        self.renewing = k == 0
         open_units: list[Unit] = []
         for unit in self.units:
             while open_units and not open_units[-1].plan.encloses(unit.plan):
@@ -130,8 +137,7 @@ class Replay:
     def _acquire(self, unit: Unit) -> None:
         if unit.plan.resident:
             return
-        if unit in self.cursor:
-            del self.cursor[: self.cursor.index(unit) + 1]
+        self.passed = max(self.passed, self.place.get(unit.index, -1) + 1)
         if not unit.gathered:
             self._launch(unit)
         self._arrive(unit)
@@ -139,32 +145,19 @@ class Replay:
             return
         unit.claimed = True
         self.unused.discard(unit.index)
-        ahead, nbytes = len(self.unused), sum(self._bytes(self.units[i]) for i in self.unused)
-        while self.ahead and self.cursor:
-            nbytes += self._bytes(self.cursor[0])
+        ahead, nbytes = len(self.unused), sum(self.units[i].nbytes for i in self.unused)
+        while self.ahead and (following := self._next) is not None:
+            nbytes += following.nbytes
             if ahead >= self.ahead and nbytes > SMALL_TRAFFIC:
                 break
-            following = self.cursor.pop(0)
+            self.passed += 1
             if not following.gathered:
                 self._launch(following)
                 ahead += 1
-        if self.from_disk and self.cursor and not self.cursor[0].gathered:
-            self._hold(
-                self.cursor[0],
-                [
-                    i
-                    for i, f in enumerate(self.cursor[0].plan.flats)
-                    if f.gathers_from_disk and self._reads(f)
-                ],
-            )
-
-    @staticmethod
-    def _bytes(unit: Unit) -> int:
-        return sum(
-            flat.numel * flat.dtypes.compute.itemsize
-            for flat in unit.plan.flats
-            if not flat.resident
-        )
+        following = self._next
+        if self.from_disk and following is not None and not following.gathered:
+            flats = enumerate(following.plan.flats)
+            self._hold(following, [i for i, f in flats if f.gathers_from_disk and self._reads(f)])
 
     def _launch(self, unit: Unit) -> None:
         unit.gathered = True
@@ -212,9 +205,9 @@ class Replay:
         self.copies: list[int] = []
         self.renewing = False
         order = backwards(self.units)
-        self.cursor = [
-            u for u in order if not u.plan.resident and not u.plan.looks_up_only and not u.gathered
-        ]
+        self._goes_through(
+            [u for u in order if not (u.plan.resident or u.plan.looks_up_only or u.gathered)]
+        )
         around: list[Unit] = []
         # The root where it holds nothing but what follows the blocks: done before them
         tail: list[Unit] = []

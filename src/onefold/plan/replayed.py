@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -22,7 +23,7 @@ class Moment:
     unit: str
     held: dict[str, int]
 
-    @property
+    @cached_property
     def total(self) -> int:
         return sum(self.held.values())
 
@@ -60,6 +61,15 @@ class Unit:
     coded: list[torch.Tensor] = field(default_factory=list)  # what is on its way to them encoded
     gathered: bool = False
     claimed: bool = False
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that it is gathered into."""
+        return sum(
+            flat.numel * flat.dtypes.compute.itemsize
+            for flat in self.plan.flats
+            if not flat.resident
+        )
 
 
 def outer(units: Sequence[UnitPlan]) -> frozenset[str]:

@@ -5,6 +5,7 @@ one. No tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 
@@ -22,7 +23,7 @@ class Parameter:
     dtype: str = "float32"
     looked_up: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
@@ -39,11 +40,11 @@ class UnitShape:
     parameters: tuple[Parameter, ...]
     looks_up_only: bool = False
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         """Elements that an optimizer steps."""
         return sum(p.numel for p in self.parameters if p.trainable)
@@ -105,11 +106,11 @@ class ModelShape:
         if not self.active_numel:
             object.__setattr__(self, "active_numel", self.numel)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return sum(u.numel for u in self.units)
 
-    @property
+    @cached_property
     def trainable(self) -> int:
         return sum(u.trainable for u in self.units)
 

@@ -150,7 +150,7 @@ def units_of(
 
     units = [_unit(u, recipe, index in offloaded, spec) for index, u in enumerate(model.units)]
     turning = _at_the_turn(units) if recipe.reshard_after_forward else set()
-    return [replace(u, turns=u.name in turning) for u in units]
+    return [replace(u, turns=True) if u.name in turning else u for u in units]
 
 
 def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from onefold.comm import MOVES
 from onefold.layout import Hop, Level, ShardSpec, Topology
@@ -119,12 +119,17 @@ def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[
 
 def merged(legs: Iterable[Leg]) -> list[Leg]:
     """One leg of each kind, empty ones left out."""
-    found: dict[Leg, Leg] = {}
+    kinds: dict[tuple[Any, ...], list[Leg]] = {}
     for leg in legs:
-        key = replace(leg, nbytes=0, calls=0)
-        before = found.get(key, key)
-        found[key] = replace(leg, nbytes=before.nbytes + leg.nbytes, calls=before.calls + leg.calls)
-    return [leg for leg in found.values() if leg.nbytes]
+        kind = leg.move, leg.gathers, leg.level, leg.phase, leg.by_backend
+        kinds.setdefault(kind, []).append(leg)
+    found = [
+        replace(
+            same[0], nbytes=sum(leg.nbytes for leg in same), calls=sum(leg.calls for leg in same)
+        )
+        for same in kinds.values()
+    ]
+    return [leg for leg in found if leg.nbytes]
 
 
 @lru_cache(maxsize=4096)
