@@ -48,7 +48,6 @@ def other_branches(asked: list[tuple[int, dict[str, Any], int]]) -> list[str]:
     group, found = standin.new_group(), []
     cases: list[Any] = [
         LayerDrop,
-        OtherOrder,
         ChosenByNobody,
         lambda: IgnoresTheTail(dist.get_world_size() - 2, None),
     ]
@@ -170,7 +169,7 @@ def in_the_exchange(stage: int) -> float:
     )
     loss = model(torch.ones(2, 7)).sum()
     if dist.get_rank() == 1:
-        onefold.engine_of(model).group.any_of = lambda bits, place: time.sleep(8) or bits  # type: ignore[method-assign]
+        onefold.engine_of(model).group.any_of = lambda bits, context: time.sleep(8) or bits  # type: ignore[method-assign]
     start = time.monotonic()
     try:
         loss.backward()
