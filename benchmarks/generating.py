@@ -25,7 +25,7 @@ from benchmarks import harness
 
 def measure(rank: int, ranks: int, arguments: argparse.Namespace) -> None:
     import onefold
-    from onefold.train.models import load_model, quiet_transformers
+    from onefold.models.build import load_model, quiet_transformers
 
     torch.set_num_threads(1)
     dist.init_process_group(

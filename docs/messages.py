@@ -68,7 +68,7 @@ _PARTS = {
     "Sharding, training": ("shard.py", "unsharded.py", "runtime", "comm", "memory", "device", "tiling", "ema.py"),
     "Optimizers": ("optim", "quant"),
     "Offload": ("offload",),
-    "Checkpoints": ("checkpoint",),
+    "Checkpoints": ("checkpoint", "inspection", "pretrained"),
     "DeepSpeed": ("integrations/deepspeed", "deepspeed.py"),
     "Hugging Face": ("integrations/hf", "hf.py"),
     "Lightning": ("integrations/lightning", "lightning.py"),
@@ -76,7 +76,7 @@ _PARTS = {
                        "integrations/torchtitan.py", "integrations/verl.py"),
     "The plan": ("plan", "simulation", "tracing", "doctor"),
     "Observing, the report": ("observe",),
-    "Training from the command line": ("train", "cli"),
+    "Training from the command line": ("train", "models", "data", "processes", "wording.py", "cli"),
 }  # fmt: skip
 
 

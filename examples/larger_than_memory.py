@@ -95,7 +95,7 @@ def prepare(weights: str, into: str, text: str | None) -> list[int]:
     `into`, and the tokens of a text.
     """
     if weights == "smollm2":
-        from onefold.train.models import load_model
+        from onefold.models.build import load_model
 
         loaded = load_model("smollm2", "auto", seed=0, seq=0)
         loaded.module.save_pretrained(into)

@@ -63,20 +63,14 @@ SLOW_FILES = {
         "test_wires.py",
     ],
     "checkpoint": [
-        "test_adapters.py",
-        "test_adapters_beside_lora.py",
         "test_dcp.py",
         "test_every_setting.py",
-        "test_export.py",
         "test_faults.py",
         "test_groups_checkpoint.py",
-        "test_huggingface.py",
         "test_moments_checkpoint.py",
         "test_offloaded_states.py",
-        "test_reshard_and_diff.py",
         "test_round_trips.py",
         "test_tiles_checkpoint.py",
-        "test_whole_tensors.py",
     ],
     "cli": [
         "test_checkpoint_command.py",
@@ -94,11 +88,17 @@ SLOW_FILES = {
         "test_native_reduce.py",
         "test_native_virtual.py",
     ],
+    "data": [
+        "test_large_data.py",
+    ],
     "doctor": [
         "test_measure.py",
     ],
     "habits": [
         "test_habits.py",
+    ],
+    "inspection": [
+        "test_reshard_and_diff.py",
     ],
     "integrations": [
         "test_deepspeed.py",
@@ -133,6 +133,11 @@ SLOW_FILES = {
     "layout": [
         "test_spec.py",
     ],
+    "models": [
+        "test_folder.py",
+        "test_hub.py",
+        "test_lora.py",
+    ],
     "observe": [
         "test_measured.py",
         "test_ranks_observed.py",
@@ -166,6 +171,16 @@ SLOW_FILES = {
         "test_replay.py",
         "test_sums_planned.py",
         "test_tiers_planned.py",
+    ],
+    "pretrained": [
+        "test_adapters.py",
+        "test_adapters_beside_lora.py",
+        "test_export.py",
+        "test_huggingface.py",
+        "test_whole_tensors.py",
+    ],
+    "processes": [
+        "test_claim.py",
     ],
     "quant": [
         "test_codecs.py",
@@ -220,14 +235,9 @@ SLOW_FILES = {
         "test_a_step_late.py",
         "test_choice_with_tiers.py",
         "test_choose.py",
-        "test_claim.py",
         "test_drill.py",
         "test_early.py",
         "test_examples.py",
-        "test_folder.py",
-        "test_hub.py",
-        "test_large_data.py",
-        "test_lora.py",
         "test_machines.py",
         "test_optimizers.py",
         "test_recipes.py",
@@ -247,7 +257,7 @@ SLOW_FILES = {
 SAMPLED = {
     "benchmarks/test_gpu_benchmark.py": 13,
     "benchmarks/test_peers.py": 2,
-    "checkpoint/test_huggingface.py": 6,
+    "pretrained/test_huggingface.py": 6,
     "checkpoint/test_offloaded_states.py": 2,
     "checkpoint/test_tiles_checkpoint.py": 4,
     "cli/test_doctor_check.py": 6,
@@ -315,7 +325,7 @@ SAMPLED = {
     "tracing/test_trace.py": 8,
     "tracing/test_trace_shortcuts.py": 6,
     "train/test_a_step_late.py": 6,
-    "train/test_folder.py": 6,
+    "models/test_folder.py": 6,
     "train/test_starts.py": 3,
 }
 
@@ -356,7 +366,7 @@ ONLY_WITH_ALL = {
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
     "train/test_drill.py",
     "train/test_examples.py::test_the_example_of_trainer_learns_and_saves_what_opens_again",
-    "train/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache",
+    "models/test_hub.py::test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache",
     "train/test_machines.py::test_a_run_loses_a_machine_goes_on_alone_takes_it_back_and_lets_it_leave",
     "train/test_run.py::test_compiled_blocks_give_the_same_losses",
     "train/test_starts.py::test_commands_say_nothing_on_their_standard_error_when_all_is_well",
@@ -366,13 +376,13 @@ ONLY_WITH_ALL = {
 # Files with a fixture that is made once for all of their tests: pytest-xdist gives each of them to
 # one worker.
 TOGETHER = {
-    "checkpoint/test_adapters.py",
-    "checkpoint/test_export.py",
+    "pretrained/test_adapters.py",
+    "pretrained/test_export.py",
     "integrations/test_from_deepspeed.py",
-    "checkpoint/test_huggingface.py",
-    "checkpoint/test_reshard_and_diff.py",
+    "pretrained/test_huggingface.py",
+    "inspection/test_reshard_and_diff.py",
     "checkpoint/test_tiles_checkpoint.py",
-    "checkpoint/test_verify.py",
+    "inspection/test_verify.py",
     "cli/test_checkpoint_command.py",
     "integrations/test_deepspeed.py",
     "integrations/test_published_scripts.py",

@@ -40,9 +40,10 @@ def contracts(source: Path, folder: Path) -> tuple[int, str]:
 
 def copied(folder: Path) -> Path:
     """A copy of the package and of its benchmarks."""
-    left = shutil.ignore_patterns("__pycache__", "results", "data")
-    shutil.copytree(PACKAGE, folder / "source" / "onefold", ignore=left)
-    shutil.copytree(ROOT / "benchmarks", folder / "source" / "benchmarks", ignore=left)
+    caches = shutil.ignore_patterns("__pycache__")
+    figures = shutil.ignore_patterns("__pycache__", "results", "data")
+    shutil.copytree(PACKAGE, folder / "source" / "onefold", ignore=caches)
+    shutil.copytree(ROOT / "benchmarks", folder / "source" / "benchmarks", ignore=figures)
     return folder / "source"
 
 
@@ -204,8 +205,10 @@ def test_no_module_imports_itself_by_a_detour() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [{"b", "c"}]
 
 
-def test_not_even_a_type_comes_from_a_room_above() -> None:
-    """The contracts leave imports under TYPE_CHECKING out; these go down too."""
+def test_below_the_tools_not_even_a_type_comes_from_a_room_above() -> None:
+    """The contracts leave imports under TYPE_CHECKING out; those of the core, of the capabilities
+    and of what puts them together go down too.
+    """
     import grimp
 
     graph = grimp.build_graph("onefold", cache_dir=None)
@@ -213,7 +216,9 @@ def test_not_even_a_type_comes_from_a_room_above() -> None:
     seen, upwards = 0, []
     for module in graph.modules - {"onefold", "onefold.__main__"}:
         for other in graph.find_modules_directly_imported_by(module) - {"onefold"}:
+            if height[module.split(".")[1]] > height["unsharded"]:
+                continue
             seen += 1
             if height[module.split(".")[1]] < height[other.split(".")[1]]:
                 upwards.append(f"{module} imports {other}")
-    assert not upwards and seen > 1_000
+    assert not upwards and seen > 500

@@ -45,7 +45,15 @@ WAITS = {
 }  # fmt: skip
 #: Calls that say on which stream work goes: replaced by a context that changes nothing.
 CONTEXTS = {"use_stream", "guard"}
-ROOMS = ["device", "comm", "runtime", "optim", "offload", "checkpoint/copying.py", "train/data.py"]
+ROOMS = [
+    "device",
+    "comm",
+    "runtime",
+    "optim",
+    "offload",
+    "checkpoint/copying.py",
+    "data/samples.py",
+]
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ import onefold
 from benchmarks.convergence.settings import SIDES, Case
 from benchmarks.peers.worker import join_over_gloo, leave, read_job
 from onefold.comm import MOVES
-from onefold.train.data import Data, DataOrder, eval_batches, held_out_batch, load_data
-from onefold.train.models import Loaded, load_model, load_on_first_rank
+from onefold.data.order import DataOrder
+from onefold.data.samples import Data, eval_batches, held_out_batch, load_data
+from onefold.models.build import Loaded, load_model, load_on_first_rank
+from onefold.processes.ranks import Ranks
 from onefold.train.prepare import lr_factor, names_without_decay, parameter_groups
-from onefold.train.ranks import Ranks
 
 HELD_OUT_SHARE = 0.1
 WARMUP = 0.05

@@ -17,7 +17,7 @@ from benchmarks.faults.ranks import Ranks
 from benchmarks.faults.run import Log, Run, lines
 from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, key_of, read_manifest
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.checkpoint.verify import examine
+from onefold.inspection.verify import examine
 
 WORLD = 2
 #: (stage, precision) of the run that saves, whose checkpoints are injured.

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.faults import run
 from benchmarks.faults.ranks import Ranks
 from onefold.checkpoint.folder import OWNER, latest
-from onefold.checkpoint.verify import examine, is_like_a_checkpoint
+from onefold.inspection.verify import examine, is_like_a_checkpoint
 
 WORLD, STEPS, EVERY = 2, 24, 2
 SETTINGS = [(stage, asynchronous) for stage in (3, 0, 1, 2) for asynchronous in (True, False)]

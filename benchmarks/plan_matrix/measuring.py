@@ -22,9 +22,9 @@ import onefold
 from benchmarks.plan_matrix.pace import Pace
 from benchmarks.plan_matrix.settings import Cell, batch, build
 from onefold.comm import MOVES
+from onefold.models.build import checkpoint_activations
 from onefold.observe.measure import measured
 from onefold.observe.trace import record
-from onefold.train.models import checkpoint_activations
 
 #: Steps before anything is measured: optimizer states are made, orders learned.
 WARMUP = 3

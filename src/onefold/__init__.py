@@ -56,19 +56,22 @@ _FROM = {
     ),
     "unsharded": ("unsharded",),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "load_async", "save", "save_async"),
-    "checkpoint.adapters": ("load_adapters", "save_adapters"),
+    "pretrained.adapters": ("load_adapters", "save_adapters"),
     "checkpoint.dcp": ("dcp_state_dict",),
-    "checkpoint.export": ("export",),
-    "checkpoint.huggingface": ("load_pretrained",),
-    "checkpoint.whole_tensors": ("stream_params",),
+    "pretrained.export": ("export",),
+    "pretrained.huggingface": ("load_pretrained",),
+    "pretrained.whole_tensors": ("stream_params",),
     "integrations.deepspeed": ("initialize",),
 }
 #: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
 #: Loaded when a folder is nobody else's.
-READERS = ("onefold.integrations.deepspeed.checkpoint_reader",)
+READERS = (
+    "onefold.integrations.deepspeed.checkpoint_reader",
+    "onefold.pretrained.huggingface",
+)
 # `hf` and `lightning` are not in __all__: they need transformers and Lightning, and
 # `from onefold import *` must not
-_ROOMS = ("checkpoint", "deepspeed", "ema", "hf", "lightning", "observe", "plan")
+_ROOMS = ("checkpoint", "deepspeed", "ema", "hf", "lightning", "observe", "plan", "pretrained")
 
 __all__ = [
     "CheckpointError",

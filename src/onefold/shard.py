@@ -47,7 +47,7 @@ from onefold.tiling.cut import Cut, initializing, with_tiles
 from onefold.tiling.modules import Tile
 
 if TYPE_CHECKING:
-    from onefold.checkpoint.weights import Weights
+    from onefold.pretrained.weights import Weights
 
 
 def shard(
@@ -360,7 +360,7 @@ def _open(
 ) -> Weights | None:
     if weights is None:
         return None
-    from onefold.checkpoint.weights import Weights
+    from onefold.pretrained.weights import Weights
 
     return Weights(weights, module, device, makes_up=init is not None)
 

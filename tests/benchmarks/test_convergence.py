@@ -38,7 +38,7 @@ def trained_sides(cases: list[tuple[str, Case, str]]) -> dict[str, dict[str, Any
     import torch.distributed as dist
     from benchmarks.convergence import worker
 
-    from onefold.train.ranks import Ranks
+    from onefold.processes.ranks import Ranks
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     ranks = Ranks(

@@ -323,7 +323,7 @@ def goes_home(root: str) -> None:
 
 
 def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:
-    from onefold.checkpoint.verify import examine
+    from onefold.inspection.verify import examine
 
     run_ranks(2, goes_home, str(tmp_path))
     assert [p.name for p in tmp_path.iterdir()] == ["last"] and examine(

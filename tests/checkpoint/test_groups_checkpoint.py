@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import onefold
 from models import TinyGPT, tokens_of
-from onefold.checkpoint.diff import differences
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.inspect import summarize
-from onefold.checkpoint.reshard import reshard
+from onefold.inspection.diff import differences
+from onefold.inspection.reshard import reshard
+from onefold.inspection.summary import summarize
 from ranks import run_ranks
 
 RECIPES: list[dict[str, Any]] = [

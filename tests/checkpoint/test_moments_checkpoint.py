@@ -196,7 +196,7 @@ def test_tiles_have_the_blocks_of_the_whole_weight(tmp_path: Path) -> None:
 
 def test_a_resharded_checkpoint_divides_codes_and_scales(tmp_path: Path) -> None:
     import onefold
-    from onefold.checkpoint.reshard import reshard
+    from onefold.inspection.reshard import reshard
 
     model, stepper = made(3, {"moments": "int4"})
     train(model, stepper, 0, 2)

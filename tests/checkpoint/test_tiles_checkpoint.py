@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+from models import TinyGPT, tokens_of
+from ranks import run_ranks
 from tiny_transformers import (
     FAMILIES,
     TOKENS,
@@ -23,10 +27,6 @@ from tiny_transformers import (
     opened,
     saved_folders,
 )
-from torch import Tensor, nn
-
-from models import TinyGPT, tokens_of
-from ranks import run_ranks
 
 SERVER = "libraries"
 

@@ -136,7 +136,7 @@ def mounted(folder: Path, *options: str) -> Iterator[Path]:
 
 def onto_disks_that_take_nothing(full: str, read_only: str) -> dict[str, str]:
     import onefold
-    from onefold.checkpoint.export import export
+    from onefold.pretrained.export import export
 
     model, optimizer = start()
     said = {}

@@ -21,11 +21,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "checkpoint"))
-from saved import Run, copied
-
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.cli.app import app
+from saved import Run, copied
 
 DEEPSPEED = Path(__file__).parents[1] / "checkpoint" / "data" / "saved_by_deepspeed"
 
@@ -383,7 +381,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("onefold.checkpoint.reshard._copy", interrupted)
+    monkeypatch.setattr("onefold.inspection.reshard._copy", interrupted)
     result = command("reshard", first, tmp_path / "b", "--ranks", 2, status=130)
     assert "stopped by SIGINT" in result.stderr and os.listdir(tmp_path) == []
 

@@ -36,7 +36,7 @@ def prepare(folder: str) -> int:
     import gguf
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from onefold.train.early import smollm2_path
+    from onefold.data.text import smollm2_path
 
     path = smollm2_path()
     assert path is not None

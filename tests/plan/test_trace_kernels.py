@@ -11,6 +11,7 @@ from torch import nn
 
 from calibrations import calibration
 from onefold.doctor.kernels import count
+from onefold.models.build import checkpoint_activations
 from onefold.plan.activity import Activity
 from onefold.plan.choose import Question
 from onefold.plan.efficiency import shares_of
@@ -18,7 +19,6 @@ from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import calibrated
 from onefold.plan.job import Job, Scheme
 from onefold.tracing.trace import trace, trace_at
-from onefold.train.models import checkpoint_activations
 
 transformers = pytest.importorskip("transformers")
 

@@ -21,17 +21,17 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+from onefold.data.samples import Feed, Samples
 from onefold.optim.skip import skips_on_device
+from onefold.processes.ranks import Ranks
+from onefold.processes.signals import Stop
 from onefold.train import checkpoints, loop
 from onefold.train.config import resolve
-from onefold.train.data import Feed, Samples
-from onefold.train.errors import TrainError
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.process import Stop
-from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
+from onefold.wording import TrainError
 from ranks import run_ranks
 
 #: Of ranks.SERVERS.

@@ -18,12 +18,12 @@ from onefold.memory import GRADIENTS
 from onefold.observe.runfile import read_observed
 from onefold.plan import api
 from onefold.plan.schema import Account
+from onefold.processes.ranks import Ranks
 from onefold.train.choose import Asked, choose
 from onefold.train.config import resolve
-from onefold.train.errors import TrainError
 from onefold.train.prepare import prepare
-from onefold.train.ranks import Ranks
 from onefold.train.report import observe
+from onefold.wording import TrainError
 from ranks import run_ranks
 
 MIB = 1 << 20

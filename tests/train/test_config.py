@@ -11,8 +11,8 @@ import pytest
 
 from onefold.train.config import TrainConfig, field_names, resolve
 from onefold.train.config_file import read_config_file
-from onefold.train.errors import TrainError
 from onefold.train.output import with_output, write_config
+from onefold.wording import TrainError
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:

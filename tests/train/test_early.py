@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from started_runs import SOURCE
 
-from onefold.train.output import Claim
+from onefold.processes.claim import Claim
+from started_runs import SOURCE
 
 LINE = '{"text": "some words of a text that is long enough for a sequence"}\n'
 

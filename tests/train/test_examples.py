@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from started_runs import a_free_port
 
 from ranks import run_ranks
+from started_runs import a_free_port
 
 SERVER = "libraries"
 ROOT = Path(__file__).parents[2]

@@ -10,17 +10,11 @@ from typing import Any
 
 import pytest
 
+from onefold.processes.host import child_environment, from_slurm, joins, physical_cores
+from onefold.processes.signals import CONTROL
 from onefold.train.config import resolve
-from onefold.train.errors import TrainError
-from onefold.train.launch import (
-    child_environment,
-    from_slurm,
-    joins,
-    physical_cores,
-    ranks_to_start,
-    torchrun_arguments,
-)
-from onefold.train.process import CONTROL
+from onefold.train.launch import ranks_to_start, torchrun_arguments
+from onefold.wording import TrainError
 from ranks import run_ranks
 
 

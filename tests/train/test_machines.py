@@ -10,6 +10,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from onefold.train.config import resolve
+from onefold.train.loop import Row
+from onefold.train.worker import otherwise, unlike
 from started_runs import (
     JOB,
     a_free_port,
@@ -25,10 +29,6 @@ from started_runs import (
     wait_for,
     wait_until,
 )
-
-from onefold.train.config import resolve
-from onefold.train.loop import Row
-from onefold.train.worker import otherwise, unlike
 
 #: Steps of some 0.1 s, so that waiting for machines does not take thousands of them; a constant
 #: rate, whatever their number.

@@ -14,14 +14,14 @@ import onefold
 from onefold import Recipe
 from onefold.memory import GATHERED, GRADIENTS
 from onefold.plan.schema import ACTIVATIONS, Account
+from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
-from onefold.train.errors import readable
 from onefold.train.loop import train
 from onefold.train.memory_error import _colder as colder
 from onefold.train.memory_error import _wrong_line as wrong_line
 from onefold.train.memory_error import explain, is_out_of_memory
 from onefold.train.prepare import prepare
-from onefold.train.ranks import Ranks
+from onefold.wording import readable
 
 ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
-from onefold.train.errors import TrainError
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
+from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"

@@ -13,21 +13,21 @@ from typing import Any
 
 import pytest
 import torch
-from small_lm import SmallLM
-from started_runs import JOB, alone, losses_in_ranks, losses_on
 
 from onefold.plan.states import MOMENTS_OF
 from onefold.train import checkpoints
 from onefold.train.config import resolve
 from onefold.train.early import check_early
-from onefold.train.errors import TrainError
 from onefold.train.keeper import Keeper
 from onefold.train.loop import train
 from onefold.train.optimizers import ELSEWHERE, KINDS, make, planned_as
 from onefold.train.output import write_config
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
+from onefold.wording import TrainError
 from ranks import run_ranks
+from small_lm import SmallLM
+from started_runs import JOB, alone, losses_in_ranks, losses_on
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"

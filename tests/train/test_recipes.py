@@ -110,12 +110,11 @@ def test_both_commands_ask_for_the_same(recipe: Recipe) -> None:
 
 def rows_of(jobs: list[dict[str, Any]]) -> list[tuple[list[float], dict[str, Any]]]:
     """On one of several ranks: losses of each job, and what the run says of itself."""
-    from started_runs import this_rank
-
     from onefold.train.config import resolve
     from onefold.train.loop import train
     from onefold.train.prepare import prepare
     from onefold.train.report import describe
+    from started_runs import this_rank
 
     ranks, found = this_rank(), []
     for job in jobs:
@@ -146,7 +145,6 @@ def test_each_recipe_trains_a_small_llama_as_without_it(tmp_path: Path, ranks: i
     for module in ("transformers", "peft"):
         pytest.importorskip(module)
     from hf_folders import saved
-
     from ranks import run_ranks
 
     wanted = [r for r in recipes() if ("64" in r.title) == (ranks == 4)]

@@ -15,19 +15,20 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.data.order import DataOrder
+from onefold.data.samples import Samples, fingerprint_of
 from onefold.observe import TensorBoard
+from onefold.processes.ranks import Ranks
+from onefold.processes.signals import Stop
 from onefold.train import checkpoints
 from onefold.train.config import resolve
-from onefold.train.data import DataOrder, Samples, fingerprint_of
 from onefold.train.early import micro_batch_that_divides
-from onefold.train.errors import TrainError
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.output import Metrics, with_output
 from onefold.train.prepare import Run, prepare
-from onefold.train.process import Stop
-from onefold.train.ranks import Ranks
 from onefold.train.report import Reporter
+from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"

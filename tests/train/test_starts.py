@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from onefold.processes.claim import LOCK, Claim, HeldError
 from started_runs import (
     JOB,
     environment,
@@ -28,8 +30,6 @@ from started_runs import (
     wait_for_step,
     wait_until,
 )
-
-from onefold.train.output import LOCK, Claim, HeldError
 
 ENDLESS = options({**JOB, "steps": 10**6, "nproc": 2, "output": "run"})
 
@@ -200,7 +200,7 @@ TRAIN = [
 @pytest.mark.parametrize(
     "module",
     [
-        "onefold.train.process",
+        "onefold.processes.signals",
         "typer",
         "onefold.train.config",
         "pydantic",

@@ -15,6 +15,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
+
+from onefold import engine_of
+from onefold.checkpoint.background import running
+from onefold.processes.peers import Peer, PeerMonitor
+from onefold.processes.ranks import Ranks
+from onefold.processes.signals import CONTROL, STARTED, Stop, StopSignal
+from onefold.train.config import resolve
+from onefold.train.faults import WINDOW
+from onefold.train.keeper import Keeper
+from onefold.train.loop import Row, train
+from onefold.train.prepare import prepare
+from onefold.train.report import Reporter
+from onefold.train.worker import Rank, run_rank
+from onefold.wording import TrainError
+from ranks import outcomes_of, run_ranks
 from started_runs import (
     JOB,
     STEPS,
@@ -33,20 +48,6 @@ from started_runs import (
     wait_for_step,
     wait_until,
 )
-
-from onefold import engine_of
-from onefold.checkpoint.background import running
-from onefold.train.config import resolve
-from onefold.train.errors import TrainError
-from onefold.train.faults import WINDOW
-from onefold.train.keeper import Keeper
-from onefold.train.loop import Row, train
-from onefold.train.prepare import prepare
-from onefold.train.process import CONTROL, STARTED, Stop, StopSignal
-from onefold.train.ranks import Peer, PeerMonitor, Ranks
-from onefold.train.report import Reporter
-from onefold.train.worker import Rank, run_rank
-from ranks import outcomes_of, run_ranks
 
 SERVER = "libraries"
 

@@ -12,14 +12,14 @@ import torch
 
 import onefold
 from onefold import Recipe, Tier
+from onefold.processes.ranks import Ranks
 from onefold.recipe.options import TIERS
 from onefold.train.config import TrainConfig, resolve
-from onefold.train.early import refuse_without_folder
-from onefold.train.errors import TrainError
+from onefold.train.early import refuse_folders
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
-from onefold.train.ranks import Ranks
-from onefold.train.report import describe, in_a_sentence
+from onefold.train.report import describe
+from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -152,43 +152,9 @@ def test_what_cannot_be_is_told_before_anything_starts(given: dict[str, Any], wo
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
-    refuse_without_folder(resolve({"offload_optimizer": "nvme", "nvme": str(tmp_path)}))
+    refuse_folders(resolve({"offload_optimizer": "nvme", "nvme": str(tmp_path)}))
     with pytest.raises(TrainError, match=r"--nvme .*absent: there is no such folder"):
-        refuse_without_folder(resolve({"nvme": [str(tmp_path), str(tmp_path / "absent")]}))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, ""),
-        ({"offload_optimizer": "cpu"}, "gradients and optimizer states on the host"),
-        (
-            {"offload_optimizer": 0.6},
-            "gradients and optimizer states on the host, of 60% of the model",
-        ),
-        (
-            {"offload_optimizer": f"nvme:{1 << 30}", "nvme": "/a"},
-            "gradients and optimizer states on NVMe, of up to 1 GiB of states a rank",
-        ),
-        (
-            {
-                "offload_optimizer": "nvme",
-                "offload_gradients": "cpu",
-                "offload_param": "nvme",
-                "nvme": "/a",
-            },
-            "gradients on the host, parameters and optimizer states on NVMe",
-        ),
-        (
-            {"offload_activations": "cpu", "tile": 1 << 20},
-            "activations on the host, weights above 1 MiB in tiles",
-        ),
-        ({"offload_activations": 1 << 30}, "activations on the host up to 1 GiB"),
-    ],
-    ids=repr,
-)
-def test_what_rests_elsewhere_is_a_sentence(options: dict[str, Any], said: str) -> None:
-    assert in_a_sentence(Recipe.zero(3, **options)) == said
+        refuse_folders(resolve({"nvme": [str(tmp_path), str(tmp_path / "absent")]}))
 
 
 def prepared(tmp_path: Path, **given: Any) -> Run:
@@ -213,7 +179,6 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
     )
     facts = describe(run)
     assert facts["tiers"] == {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
-    assert facts["off_the_device"] == "parameters, gradients and optimizer states on NVMe"
     assert (
         "nvme" in facts["recipe"]
         and "on NVMe" in facts["reason"]

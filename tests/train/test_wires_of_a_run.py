@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from small_lm import SmallLM
-from started_runs import JOB, alone, this_rank
 from typer.testing import CliRunner
 
 from onefold import Recipe
@@ -23,20 +21,22 @@ from onefold.cli.app import app
 from onefold.observe.report import build
 from onefold.observe.report.page import render
 from onefold.observe.runfile import read_observed
+from onefold.processes.ranks import Ranks
 from onefold.recipe.options import NODES
 from onefold.train import checkpoints
 from onefold.train.checkpoints import OPTIONS
 from onefold.train.config import TrainConfig, resolve
 from onefold.train.early import refuse_groups
-from onefold.train.errors import TrainError
 from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.output import write_config
 from onefold.train.prepare import Run, prepare
-from onefold.train.ranks import Ranks
 from onefold.train.report import ConsoleReporter, Reporter, describe, observe, of_the_wire
 from onefold.train.results import export
+from onefold.wording import TrainError
 from ranks import run_ranks
+from small_lm import SmallLM
+from started_runs import JOB, alone, this_rank
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"

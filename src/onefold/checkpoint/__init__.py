@@ -10,17 +10,16 @@ bit-equal.
 
 There is no pickle in it.
 
-| to read about              | modules, in the order of a call                                                             |
-|----------------------------|---------------------------------------------------------------------------------------------|
-| a save                     | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background        |
-| a load                     | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)   |
-| what ranks tell            | together                                                                                    |
-| the format                 | folder (whole or absent), manifest, tensorfile, values                                      |
-| commands                   | inspect, verify, diff, reshard; what is told where they fail: errors                        |
-| a Hugging Face folder      | in: huggingface, pretrained, fitted, hf_names, weights; out: export, export_folder, streams |
-| adapters of peft           | adapters; into their base's weights: merged                                                 |
-| an inference engine's copy | whole_tensors                                                                               |
-| torch's own checkpoints    | dcp, dcp_interval                                                                           |
+| to read about             | modules, in the order of a call                                                          |
+|---------------------------|------------------------------------------------------------------------------------------|
+| a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
+| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)      |
+| what ranks tell           | together                                                                                 |
+| the format                | folder (whole or absent), manifest, tensorfile, values                                   |
+| what is told              | errors                                                                                   |
+| torch's own checkpoints   | dcp, dcp_interval                                                                        |
+
+Hugging Face folders are the room `pretrained`, commands on checkpoints the room `inspection`.
 
 Who holds what of a parameter is asked of its `Entry` (runtime/entry.py), and its elements of the
 storage that they rest in (runtime/storage.py).

@@ -10,7 +10,7 @@ nobody is left waiting.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,29 +208,20 @@ class StateReader:
             return
         try:
             if isinstance(out, OnDisk):
-                for at, part in self._parts(item, start, stop, out.dtype):
-                    out.write(at, part)
+                for at, part in self.source.blocks(item, start, stop, BUFFER, out.dtype):
+                    out.write(at - start, part)
             elif out.device.type == "cpu" and out.is_contiguous():
                 self.source.read(item, start, stop, out.detach().view(-1))
             else:
                 whole = out
                 if not out.is_contiguous():
                     whole = torch.empty_like(out, memory_format=torch.contiguous_format)
-                for at, part in self._parts(item, start, stop, out.dtype):
-                    whole.view(-1)[at : at + part.numel()].copy_(part)
+                for at, part in self.source.blocks(item, start, stop, BUFFER, out.dtype):
+                    whole.view(-1)[at - start :][: part.numel()].copy_(part)
                 if whole is not out:
                     out.copy_(whole)
         except Exception as error:
             self.error = error
-
-    def _parts(
-        self, item: Item, start: int, stop: int, dtype: torch.dtype
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(where it goes, host tensor) of elements [start, stop), in order."""
-        for a in range(start, stop, BUFFER):
-            part = torch.empty(min(stop, a + BUFFER) - a, dtype=dtype, device="cpu")
-            self.source.read(item, a, a + part.numel(), part)
-            yield a - start, part
 
 
 def fill_optimizers(

@@ -99,10 +99,7 @@ class FolderSource(Source):
 
     def whole(self, item: Item) -> torch.Tensor:
         """A whole tensor, on the host, its checksums verified."""
-        stored = self.stored(item)
-        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-        before = len(self.checks)
-        self.read(item, 0, out.numel(), out.reshape(-1))
+        before, out = len(self.checks), super().whole(item)
         self.compare_with(self.checks[before:])
         return out
 

@@ -27,7 +27,6 @@ from onefold.checkpoint.background import Background
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.huggingface import HuggingFaceSource, is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.per_rank import Lost
 from onefold.checkpoint.saving import Optimizers, check_moment, optimizers_of
@@ -158,7 +157,7 @@ def load_async(
     refuse_changes(engine, "load_async")
     meet(engine, "load_async")
     with closed_on_error(_open(engine, Path(path))) as source, Together.of(engine).each_rank():
-        ahead = Prefetched(engine, _named_as(model, source), optimizer is not None)
+        ahead = Prefetched(engine, source.fitted(model), optimizer is not None)
 
     def finish(error: Exception | None) -> Loaded:
         # Ranks read at different speeds: they wait longer here than `meet` would
@@ -186,8 +185,6 @@ def source_of(path: Path) -> Source:
             )
         if (other := read_by_another(path)) is not None:
             return other
-        if is_hugging_face(path):
-            return HuggingFaceSource(path)
     there = "a folder without a checkpoint" if path.is_dir() else "nothing"
     raise CheckpointError(
         f"{path} is {'a file' if path.is_file() else there}; expected a checkpoint that onefold.save wrote, a folder of them, a"
@@ -210,11 +207,6 @@ def _open(engine: Engine, path: Path) -> Source:
         return source
 
 
-def _named_as(model: nn.Module, source: Source) -> Source:
-    """`source` under the names of `model`. Raises: CheckpointError."""
-    return source.fitted(model) if isinstance(source, HuggingFaceSource) else source
-
-
 def _apply(
     engine: Engine, model: nn.Module, source: Source, ahead: Source | None, optimizer: Any, things: dict[str, Any], strict: bool,
     rng: bool,
@@ -230,7 +222,7 @@ def _apply(
         values = _values(source, together, things)
         check_moment(engine, "load", optimizer)
         if ahead is None:
-            reader = _named_as(model, source)
+            reader = source.fitted(model)
         fit = fit_model(engine, model, reader, strict)
         if own is not None:
             _fit_extra_state(engine, model, own, fit, strict)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 KINDS = ("parameter", "buffer", "state", "rng", "extra", "residual")
 
@@ -86,6 +87,24 @@ class Source:
         """
         raise NotImplementedError
 
+    def whole(self, item: Item) -> torch.Tensor:
+        """A whole tensor, on the host."""
+        stored = self.stored(item)
+        out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
+        self.read(item, 0, out.numel(), out.reshape(-1))
+        return out
+
+    def blocks(
+        self, item: Item, start: int, stop: int, step: int, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, elements [n] on the host) of elements [start, stop), `step` at a time."""
+        for a in range(start, stop, step):
+            part = torch.empty(
+                min(stop - a, step), dtype=dtype or self.stored(item).dtype, device="cpu"
+            )
+            self.read(item, a, a + part.numel(), part)
+            yield a, part
+
     def aliases(self) -> Mapping[str, str]:
         """{another name of a tied parameter: the name it is stored under}."""
         return {}
@@ -117,6 +136,10 @@ class Source:
     def groups(self) -> list[list[dict[str, Any]]] | None:
         """The parameter groups of each optimizer, "params" being names. None: there is none."""
         return None
+
+    def fitted(self, module: nn.Module) -> Source:
+        """The same under the names of `module`, for a source that has names of its own."""
+        return self
 
     def value(self, name: str) -> Any:
         """The state of the run's "scheduler" or "scaler"; None: it has none."""

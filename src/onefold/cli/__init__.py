@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from onefold.train.process import listen
+from onefold.processes.signals import listen
 
 NEEDED = ("typer", "rich", "pydantic", "yaml")
 
@@ -15,7 +15,7 @@ NEEDED = ("typer", "rich", "pydantic", "yaml")
 def main() -> None:
     """Entry point of the console script."""
     listen()
-    from onefold.train.process import quiet_third_parties
+    from onefold.processes.signals import quiet_third_parties
 
     quiet_third_parties()
     try:

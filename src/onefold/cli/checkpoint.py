@@ -61,7 +61,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 
 
 class Part(enum.Enum):
-    """What can be compared by itself; see `onefold.checkpoint.diff.KINDS_OF`."""
+    """What can be compared by itself; see `onefold.inspection.diff.KINDS_OF`."""
 
     WEIGHTS, OPTIMIZER, REST, RANDOM = "weights", "optimizer", "rest", "random"
 
@@ -87,7 +87,7 @@ def inspect_command(
     those that are not whole.
     """
     from onefold.checkpoint.folder import of_run
-    from onefold.checkpoint.inspect import listed, summarize
+    from onefold.inspection.summary import listed, summarize
 
     with _told(as_json):
         path = of_run(path)
@@ -130,7 +130,7 @@ def verify_command(
     mentioned only.
     """
     from onefold.checkpoint.folder import of_run
-    from onefold.checkpoint.verify import examine, is_like_a_checkpoint
+    from onefold.inspection.verify import examine, is_like_a_checkpoint
 
     with _told(as_json):
         path = path if is_like_a_checkpoint(path) else of_run(path)
@@ -176,7 +176,7 @@ def export_command(
     with _told(as_json):
         import torch
 
-        from onefold.checkpoint.export_folder import export_folder
+        from onefold.pretrained.export_folder import export_folder
 
         try:
             limit = bytes_of("--max-shard", max_shard)
@@ -206,7 +206,7 @@ def reshard_command(
     """
     with _told(as_json):
         from onefold.checkpoint.folder_source import FolderSource
-        from onefold.checkpoint.reshard import reshard
+        from onefold.inspection.reshard import reshard
 
         with _opened(path) as source:
             if not isinstance(source, FolderSource):
@@ -241,8 +241,8 @@ def diff_command(
     How they were saved (ranks, stage, versions) is shown and is no difference. Exit status 1 if
     they differ.
     """
-    from onefold.checkpoint.diff import PARTS, Tolerance, differences
     from onefold.checkpoint.tensorfile import numel_of
+    from onefold.inspection.diff import PARTS, Tolerance, differences
 
     with _told(as_json):
         chosen = ["weights", "optimizer"] if names else PARTS
@@ -273,11 +273,11 @@ def _told(as_json: bool) -> Iterator[None]:
     """What a person can mend ends in one sentence and status 2; Ctrl-C in status 130, with nothing
     left behind.
     """
-    import onefold.checkpoint.diff
-    import onefold.checkpoint.reshard  # noqa: F401, torch is imported before Ctrl-C becomes an exception
+    import onefold.inspection.diff
+    import onefold.inspection.reshard  # noqa: F401, torch is imported before Ctrl-C becomes an exception
     from onefold.checkpoint.errors import CheckpointError
     from onefold.checkpoint.folder import in_words
-    from onefold.train.process import interruptible
+    from onefold.processes.signals import interruptible
 
     try:
         with interruptible():

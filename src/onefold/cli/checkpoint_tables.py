@@ -11,10 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from onefold.checkpoint.diff import Difference, TensorDifference
-from onefold.checkpoint.inspect import Listed, Summary, TensorSummary
-from onefold.checkpoint.verify import Examination
 from onefold.cli.tables import plain_table
+from onefold.inspection.diff import Difference, TensorDifference
+from onefold.inspection.summary import Listed, Summary, TensorSummary
+from onefold.inspection.verify import Examination
 from onefold.plan.tables import _print, count
 
 #: Problems and differences shown; --json has them all.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from onefold.cli.options import option, refuse, stopped
-from onefold.train.process import interruptible
+from onefold.processes.signals import interruptible
 
 if TYPE_CHECKING:
     from onefold.doctor.calibration import Calibration
@@ -52,7 +52,7 @@ def doctor_command(
     """
     from onefold.cli.doctor_ranks import MeasurementError, Stopped
     from onefold.doctor.calibration import CalibrationError
-    from onefold.train.errors import TrainError
+    from onefold.wording import TrainError
 
     try:
         _refuse(check, calibrate, as_json, file, output, ranks, disk, quick)
@@ -158,7 +158,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
     from onefold.cli.doctor_check import check_here, check_with_launcher, report_of
     from onefold.cli.doctor_facts import facts
     from onefold.doctor.calibration import CalibrationError
-    from onefold.train.launch import joins
+    from onefold.processes.host import joins
 
     begun = time.monotonic()
     launched = joins(os.environ)

@@ -25,7 +25,7 @@ from onefold.doctor.calibration import KIND, VERSION, Calibration, CalibrationEr
 from onefold.doctor.disk import measure_disk
 from onefold.doctor.identity import this_machine
 from onefold.doctor.measure import says
-from onefold.train.errors import readable
+from onefold.wording import readable
 
 #: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.
 RANK_BYTES = 400 * MIB

@@ -50,7 +50,8 @@ from onefold.cli.doctor_checks import (
 )
 from onefold.cli.doctor_ranks import Children, Stopped
 from onefold.doctor.calibration import CalibrationError
-from onefold.train.launch import child_environment, noted_signals
+from onefold.processes.host import child_environment
+from onefold.processes.signals import noted_signals
 
 SCHEMA = "onefold-check/1"
 RANK_MODULE = "onefold.cli.doctor_checks"

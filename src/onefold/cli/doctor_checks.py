@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
-from onefold.train.process import end_with_parent, quiet_third_parties
+from onefold.processes.signals import end_with_parent, quiet_third_parties
 
 if TYPE_CHECKING:
     import torch

@@ -20,9 +20,10 @@ from onefold.doctor.calibration import Calibration, default_path
 from onefold.doctor.identity import cpu_name, usable_cpus
 from onefold.memory.host import free_host_memory, total_host_memory
 from onefold.plan.efficiency import shares_of
+from onefold.processes.host import physical_cores
 from onefold.train.config import resolve
-from onefold.train.errors import readable
-from onefold.train.launch import physical_cores, ranks_to_start
+from onefold.train.launch import ranks_to_start
+from onefold.wording import readable
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
 

@@ -23,8 +23,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.train.launch import child_environment, noted_signals
-from onefold.train.process import end_with_parent, quiet_third_parties
+from onefold.processes.host import child_environment
+from onefold.processes.signals import end_with_parent, noted_signals, quiet_third_parties
 
 if TYPE_CHECKING:
     from onefold.doctor.benchmark_blocks import Sizes

@@ -16,11 +16,12 @@ import typer
 from pydantic.fields import FieldInfo
 
 from onefold.cli.options import option, parameter, recipe_parameter, refuse, with_parameters
+from onefold.processes.claim import Claim
+from onefold.processes.signals import end_with_parent
 from onefold.recipe.options import DIVISION
 from onefold.train.config import OPTIONS, TrainConfig, read_options
-from onefold.train.errors import TrainError
-from onefold.train.output import Claim, run_of
-from onefold.train.process import end_with_parent
+from onefold.train.output import run_of
+from onefold.wording import TrainError
 
 #: The field that opens each panel of the help, in the order of `TrainConfig`. The options of the
 #: recipe follow the second panel, under those of their table.
@@ -66,8 +67,9 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
     """See `onefold.train.early` for the order: what can be told without torch is told before torch
     is imported.
     """
+    from onefold.processes.host import from_slurm, joins
     from onefold.train.early import check_batch, check_early
-    from onefold.train.launch import from_slurm, joins, launch
+    from onefold.train.launch import launch
 
     config = read_options(given, config_file)
     check_early(config)

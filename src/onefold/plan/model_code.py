@@ -9,13 +9,15 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+
+from onefold.wording import did_you_mean
 
 
 def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
@@ -122,6 +124,26 @@ def _from_factory(source: str) -> nn.Module:
     """What `package.module:factory` makes. Raises ValueError for whatever the user's own code does
     not bear.
     """
+    factory, attribute = factory_of(source), source.partition(":")[2]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            made = factory()
+        except Exception as error:
+            raise ValueError(
+                f"{source}: calling {attribute}() failed: {type(error).__name__}: {error}"
+            ) from error
+    module = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}."
+        )
+    return module.train()
+
+
+def factory_of(source: str) -> Callable[[], Any]:
+    """The function that `package.module:factory` names, which needs no arguments. Raises
+    ValueError.
+    """
     package, _, attribute = source.partition(":")
     if os.getcwd() not in sys.path:  # as `python -m` has it
         sys.path.insert(0, os.getcwd())
@@ -143,10 +165,8 @@ def _from_factory(source: str) -> nn.Module:
         )
     if not callable(factory):
         names = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
-        near = difflib.get_close_matches(attribute, names, 3) or names[:8]
         raise ValueError(
-            f"{source}: {package} has no function {attribute!r}. It has"
-            f" {', '.join(near) or 'none'}."
+            f"{source}: {package} has no function {attribute!r}. {did_you_mean(attribute, names)}"
         )
     free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     needed = [
@@ -159,19 +179,7 @@ def _from_factory(source: str) -> nn.Module:
             f"{source}: the factory is called without arguments, but {attribute} asks for"
             f" {', '.join(needed)}."
         )
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            made = factory()
-        except Exception as error:
-            raise ValueError(
-                f"{source}: calling {attribute}() failed: {type(error).__name__}: {error}"
-            ) from error
-    module = made[0] if isinstance(made, tuple) and made else made
-    if not isinstance(module, nn.Module):
-        raise ValueError(
-            f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}."
-        )
-    return module.train()
+    return factory
 
 
 @contextmanager
@@ -201,9 +209,12 @@ def quietly() -> Iterator[None]:
         return
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -12,7 +12,6 @@ recipe/checks.py. Imports no torch: a misspelt option is told before that.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from onefold.recipe.rows import FLAT, Tier
+from onefold.wording import did_you_mean
 
 Stage = Literal[0, 1, 2, 3]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -489,9 +489,3 @@ def refuse_unknown(asker: str, given: Collection[str], known: Collection[str]) -
         raise ValueError(
             f"{asker} does not know {', '.join(unknown)}. {did_you_mean(unknown[0], known)}"
         )
-
-
-def did_you_mean(given: str, known: Collection[str]) -> str:
-    """The known name that is nearest to `given`, as a question; all of them if none is near."""
-    near = difflib.get_close_matches(given, sorted(known), 1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known options: {', '.join(sorted(known))}."

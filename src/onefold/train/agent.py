@@ -5,7 +5,7 @@
     agent    ─► ... agent rank CONFIG                         one rank
 
 The agent leads a session of its own: a Ctrl-C in the terminal reaches the launcher only, and the
-launcher decides (see `onefold.train.process`). Schedulers that send a signal to every process of a
+launcher decides (see `onefold.processes.signals`). Schedulers that send a signal to every process of a
 job reach the agent too; it lets them pass. Nothing is imported before `end_with_parent`.
 """
 
@@ -19,7 +19,7 @@ import signal
 import sys
 from pathlib import Path
 
-from onefold.train.process import (
+from onefold.processes.signals import (
     CONTROL,
     GRACE,
     PARENT,
@@ -32,7 +32,7 @@ from onefold.train.process import (
 
 def rank(config: Path) -> int:
     """Be a rank until the run ends. Returns the exit status."""
-    # Until there is something to save: see onefold.train.process
+    # Until there is something to save: see onefold.processes.signals
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     with contextlib.suppress(OSError):  # who ends the run finds this rank from now on
         Path(os.environ[CONTROL], f"rank-{os.environ.get('LOCAL_RANK', '0')}.pid").write_text(
@@ -60,7 +60,7 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
 
-    from onefold.train.errors import TrainError
+    from onefold.wording import TrainError
 
     asked = run.parse_args(arguments)
     try:
@@ -113,11 +113,11 @@ def _make_ready(file: Path, nproc: int) -> None:
     in the launcher, which so need not import torch.
     Raises TrainError.
     """
+    from onefold.data.sources import needs_hub
+    from onefold.models.names import fetch, kind_of
     from onefold.train.config import TrainConfig, with_precision
-    from onefold.train.early import kind_of, refuse_groups
-    from onefold.train.folders import fetch
+    from onefold.train.early import refuse_groups
     from onefold.train.output import with_output
-    from onefold.train.sources import needs_hub
 
     config = TrainConfig.model_validate_json(file.read_text(encoding="utf-8"))
     config.check_recipe()

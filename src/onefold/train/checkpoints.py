@@ -25,12 +25,12 @@ from onefold.checkpoint.folder import OF_RUN, newest_first
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
+from onefold.models.names import weights_digest
 from onefold.recipe.options import NODES
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.train.config import TrainConfig
-from onefold.train.errors import TrainError
-from onefold.train.folders import weights_digest
 from onefold.train.optimizers import KINDS
+from onefold.wording import TrainError
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run

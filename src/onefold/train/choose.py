@@ -25,7 +25,7 @@ from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.schema import Account
 from onefold.plan.states import at_rest, units_of
 from onefold.recipe.options import NODES, OPTIONS, TIERS
-from onefold.train.errors import TrainError, readable
+from onefold.wording import TrainError, readable
 
 
 @dataclass(frozen=True)

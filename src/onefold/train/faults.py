@@ -60,8 +60,8 @@ from onefold.checkpoint.per_rank import capture, restore
 from onefold.runtime.engine import Engine, in_autograd
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import disable_torch_function
-from onefold.train.errors import TrainError
 from onefold.train.prepare import Run
+from onefold.wording import TrainError
 
 #: A scale of 65536 has fallen to nothing by then.
 SCALER_LIMIT = 40

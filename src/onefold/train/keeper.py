@@ -16,6 +16,7 @@ import onefold
 from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.checkpoint.folder import newest_first, remove
+from onefold.processes.signals import STARTED, Stop
 from onefold.train.checkpoints import (
     CHECKPOINTS,
     Point,
@@ -24,9 +25,8 @@ from onefold.train.checkpoints import (
     read_point,
     take_over,
 )
-from onefold.train.errors import TrainError, seconds_of, worded
-from onefold.train.process import STARTED, Stop
 from onefold.train.report import totals
+from onefold.wording import TrainError, seconds_of, worded
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run

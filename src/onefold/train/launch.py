@@ -11,26 +11,22 @@ The agent (agent.py) is torchrun with a rendezvous of its own on one machine, th
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
-from onefold.train.config import TrainConfig
-from onefold.train.early import check_batch, kind_of
-from onefold.train.errors import TrainError, seconds_of
-from onefold.train.output import RUN, Claim, name_output, refuse_earlier_run, run_of
-from onefold.train.process import (
-    CONTROL,
+from onefold.data.sources import needs_hub
+from onefold.models.names import kind_of
+from onefold.processes.claim import Claim
+from onefold.processes.host import child_environment, gpus_here, physical_cores
+from onefold.processes.signals import (
     FINAL,
     GRACE,
     PARENT,
@@ -40,67 +36,25 @@ from onefold.train.process import (
     STARTED,
     TRAINING,
     Stop,
+    noted_signals,
     put_in_order,
 )
-from onefold.train.sources import needs_hub
+from onefold.train.config import TrainConfig
+from onefold.train.early import check_batch
+from onefold.train.output import RUN, name_output, refuse_earlier_run, run_of
+from onefold.wording import TrainError, seconds_of
 
-#: What torch.distributed reads when ranks are started by somebody else.
-LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: A file that the driver of a GPU makes: NVIDIA's, AMD's, that of a Jetson, that of Windows below
-#: Linux.
-DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
-_CGROUP = Path("/sys/fs/cgroup")
-_CPU = Path("/sys/devices/system/cpu")
 #: Seconds that a rank which was killed gets to be gone.
 ENDING = 5.0
 #: Seconds beyond --grace in which ranks that have saved may still leave.
 SPARE = 5.0
 
 
-def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads, from what `srun` sets; {} where RANK is set or one task runs.
-    Only a job step counts: a batch script itself is one process, whatever was allocated.
-    """
-    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
-        return {}
-    hosts = environment.get("SLURM_STEP_NODELIST", "localhost")
-    # "node7,node9" or "node[07-09,12]-ib": the first host of the list
-    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
-    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    assert first is not None
-    # Every task must come to the same number without talking; two steps of one job differ.
-    step = int(environment["SLURM_JOB_ID"]) * 97 + int(environment["SLURM_STEP_ID"])
-    return {
-        "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
-        "LOCAL_WORLD_SIZE": local.group() if local else "1",
-        "MASTER_ADDR": "".join(part or "" for part in first.groups()),
-        "MASTER_PORT": str(20000 + step % 20000),
-    }
-
-
-def joins(environment: Mapping[str, str]) -> bool:
-    """True if a launcher (torchrun, Slurm, ...) has set RANK: then this process is a rank.
-    Raises TrainError if what belongs to RANK is not set.
-    """
-    if "RANK" not in environment:
-        return False
-    missing = [name for name in LAUNCHED if name not in environment]
-    if missing:
-        raise TrainError(
-            f"RANK={environment['RANK']} is set, so this process joins a run, but"
-            f" {', '.join(missing)} is not. Set them as torchrun does, or unset RANK to let onefold"
-            " start its own ranks."
-        )
-    return True
-
-
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
     """(how many, why): --nproc, else one a GPU, else one a physical core.
     Raises TrainError for more ranks than GPUs.
     """
-    gpus = _gpus() if config.device != "cpu" else 0
+    gpus = gpus_here() if config.device != "cpu" else 0
     if config.device == "cuda" and not gpus:
         raise TrainError("--device cuda: torch finds no GPU here; use --device auto or cpu.")
     if gpus and config.nproc is not None and config.nproc > gpus:
@@ -113,32 +67,6 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
         return gpus, f"one a GPU, {gpus} here"
     cores = physical_cores()
     return cores, f"one a physical core, {cores} here"
-
-
-def physical_cores() -> int:
-    """Physical cores this process may use, at least 1, within the cgroup's quota."""
-    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    cores = set()
-    for cpu in allowed:
-        siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    count = len(cores)
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or a quota of "max"
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        count = min(count, math.ceil(float(quota) / float(period)))
-    return max(1, count)
-
-
-def _gpus() -> int:
-    """How many torch finds. Without a driver's device file torch is not even imported."""
-    if sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS):
-        return 0
-    from onefold.device import device_count
-
-    return device_count()
 
 
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
@@ -261,26 +189,6 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
         return code
 
 
-def child_environment(
-    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
-) -> dict[str, str]:
-    """The ranks' environment: cores divided among them, libraries quiet and offline by default
-    (unless `online`: data of the hub is read as a stream, or the agent downloads the model first).
-    """
-    ours = {
-        "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
-        "TOKENIZERS_PARALLELISM": "false",
-        "TQDM_DISABLE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-    }
-    if online:
-        del ours["HF_HUB_OFFLINE"]
-    if not compiling:  # torch makes this folder all the same; it goes with the control folder
-        ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
-    return {**ours, **environment, CONTROL: str(control)}
-
-
 @dataclass
 class _Waiting:
     """The launcher while its ranks run: passes requests on, and sees that they are met in time."""
@@ -394,23 +302,6 @@ def _end(process: subprocess.Popen[bytes], control: Path) -> None:
     for file in watched:
         select.select([file], [], [], ENDING)
         os.close(file)
-
-
-@contextlib.contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that ask to stop are written down here instead of ending this process."""
-    arrived: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        arrived.append(number)
-
-    numbers = (signal.SIGINT, signal.SIGHUP, *PREEMPTION)
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield arrived
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _say(text: str) -> None:

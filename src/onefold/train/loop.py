@@ -36,16 +36,15 @@ from typing import Any
 
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
+from onefold.data.samples import Feed
 from onefold.device import Reading, memory_figures
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
 from onefold.optim.skip import skips_on_device
-from onefold.train.data import Feed
-from onefold.train.errors import TrainError
+from onefold.processes.signals import Stop
 from onefold.train.faults import NonFinite, Pace, Verdict, locate
 from onefold.train.keeper import Keeper
 from onefold.train.prepare import Run
-from onefold.train.process import Stop
 from onefold.train.report import Window, totals
 from onefold.train.step import (
     forward_backward,
@@ -54,6 +53,7 @@ from onefold.train.step import (
     update,
     update_unless_bad,
 )
+from onefold.wording import TrainError
 
 Row = dict[str, Any]
 

@@ -10,8 +10,8 @@ import onefold
 from onefold.observe.memory import resident_memory
 from onefold.plan.schema import ENGINE, Account
 from onefold.recipe import Tier
-from onefold.train.errors import TrainError, readable
 from onefold.train.prepare import Run
+from onefold.wording import TrainError, readable
 
 #: How torch and Python say on each device that an allocation failed.
 _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")

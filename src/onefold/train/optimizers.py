@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onefold.train.errors import TrainError, did_you_mean
+from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
     from onefold.train.config import TrainConfig

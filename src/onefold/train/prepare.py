@@ -16,29 +16,29 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.data.order import DataOrder
+from onefold.data.samples import Data, load_data
+from onefold.data.sources import is_small, read_documents
+from onefold.data.text import Tokenizer
+from onefold.data.token_cache import Tokens, tokens_of
+from onefold.models.adapters import with_adapters
+from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.job import Job
 from onefold.plan.schema import Account
+from onefold.processes.ranks import Ranks
+from onefold.processes.signals import Stop
 from onefold.train import optimizers
-from onefold.train.adapters import with_adapters
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
-from onefold.train.data import Data, load_data
 from onefold.train.early import (
     accumulation_steps,
     micro_batch_that_divides,
     refuse_frozen,
     refuse_groups,
 )
-from onefold.train.errors import TrainError
-from onefold.train.models import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
-from onefold.train.order import DataOrder
-from onefold.train.process import Stop
-from onefold.train.ranks import Ranks
-from onefold.train.sources import is_small, read_documents
-from onefold.train.text import Tokenizer
-from onefold.train.token_cache import Tokens, tokens_of
+from onefold.wording import TrainError
 
 if TYPE_CHECKING:
     from onefold.train.checkpoints import Point

@@ -40,12 +40,11 @@ import onefold
 from onefold.observe.measure import measured, reconciled
 from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, record
-from onefold.recipe.options import NODES, UNLIMITED
-from onefold.train.errors import readable
+from onefold.recipe.options import NODES
 from onefold.train.prepare import steps_of
+from onefold.wording import readable
 
 if TYPE_CHECKING:
-    from onefold.recipe import Recipe
     from onefold.train.prepare import Run
 
 #: What rows and checkpoints call the bytes sent so far; see `totals`.
@@ -112,7 +111,6 @@ class ConsoleReporter(Reporter):
             ("batch", f"{plan['global_batch']} sequences a step = {batch}"),
             ("length", f"{plan['steps']} steps, {plan['epochs']:.2f} epochs, {plan['schedule']}"),
             ("stage", plan["reason"]),
-            ("off the device", plan["off_the_device"]),
             ("output", plan["output"]),
         ):  # fmt: skip
             if value != "":
@@ -279,35 +277,6 @@ def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
     return f" ({', '.join(said)})" if said else ""
 
 
-def in_a_sentence(recipe: Recipe) -> str:
-    """What rests off the device or in another format, for people; "" where nothing does."""
-    from onefold.recipe import Tier
-
-    rows = {
-        "parameters": recipe.parameters.tier,
-        "gradients": recipe.gradients.tier,
-        "optimizer states": recipe.optimizer.tier,
-    }
-    parts = []
-    for tier, name in ((Tier.HOST, "on the host"), (Tier.NVME, "on NVMe")):
-        kinds = [kind for kind, where in rows.items() if where is tier]
-        if kinds:
-            parts.append(f"{' and '.join(filter(None, [', '.join(kinds[:-1]), kinds[-1]]))} {name}")
-    if parts and recipe.offload_bytes is not None:
-        parts.append(f"of up to {readable(recipe.offload_bytes)} of states a rank")
-    elif parts and recipe.offload_share < 1:
-        parts.append(f"of {recipe.offload_share:.0%} of the model")
-    if recipe.moments is not None:
-        parts.append(f"moments in {recipe.moments}")
-    most = recipe.offload_activations
-    if most is not None:
-        room = "" if most >= UNLIMITED else f" up to {readable(most)}"
-        parts.append(f"activations on the host{room}")
-    if recipe.tile is not None:
-        parts.append(f"weights above {readable(recipe.tile)} in tiles")
-    return ", ".join(parts)
-
-
 def describe(run: Run) -> dict[str, Any]:
     """What was chosen and why, ready for JSON."""
     config, choice, ranks = run.config, run.choice, run.ranks
@@ -331,7 +300,6 @@ def describe(run: Run) -> dict[str, Any]:
         "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
-        "off_the_device": in_a_sentence(run.recipe),
         "wires": config.arguments(NODES),
         "borders": onefold.engine_of(run.model).group.borders,
         "precision": config.precision,

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.checkpoint.adapters import save_adapters
-from onefold.checkpoint.export import export as export_model
-from onefold.checkpoint.merged import export_merged
-from onefold.train.models import quiet_transformers
+from onefold.models.build import quiet_transformers
+from onefold.pretrained.adapters import save_adapters
+from onefold.pretrained.export import export as export_model
+from onefold.pretrained.merged import export_merged
 from onefold.train.prepare import Run
 
 #: Where --merge writes.

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 import onefold
+from onefold.data.samples import Batch, Feed, eval_batches, held_out_batch
 from onefold.device import has_streams
 from onefold.optim.skip import step_unless
-from onefold.train.data import Batch, Feed, eval_batches, held_out_batch
-from onefold.train.errors import TrainError
 from onefold.train.prepare import Run
+from onefold.wording import TrainError
 
 
 def forward_backward(

@@ -24,19 +24,21 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.comm import StallError
 from onefold.observe.meter import TensorBoard
 from onefold.offload.nvme import TierError
+from onefold.processes.claim import Claim
+from onefold.processes.peers import Peer, PeerMonitor
+from onefold.processes.ranks import Ranks, join, leave
+from onefold.processes.signals import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.train import checkpoints
 from onefold.train.checkpoints import changed, restarts
 from onefold.train.config import TrainConfig
-from onefold.train.errors import TrainError, seconds_of
 from onefold.train.keeper import Keeper, check_time, started_at
 from onefold.train.loop import Row, train
 from onefold.train.memory_error import explain, is_out_of_memory
-from onefold.train.output import METRICS, Claim, Metrics, run_of, with_output, write_config
+from onefold.train.output import METRICS, Metrics, run_of, with_output, write_config
 from onefold.train.prepare import Run, prepare
-from onefold.train.process import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
-from onefold.train.ranks import Peer, PeerMonitor, Ranks, join, leave
 from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describe, observe, reporter
 from onefold.train.results import MERGED, export, prompt_of, sample
+from onefold.wording import TrainError, seconds_of
 
 #: Seconds that a rank gets to end by itself after another has gone: a collective's error waits 3 s
 #: for the others' notes.

@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import onefold
-from onefold.checkpoint.pretrained import on_meta, read_whole
+from onefold.pretrained.weights import on_meta, read_whole
 from onefold.recipe import Recipe
 
 logger = logging.getLogger("onefold")

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.checkpoint.huggingface import is_hugging_face
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.together import Together
+from onefold.pretrained.huggingface import recognizes
 
 #: The folder of training state in a checkpoint of Trainer's.
 STATE = "onefold"
@@ -120,8 +120,8 @@ def refuse_empty(folder: str | os.PathLike[str]) -> None:
     """Raise ValueError if there are no weights in a folder."""
     path = Path(folder)
     inside = path.iterdir() if path.is_dir() else ()
-    found = (is_hugging_face(p) or (p / "adapter_model.safetensors").is_file() for p in inside)
-    if not (has_state(path) or is_hugging_face(path) or any(found)):
+    found = (recognizes(p) or (p / "adapter_model.safetensors").is_file() for p in inside)
+    if not (has_state(path) or recognizes(path) or any(found)):
         raise ValueError(
             f"there is no checkpoint in {path}: expected model.safetensors,"
             f" adapter_model.safetensors, or a folder {STATE!r} that onefold.hf has saved."

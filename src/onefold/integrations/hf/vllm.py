@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import onefold
-from onefold.checkpoint.merged import Merging
+from onefold.pretrained.merged import Merging
 from onefold.runtime.registry import is_sharded
 
 #: TRL's method that gives (name, whole tensor) of each parameter, for the engine.

@@ -1,0 +1,398 @@
+"""Documents in, samples out, and the order in which steps read them.
+
+    text files, `text` rows    ─► tokens of all documents in a row, an end token between ─► cut every `seq` tokens
+    `messages` rows            ─► chat template ─► one sample each, labels only on what the assistant says
+
+A batch is {"input_ids", "labels"}, both int64 of shape [b, s]; a label of -100 does not count.
+Models shift labels by one themselves, so a sample's tokens that count are the labels from position
+1 on.
+
+Which samples a step reads is a matter of order.py. Small data is held in memory; larger data is
+mapped from the disk (token_cache.py), the same samples.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from onefold.data.order import LARGE, AllBut, DataOrder, Indices, Numbers, Share, split
+from onefold.data.sources import Documents, parts_of, read_documents
+from onefold.data.text import Tokenizer
+from onefold.data.token_cache import Tokens, in_memory
+from onefold.device import CopyStream, HostBuffers
+from onefold.wording import TrainError
+
+IGNORE = -100
+#: Conversations that are looked at at a time.
+_LOOK = 1 << 18
+Row = npt.NDArray[np.int32]
+Batch = dict[str, torch.Tensor]
+Rows = Sequence[Row] | Row
+
+
+@dataclass
+class Samples:
+    """Samples by index, the same on every rank. A batch is padded at the right to its longest.
+
+    Padding needs no attention mask: it stands behind everything that counts, where a causal model
+    does not look.
+
+    Attributes:
+        tokens, labels: a row of int32 each; packed text has one array [samples, seq] for both.
+        padding: the token behind a shorter sample.
+        chosen: the rows that are samples here, None for all.
+        starts: where documents begin in a row, if attention must not cross from one to the next:
+            then a batch has "position_ids" too, which count from each of them.
+    """
+
+    tokens: Rows
+    labels: Rows
+    padding: int = 0
+    chosen: Numbers | None = None
+    starts: Callable[[int], Indices] | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens) if self.chosen is None else len(self.chosen)
+
+    def batch(self, indices: Indices) -> Batch:
+        rows = self._rows(indices)
+        shape = len(rows), max(len(self.tokens[row]) for row in rows)
+        ids = torch.full(shape, self.padding, dtype=torch.int64)
+        labels = torch.full(shape, IGNORE, dtype=torch.int64)
+        for number, row in enumerate(rows):
+            length = len(self.tokens[row])
+            ids[number, :length] = torch.from_numpy(self.tokens[row])
+            labels[number, :length] = torch.from_numpy(self.labels[row])
+        if self.starts is None:
+            return {"input_ids": ids, "labels": labels}
+        positions = torch.arange(shape[1]).repeat(shape[0], 1)
+        for number, row in enumerate(rows):
+            begins = self.starts(row)
+            labels[number, begins] = IGNORE  # nothing of the same document foretells them
+            last = np.zeros(shape[1], np.int64)
+            last[begins] = begins
+            positions[number] -= torch.from_numpy(np.maximum.accumulate(last))
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def counts(self, indices: Indices) -> int:
+        """Tokens that count towards the loss in these samples, in all."""
+        total = 0
+        for row in self._rows(indices):
+            total += int((self.labels[row][1:] != IGNORE).sum())
+            if self.starts is not None:
+                total -= int((self.starts(row) > 0).sum())
+        return total
+
+    def _rows(self, indices: Indices) -> Indices:
+        return indices if self.chosen is None else self.chosen[indices]
+
+
+@dataclass
+class Data:
+    """Training and held-out samples, and notes on how they were made. `mix`: the shares of parts
+    that have weights.
+    """
+
+    train: Samples
+    held_out: Samples
+    name: str
+    notes: list[str] = field(default_factory=list)
+    mix: tuple[Share, ...] = ()
+
+    @property
+    def epoch(self) -> int:
+        """Samples of an epoch."""
+        return sum(share.taken for share in self.mix) if self.mix else len(self.train)
+
+    def order(self, global_batch: int, seed: int) -> DataOrder:
+        """What steps read."""
+        fingerprint = fingerprint_of(self.train)
+        if self.mix:
+            fingerprint += f"-{zlib.crc32(repr(self.mix).encode()):08x}"
+        if self.epoch >= LARGE:
+            fingerprint += "-computed"  # another order than an array of so many would give
+        return DataOrder(self.epoch, global_batch, seed, fingerprint, mix=self.mix)
+
+
+def load_data(
+    name: str,
+    tokenizer: Tokenizer,
+    seq: int,
+    seed: int,
+    eval_fraction: float,
+    documents: Documents | None = None,
+    tokens: Sequence[Tokens] | None = None,
+    pack: str = "rows",
+) -> Data:
+    """Cut `tokens` into samples, or read `--data` (or take `documents`) and tokenize it; and split.
+
+    Args:
+        pack: "documents" keeps the documents of a row of text apart.
+
+    Raises:
+        TrainError: data that is not there, not readable, or too little for one sequence.
+    """
+    notes: list[str] = []
+    if tokens is None:
+        tokens = [in_memory(name, *(documents or read_documents(name)), tokenizer)]
+    samples, counts = mapped(tokens, seq, tokenizer.eos_token_id or 0, pack, notes)
+    parts = parts_of(name)
+    weights = [part.weight for part in parts]
+    chosen, held_out, mix = split(counts, weights, eval_fraction, seed)
+    if not len(held_out):
+        notes.append("one sample only: nothing is held out, so no held-out loss is measured")
+    elif mix:
+        notes += [
+            f"{part.name} has one sample only: nothing of it is held out"
+            for part, count in zip(parts, counts, strict=True)
+            if count == 1
+        ]
+    train, held = (replace(samples, chosen=some) for some in (chosen, held_out))
+    return Data(train, held, name, notes, mix)
+
+
+def note_conversations(notes: list[str], given: int, taken: int, whole: int, seq: int) -> None:
+    """What was left out. Raises TrainError if it was all."""
+    if not taken:
+        raise TrainError(
+            f"none of the {given} conversations has a word of an assistant within --seq {seq}"
+            " tokens."
+        )
+    if taken < given:
+        notes.append(
+            f"{given - taken} of {given} conversations left out: no word of an assistant within"
+            f" {seq} tokens"
+        )
+    if whole:
+        notes.append(
+            f"{whole} of {given} conversations count as a whole: this tokenizer or chat"
+            " template cannot tell turns"
+        )
+
+
+def mapped(
+    parts: Sequence[Tokens], seq: int, padding: int, pack: str, notes: list[str]
+) -> tuple[Samples, list[int]]:
+    """(samples of all parts, how many of them are each part's)."""
+    if parts[0].kind == "messages":
+        chats = [Conversations(part, seq) for part in parts]
+        given = sum(len(part.ends) for part in parts)
+        taken = sum(len(chat) for chat in chats)
+        note_conversations(notes, given, taken, sum(part.whole for part in parts), seq)
+        rows = Joined(chats)
+        return Samples(rows, Joined([chat.labels() for chat in chats]), padding), rows.counts
+    for part in parts:
+        if len(part.tokens) < seq:
+            raise TrainError(
+                f"--data {part.name} has {len(part.tokens)} tokens, less than one sequence of --seq"
+                f" {seq}: more text or a shorter --seq."
+            )
+    cut = [part.tokens[: len(part.tokens) // seq * seq].reshape(-1, seq) for part in parts]
+    joined = Joined(cut)
+
+    def starts(row: int) -> Indices:
+        at, own = joined.place(row)
+        ends, first = parts[at].ends, own * seq
+        a, b = np.searchsorted(ends, [first + 1, first + seq])
+        return np.concatenate([[0], ends[a:b] - first]).astype(np.int64)
+
+    rows_of_one = cut[0] if len(cut) == 1 else joined
+    apart = starts if pack == "documents" else None
+    return Samples(rows_of_one, rows_of_one, padding, starts=apart), joined.counts
+
+
+#: Samples that a fingerprint reads.
+_PROBES = 64
+
+
+def fingerprint_of(samples: Samples) -> str:
+    """A checksum of up to 64 samples spread over all of them: tells other data from the same."""
+    count = len(samples)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _PROBES)).astype(np.int64))
+    crc = 0
+    for index in chosen:
+        batch = samples.batch(np.array([index]))
+        for name in sorted(batch):
+            crc = zlib.crc32(batch[name].numpy().tobytes(), crc)
+    return f"{crc:08x}"
+
+
+def eval_batches(
+    held_out: int, limit: int, rank: int, world_size: int, micro_batch: int
+) -> list[tuple[Indices, int]]:
+    """Held-out batches of `rank`: (indices of shape [micro_batch], how many of them count).
+
+    Every rank gets the same number of batches, because a forward pass at stage 3 is collective;
+    what is missing is filled with sample 0 and does not count.
+    """
+    count = min(held_out, limit)
+    batches: list[tuple[Indices, int]] = []
+    for first in range(rank * micro_batch, count + rank * micro_batch, micro_batch * world_size):
+        mine = np.arange(first, first + micro_batch, dtype=np.int64)
+        batches.append((np.where(mine < count, mine, 0), int((mine < count).sum())))
+    return batches
+
+
+def held_out_batch(samples: Samples, indices: Indices, real: int) -> tuple[Batch, int]:
+    """(the batch with only its first `real` samples counting, tokens that count).
+
+    A batch that does not count at all keeps one label, since a mean over nothing is not a number.
+    """
+    batch = samples.batch(indices)
+    if real < len(indices):
+        first = batch["labels"][:1, -1:].clone()
+        batch["labels"][real:] = IGNORE
+        if not real:
+            batch["labels"][:1, -1:] = first.clamp(min=0)
+    return batch, samples.counts(indices[:real])
+
+
+class Feed:
+    """Batches of `samples` for one device, one ahead of the one that is computed.
+
+        computing      micro-batch 0          micro-batch 1          micro-batch 2
+        copies         [1]                    [2]                    [first of the next step]
+
+    On a stream of its own: the engine's copies up are waited for by the host before each step of an
+    optimizer. A device without streams is sent nothing ahead.
+    """
+
+    def __init__(self, samples: Samples, device: torch.device) -> None:
+        self.samples, self.device = samples, device
+        self._copies = CopyStream(device, name="batches")
+        self._pinned = HostBuffers(device)
+        self._ahead: tuple[Indices, Batch, list[Any]] | None = None  # and tickets of its copies
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether `send_ahead` sends anything."""
+        return self._copies.asynchronous
+
+    def take(self, indices: Indices) -> Batch:
+        """The batch of these samples: on the device where it has streams, else on the host."""
+        if not self._copies.asynchronous:
+            return self.samples.batch(indices)
+        indices_ahead, batch = self._landed()
+        # The run has gone back, or looks at a step again
+        if not np.array_equal(indices_ahead, indices):
+            self._send(indices)
+            _, batch = self._landed()
+        return batch
+
+    def send_ahead(self, indices: Indices) -> None:
+        """Begin to copy what `take` will be asked for next."""
+        if self._copies.asynchronous:
+            self._landed()
+            self._send(indices)
+
+    def close(self) -> None:
+        """Nothing more will be taken."""
+        self._landed()
+
+    def _landed(self) -> tuple[Indices, Batch]:
+        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
+        for its memory may be handed on then.
+        """
+        indices, batch, tickets = self._ahead or (np.empty(0, np.int64), {}, [])
+        self._ahead = None
+        for ticket in tickets:
+            self._copies.order(ticket)
+        return indices, batch
+
+    def _send(self, indices: Indices) -> None:
+        there: Batch = {}
+        tickets = []
+        for name, tensor in self.samples.batch(indices).items():
+            host = self._pinned.empty(tensor.numel(), tensor.dtype)
+            host.copy_(tensor.reshape(-1))
+            there[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            tickets.append(self._copies.copy(there[name].view(-1), host))
+        self._ahead = indices, there, tickets
+
+
+# -- rows of tokens that lie on the disk -------------------------------------------------------------
+
+
+class _Rows(Sequence[Row]):
+    """A sequence of rows that are made when they are asked for, one by one."""
+
+    def row(self, index: int) -> Row:
+        raise NotImplementedError
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.row(at) for at in range(*index.indices(len(self)))]
+        return self.row(int(index))
+
+
+class Conversations(_Rows):
+    """The first `seq` tokens of each conversation in which an assistant says a word by then."""
+
+    def __init__(self, tokens: Tokens, seq: int) -> None:
+        self.tokens, self.seq = tokens, seq
+        without = [np.empty(0, np.int64)]
+        for start in range(0, len(tokens.ends), _LOOK):
+            first = tokens.first[start : start + _LOOK]
+            without.append(start + np.flatnonzero((first < 1) | (first >= seq)))
+        self._taken = AllBut(len(tokens.ends), np.concatenate(without))
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def place(self, index: int) -> slice:
+        """Where a row's tokens are."""
+        at = int(self._taken[np.array(index)])
+        begin = int(self.tokens.ends[at - 1]) if at else 0
+        return slice(begin, min(int(self.tokens.ends[at]), begin + self.seq))
+
+    def row(self, index: int) -> Row:
+        return self.tokens.tokens[self.place(index)]
+
+    def labels(self) -> Sequence[Row]:
+        """The same rows with `IGNORE` for what does not count."""
+        return _Labels(self)
+
+
+class _Labels(_Rows):
+    def __init__(self, of: Conversations) -> None:
+        self.of = of
+
+    def __len__(self) -> int:
+        return len(self.of)
+
+    def row(self, index: int) -> Row:
+        place = self.of.place(index)
+        tokens = self.of.tokens
+        return np.where(tokens.said[place], tokens.tokens[place], np.int32(IGNORE))
+
+
+class Joined(_Rows):
+    """Several sequences of rows, one behind the other. `counts`: how many rows each has."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts, self.counts = parts, [len(part) for part in parts]
+        self._ends = np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def place(self, index: int) -> tuple[int, int]:
+        """(which part has a row, the row's number there)."""
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        return at, int(index - (self._ends[at - 1] if at else 0))
+
+    def row(self, index: int) -> Row:
+        at, own = self.place(index)
+        found: Row = self.parts[at][own]
+        return found

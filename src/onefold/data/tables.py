@@ -1,0 +1,193 @@
+"""Columns of Parquet and Arrow files and of datasets of the hub, as documents; which column is read,
+and what may be in it. Needs no torch, and `datasets` only for what the hub has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from onefold.wording import TrainError, did_you_mean
+
+#: (kind, a document, whether it ends there): a large text comes in pieces.
+Row = tuple[str, Any, bool]
+#: Rows of a table that are decoded at a time.
+_ROWS = 1024
+_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.+-]+))?(?::(\S+))?")
+
+
+@dataclass(frozen=True)
+class HubData:
+    """A dataset of the hub, as `datasets.load_dataset(path, config, split=split)` takes it.
+
+    org/name        org/name/CONFIG        org/name:SPLIT        org/name/CONFIG:SPLIT
+    """
+
+    path: str
+    config: str | None
+    split: str
+
+    @classmethod
+    def of(cls, name: str) -> HubData | None:
+        """None for what cannot be the name of one."""
+        found = _HUB.fullmatch(name)
+        return cls(found[1], found[2], found[3] or "train") if found else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the split is one by its name, not a slice or a sum: those cannot be streamed."""
+        return not set("[+") & set(self.split)
+
+
+def column_of(where: str, what: str, there: list[str], field: str | None) -> str:
+    """The key or column that is read. Raises TrainError if it is not there."""
+    if field is not None:
+        if field not in there:
+            raise TrainError(
+                f"{where} has no {what} {field!r}, which --text-field names."
+                f" {did_you_mean(field, there) if there else 'It has none.'}"
+            )
+        return field
+    found = next((name for name in ("messages", "text") if name in there), "")
+    if not found:
+        more = " Name one with --text-field." if there else ""
+        raise TrainError(
+            f"{where} expected a {what} `text` or `messages`, found {', '.join(there) or 'none'}.{more}"
+        )
+    return found
+
+
+def kind_of_value(where: str, key: str, value: Any) -> str:
+    """ "text" or "messages". Raises TrainError for a value that is neither."""
+    if isinstance(value, str) and key != "messages":
+        return "text"
+    if key != "text" and _are_messages(value):
+        return "messages"
+    kinds = {"text": "a string", "messages": 'a list of {"role": ..., "content": ...}'}
+    raise TrainError(f"{where} `{key}` must be {kinds.get(key, ' or '.join(kinds.values()))}.")
+
+
+def _are_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in value
+        )
+    )
+
+
+#: `datasets` brings pyarrow.
+NEEDED = "--data {} needs: pip install datasets."
+
+
+def _needed(name: str, package: str) -> Any:
+    """The package, which reads the data that is called `name`."""
+    if importlib.util.find_spec(package) is None:
+        raise TrainError(NEEDED.format(name))
+    return importlib.import_module(package)
+
+
+def _rows(where: str, column: str, values: Iterable[Any], first: int = 0) -> Iterator[Row]:
+    """The values of a column from row `first` on as documents."""
+    for number, value in enumerate(values, first):
+        if value is not None:
+            yield kind_of_value(f"{where} row {number}:", column, value), value, True
+
+
+def table_rows(path: Path, field: str | None, only_look: bool) -> Iterator[Row]:
+    """The rows of a Parquet or Arrow file, some at a time."""
+    pyarrow, where, number = _needed(str(path), "pyarrow"), f"--data {path}:", 0
+    try:
+        for column, values in _batches(path, where, field):
+            yield from _rows(where, column, values, number)
+            number += len(values)
+            if only_look and number:
+                return
+    except pyarrow.ArrowException as error:
+        raise TrainError(
+            f"{where} it cannot be read ({' '.join(str(error).split())[:200]})."
+        ) from None
+
+
+def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, list[Any]]]:
+    """(the column that is read, some of its values)."""
+    if path.suffix.lower() == ".parquet":
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+        with parquet.ParquetFile(str(path), memory_map=True) as file:
+            column = column_of(where, "column", file.schema_arrow.names, field)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+                yield column, batch.column(0).to_pylist()
+        return
+    pyarrow: Any = importlib.import_module("pyarrow")
+    with pyarrow.memory_map(str(path)) as stream:
+        try:
+            reader = pyarrow.ipc.open_file(stream)
+            batches = (reader.get_batch(at) for at in range(reader.num_record_batches))
+        except pyarrow.ArrowInvalid:  # as `datasets` writes them
+            stream.seek(0)
+            batches = reader = pyarrow.ipc.open_stream(stream)
+        column = column_of(where, "column", reader.schema.names, field)
+        for batch in batches:
+            whole = batch.column(reader.schema.names.index(column))
+            for start in range(0, len(whole), _ROWS):
+                yield column, whole.slice(start, _ROWS).to_pylist()
+
+
+def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
+    """The rows of a dataset of the hub, which `--data` calls `name`."""
+    datasets, where = _needed(name, "datasets"), f"--data {name}:"
+    try:
+        # Without a network from the cache; else as a stream, which leaves nothing on the disk
+        streaming = hub.is_whole and not is_offline()
+        found = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=streaming)
+        column = column_of(where, "column", list(found.column_names or next(iter(found))), field)
+        yield from _rows(where, column, (row[column] for row in found))
+    except TrainError:
+        raise
+    except Exception as error:  # whatever the network, the hub or a loading script says
+        # Of a configuration or split that is missing or unknown, with the names of those there are
+        how = " Name one as org/name/CONFIG:SPLIT." if isinstance(error, ValueError) else ""
+        raise TrainError(
+            f"{where} no such file or folder, and `datasets` cannot open it"
+            f" ({' '.join(str(error).split())[:300]}).{how}"
+        ) from error
+
+
+def check_hub_data(name: str, hub: HubData) -> None:
+    """Raise TrainError for a dataset that is not in a cache where nothing may be downloaded."""
+    if importlib.util.find_spec("datasets") is None:
+        raise TrainError(NEEDED.format(name))
+    if not is_offline():
+        return
+    from huggingface_hub import constants
+
+    home = Path(os.environ.get("HF_HOME", constants.HF_HOME))
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE", home / "datasets"))
+    folder = hub.path.replace("/", "___")
+    places = (
+        prepared / folder.lower() / (hub.config or ""),
+        prepared / folder / (hub.config or ""),
+        Path(constants.HF_HUB_CACHE) / f"datasets--{hub.path.replace('/', '--')}",
+    )
+    if not any(place.is_dir() for place in places):
+        raise TrainError(
+            f"--data {name}: no such file or folder, and no such dataset in the cache of `datasets`"
+            f" ({prepared}); HF_HUB_OFFLINE is set, so it is not downloaded. Unset it, or name a"
+            " file."
+        )
+
+
+def is_offline() -> bool:
+    """Whether the user has forbidden the hub's library to use the network."""
+    said = {os.environ.get(n, "").upper() for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
+    return bool(said & {"1", "ON", "YES", "TRUE"})

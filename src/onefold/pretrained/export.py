@@ -1,0 +1,318 @@
+"""A model as a folder that others open: safetensors in Hugging Face's layout, its configuration,
+its tokenizer.
+
+    onefold.export        from a sharded model: each rank writes its own intervals into the same files (streams.py)
+    export_folder.py      from a checkpoint, without ranks: tensor by tensor
+
+The folder appears under its name when it is whole, and not before. What goes wrong on one rank is
+raised on all, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import Export, flush
+from onefold.checkpoint.manifest import MANIFEST, path_in
+from onefold.checkpoint.saving import check_moment
+from onefold.checkpoint.together import Together, meet
+from onefold.pretrained.fitted import Outline
+from onefold.pretrained.hf_names import Layout, is_transformers, writing
+from onefold.pretrained.streams import Pieces, Progress, Sheet
+from onefold.runtime.engine import Engine
+from onefold.runtime.on_disk import OnDisk
+from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.registry import engine_of
+from onefold.runtime.state_contents import beside_parameters
+
+#: Bytes of tensors in one file, unless asked otherwise.
+MAX_SHARD_BYTES = 5_000_000_000
+CONFIGURATION = ("config.json", "generation_config.json")
+#: What tokenizers and processors of transformers are made of.
+TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a sharded model as a folder that transformers' `from_pretrained` opens. Collective.
+
+    A transformers model is written as its `save_pretrained` would write it: names, tied weights
+    once, config.json. Any other model becomes safetensors with the names of its state dict. No rank
+    holds more than its shard and a few MiB; all ranks must see the same folder.
+
+    Args:
+        model: what `onefold.shard` returned.
+        folder: to be made; parents as well.
+        dtype: of floating-point parameters in the files. None takes the one that each parameter
+            computes in (bf16 under bf16), "master" what the optimizer steps (fp32 under bf16).
+        max_shard_bytes: of tensors in one file; more become several files with an index.
+        progress: called on each rank with (bytes done, bytes to do) of what that rank writes.
+        tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder
+            that the model was loaded from.
+        overwrite: replace a model that is at `folder`, in one step, once the new one is whole.
+
+    Returns:
+        folder.
+
+    Raises:
+        CheckpointError: on every rank: there is something at `folder`, no room, no permission.
+    """
+    engine = engine_of(model)
+    engine.unset.look(engine)
+    engine.unset.refuse("export() would write")
+    outline = Outline.of(model)
+    if dtype == "master":
+        outline.dtypes |= masters(engine)
+    asked: Any = None if dtype == "master" else dtype
+
+    def sheet() -> Sheet:
+        check_arguments(asked, max_shard_bytes)
+        if getattr(model, "peft_config", None):
+            raise CheckpointError(
+                "this model is one of peft, adapters around another: onefold.save_adapters(model,"
+                " folder) writes the adapters. To export the merged model, call merge_and_unload()"
+                " before shard()."
+            )
+        return plan(outline, model if is_transformers(model) else None, asked, max_shard_bytes)
+
+    def beside(there: Path) -> None:
+        if is_transformers(model):
+            save_configuration(model, asked or first_dtype(outline), there)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(str(there))
+        elif is_transformers(model):
+            copy_files(
+                Path(str(getattr(model.config, "_name_or_path", "") or "/")), TOKENIZER, there
+            )
+
+    return stream(engine, model, Path(folder), sheet, beside, progress, overwrite)
+
+
+def stream(
+    engine: Engine,
+    model: nn.Module,
+    target: Path,
+    sheet: Callable[[], Sheet],
+    beside: Callable[[Path], None],
+    progress: Progress | None,
+    overwrite: bool,
+    change: Callable[[Pieces], Pieces] | None = None,
+    renamed: Mapping[str, str] | None = None,
+) -> Path:
+    """Write what a sheet says of a sharded model into a new folder. Collective.
+
+    Args:
+        sheet: makes it, from shapes alone and so the same on every rank.
+        beside: adds small files to the folder; called on the first rank.
+        change: makes what is written of this rank's pieces, which have the sheet's names.
+        renamed: {the model's name: the sheet's}, where they differ.
+
+    Raises:
+        CheckpointError: on every rank; nothing is left then.
+    """
+    meet(engine, "export")
+    check_moment(engine, "export", None)
+    together = Together.of(engine)
+    made: Export | None = None
+    planned: Sheet | None = None
+    with contextlib.ExitStack() as unless_whole:  # whatever goes wrong leaves nothing
+        with together.each_rank():
+            planned = sheet()
+            if engine.rank == 0:
+                made = unless_whole.enter_context(Export(target, overwrite))
+                planned.files.create(made.folder)
+                beside(made.folder)
+        assert planned is not None
+        there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
+        with together.each_rank(), disable_torch_function(), torch.no_grad():
+            if not there.is_dir():
+                raise CheckpointError(
+                    f"{there}, made by the first rank, is not there: export to a folder that all"
+                    " ranks share."
+                )
+            names = renamed or {}
+            total = planned.nbytes_of(
+                (names.get(name, name), start, stop)
+                for name, start, stop in _intervals(engine, model)
+            )
+            mine: Pieces = (
+                (names.get(name, name), start, data) for name, start, data in _own(engine, model)
+            )
+            planned.write(there, mine if change is None else change(mine), total, progress)
+        with together.each_rank():
+            if made is not None:
+                finish(made, overwrite)
+    return target
+
+
+def plan(
+    outline: Outline,
+    model: nn.Module | None,
+    dtype: torch.dtype | None,
+    limit: int,
+    tied_once: bool = False,
+) -> Sheet:
+    """Where the tensors of `outline` go.
+
+    Args:
+        model: the transformers model that they are of, for its names. None: the names are what they
+            are.
+        dtype: of floating-point parameters; None leaves `outline.dtypes`.
+        tied_once: write a tied parameter under its first name only, where no `model` says under
+            which.
+    """
+    once = _tied_patterns(model) if model is not None else None
+    unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    copies, shapes, dtypes = {}, {}, {}
+    for names in outline.ties:
+        kept = _kept(names, once) if once is not None else names[:1] if tied_once else names
+        copies[names[0]] = [n for n in kept if n not in unwanted]
+        kind, shape = outline.tensors[names[0]]
+        own = outline.dtypes[names[0]]
+        for kept_name in copies[names[0]]:
+            shapes[kept_name] = shape
+            dtypes[kept_name] = converted(own, dtype if kind == "parameter" else None)
+    in_order = {n: shapes[n] for n in outline.tensors if n in shapes}
+    layout = Layout.as_it_is(in_order) if model is None else writing(in_order, model)
+    return Sheet.of(layout, dtypes, copies, "model", limit)
+
+
+def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """The dtype in the files of what has the dtype `own`: whole numbers stay as they are."""
+    return asked if asked is not None and own.is_floating_point else own
+
+
+def masters(engine: Engine) -> dict[str, torch.dtype]:
+    """{every name of a parameter: the dtype that it is stepped in}."""
+    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.part.names}
+
+
+def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int]]:
+    """(name, start, stop) of what `_own` gives."""
+    for entry in engine.entries:
+        start, stop = entry.accounted()
+        yield entry.part.names[0], entry.part.first + start, entry.part.first + stop
+    for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
+        yield name, 0, value.numel()
+
+
+def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
+    """What this rank writes: its share of every parameter, and on the first rank the buffers. What
+    rests encoded is decoded one flat buffer at a time, what rests on NVMe read a piece at a time.
+    """
+    flat, decoded = None, torch.empty(0)
+    for entry in engine.entries:
+        start, stop = entry.accounted()
+        if stop > start:
+            held: torch.Tensor | OnDisk
+            name, at = entry.part.names[0], entry.part.first + start
+            if entry.flat.storage.encoded:
+                if flat is not entry.flat:
+                    flat, decoded = entry.flat, entry.flat.storage.load()
+                first = entry.slot.start - flat.owned[0]
+                held = decoded[first + start : first + stop]
+            else:
+                held = entry.flat.storage.elements(entry, "", entry.param, start, stop)
+            for piece in held.pieces() if isinstance(held, OnDisk) else (held,):
+                yield name, at, piece
+                at += piece.numel()
+    for name, value in beside_parameters(engine, model)[0].items() if engine.rank == 0 else ():
+        yield name, 0, value.detach().reshape(-1)
+
+
+def finish(made: Export, overwrite: bool) -> None:
+    for file in made.folder.rglob("*"):
+        if file.is_file() and file.suffix != ".safetensors":
+            flush(file)
+    made.commit(overwrite)
+
+
+def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            f"dtype={dtype!r}: expected a floating-point torch.dtype such as torch.bfloat16, or"
+            " None."
+        )
+    if not isinstance(max_shard_bytes, int) or max_shard_bytes < 1:
+        raise CheckpointError(
+            f"max_shard_bytes={max_shard_bytes!r}: expected a number of bytes from 1 up, such as"
+            " 5_000_000_000."
+        )
+
+
+# -- tied weights ----------------------------------------------------------------------------------
+
+
+def _tied_patterns(model: nn.Module) -> list[str]:
+    """What transformers calls the names that are tied to another's tensor, and not saved."""
+    return [
+        f"{path}.{key}" if path else key
+        for path, m in model.named_modules()
+        for key in getattr(m, "_tied_weights_keys", None) or ()
+    ]
+
+
+def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
+    """The names of one tensor that `save_pretrained` keeps: those without a pattern, or one."""
+    patterns = list(patterns)
+    if len(names) == 1:
+        return list(names)
+    return [n for n in names if not any(re.search(p, n) for p in patterns)] or [max(names)]
+
+
+# -- beside the weights ----------------------------------------------------------------------------
+
+
+def save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
+    config = copy.deepcopy(model.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if getattr(type(model), "_auto_class", None) is not None:  # its code comes with it
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, str(folder), config=config)
+    config.save_pretrained(str(folder))
+    if model.can_generate() and getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(str(folder))
+
+
+def first_dtype(outline: Outline) -> torch.dtype:
+    """What transformers calls the dtype of a model."""
+    found = (
+        outline.dtypes[n]
+        for n, (kind, _) in outline.tensors.items()
+        if kind == "parameter" and outline.dtypes[n].is_floating_point
+    )
+    return next(found, torch.float32)
+
+
+def copy_files(near: Path, names: Iterable[str], folder: Path) -> None:
+    # A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder
+    whole = (near / MANIFEST).is_file()
+    for name in names:
+        path = path_in(near, name) if whole else near / name
+        if path.is_file():
+            shutil.copyfile(path, folder / name)

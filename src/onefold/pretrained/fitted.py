@@ -1,0 +1,191 @@
+"""Another's tensors under the names of a model: what a model consists of, and a source that was cut
+to fit it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.source import Item, Source, Stored, View
+from onefold.pretrained.hf_names import Runs, Shape, overlapping
+from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.registry import engine_of, is_sharded
+from onefold.runtime.state_contents import contents
+
+#: Elements compared at a time where a source holds twice what the model ties.
+STEP = 1 << 20
+
+
+@dataclass
+class Outline:
+    """The tensors of a model, sharded or not, also on the meta device.
+
+    Attributes:
+        tensors: {name: (kind, logical shape)} in the order of its state dict.
+        dtypes: {name: the dtype it computes in}.
+        ties: the names of each tensor, first the one that it goes by.
+    """
+
+    tensors: dict[str, tuple[str, Shape]] = field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    ties: list[list[str]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Outline:
+        out = cls()
+        engine = engine_of(module) if is_sharded(module) else None
+        ties: dict[int, list[str]] = {}
+        with disable_torch_function():
+            held = (
+                contents(engine, module)
+                if engine
+                else {n: (value, None) for n, value in module.state_dict(keep_vars=True).items()}
+            )
+            for name, (value, entry) in held.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                kind, shape, dtype = "buffer", value.shape, value.dtype
+                if entry is not None:
+                    shape, dtype = torch.Size(entry.part.shape), entry.flat.dtypes.compute
+                    if name not in entry.part.names:  # a hook of the module has renamed it
+                        name = entry.part.names[0]
+                if entry is not None or isinstance(value, nn.Parameter):
+                    kind = "parameter"
+                out.tensors[name], out.dtypes[name] = (kind, tuple(shape)), dtype
+                if kind == "parameter" and id(value) in ties:
+                    ties[id(value)].append(name)
+                else:
+                    ties[id(value)] = [name]
+                    out.ties.append(ties[id(value)])
+        return out
+
+
+def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
+    """The model inside peft's wrappings, and {name in `module`: name in the model inside}."""
+    inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
+    base: nn.Module = inner() if callable(inner) else module
+    adapters = tuple(
+        f"{path}.{part}." if path else f"{part}."
+        for path, m in module.named_modules()
+        for part in (
+            *(getattr(m, "adapter_layer_names", None) or ()),
+            *(getattr(m, "other_param_names", None) or ()),
+        )
+    )
+    prefix = next((path + "." for path, m in module.named_modules() if m is base and path), "")
+    out = {}
+    for name in outline.tensors:
+        if not name.startswith(adapters) and name.startswith(prefix):
+            plain = name.removeprefix(prefix)
+            if adapters:
+                plain = re.sub(r"\.(base_layer|original_module)\.", ".", plain)
+            out[name] = plain
+    return base, out
+
+
+class Fitted(View):
+    """A source that shows another's tensors under the names of a model.
+
+    Args:
+        source: where the tensors are.
+        outline: of the model.
+        made: {the model's name: what runs of the source's tensors it is}.
+        unexpected: tensors of the source that fit nowhere in the model.
+
+    Attributes:
+        missing: what it has not, parameters by their first name.
+        rules: transformers' rules that the names went through, if any.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        outline: Outline,
+        made: Mapping[str, Runs],
+        unexpected: Iterable[str] = (),
+        rules: Any = None,
+    ) -> None:
+        super().__init__(source)
+        self.missing: list[str] = []
+        self.unexpected, self.rules = sorted(unexpected), rules
+        self._items: dict[Item, Stored] = {}
+        self._runs: dict[Item, Runs] = {}
+        self._twice: dict[Item, list[tuple[str, str, Runs]]] = {}
+        self._aliases: dict[str, str] = {}
+        for names in outline.ties:
+            kind, shape = outline.tensors[names[0]]
+            there = [name for name in names if name in made]
+            if not there:
+                self.missing.append(names[0])
+                continue
+            item, runs = Item(kind, names[0]), made[there[0]]
+            dtype = outline.dtypes[names[0]]
+            if runs:
+                dtype = source.stored(Item("parameter", runs[0].name)).dtype
+            self._items[item], self._runs[item] = Stored(dtype, shape), runs
+            self._aliases |= dict.fromkeys(names[1:], names[0])
+            again = [(there[0], other, made[other]) for other in there[1:] if made[other] != runs]
+            if again:
+                self._twice[item] = again
+
+    def items(self) -> Mapping[Item, Stored]:
+        return self._items
+
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
+
+    def names(self) -> set[str]:
+        """Every name of the model that this brings."""
+        return {item.name for item in self._items} | set(self._aliases)
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        self._read(self._runs[item], start, stop, out)
+        for one, two, runs in self._twice.get(item, ()):
+            for begin in range(start, stop, STEP):
+                end = min(begin + STEP, stop)
+                again = torch.empty(end - begin, dtype=out.dtype)
+                self._read(runs, begin, end, again)
+                if not torch.equal(again, out[begin - start : end - start]):
+                    raise CheckpointError(
+                        f"{self.describe} has two different tensors for {one!r} and {two!r}, which"
+                        " are one parameter in the model: build it without tying them"
+                        " (tie_word_embeddings=False in a transformers config), or remove one from"
+                        " the folder."
+                    )
+
+    def _read(self, runs: Runs, start: int, stop: int, out: torch.Tensor) -> None:
+        for run in overlapping(runs, start, stop):
+            into = out[run.at - start : run.at - start + run.length]
+            self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
+
+    def digest(self) -> bytes:
+        """The same for the same tensors, shapes and places of them."""
+        found = ((str(i), str(s.dtype), s.shape, self._runs[i]) for i, s in self._items.items())
+        return hashlib.sha256(repr(sorted(found)).encode()).digest()[:16]
+
+
+def refuse_shapes(
+    there: Mapping[str, Shape], expected: Mapping[str, Shape], what: str, hint: str = ""
+) -> None:
+    """Raise CheckpointError if shapes differ of what both have: `what` is said before them, `hint`
+    behind.
+    """
+    wrong = [
+        f"{name}: {there[name]} there, {shape} in the model"
+        for name, shape in expected.items()
+        if there.get(name, shape) != shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{what} {'; '.join(wrong[:5])}.{hint}")
+
+
+def some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,331 @@
+"""Weights out of a Hugging Face folder, straight into the shards of a model.
+
+    model.safetensors, or model.safetensors.index.json and its files
+      │ HuggingFaceSource            the folder's own names
+      │   .fitted(module)            the model's names: prefixes, ties, fused tensors (hf_names.py)
+      ▼
+    Fitted ──► apply.load_model      each rank reads the elements that it owns into its master, and nothing else
+
+Nothing is unpickled, nothing is held whole, and nobody makes up a value that a file brings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.apply import load_model
+from onefold.checkpoint.errors import CheckpointError, NotStreamed
+from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
+from onefold.checkpoint.tensorfile import TensorFile
+from onefold.checkpoint.together import Together, meet
+from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some, unwrapped
+from onefold.pretrained.hf_names import is_transformers, reading
+from onefold.runtime.engine import Engine
+from onefold.runtime.registry import engine_of
+
+
+class HuggingFaceSource(Source):
+    """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it
+    names; or one such file.
+
+    Args:
+        folder: the folder, or a safetensors file.
+        name: what its files are called: "model", or "adapter_model" for peft's.
+
+    Raises:
+        CheckpointError: it holds no safetensors weights, or a part of them is missing or damaged.
+    """
+
+    folder: Path
+
+    def __init__(self, folder: str | os.PathLike[str], name: str = "model") -> None:
+        self.folder = Path(folder)
+        self._files: list[TensorFile] = []
+        self._where: dict[str, TensorFile] = {}
+        with closed_on_error(self):
+            self._open(name)
+
+    def _open(self, name: str) -> None:
+        path = self.folder
+        if path.is_file():
+            if path.suffix != ".safetensors":
+                raise CheckpointError(
+                    f"{path} is no folder and no .safetensors file: no weights can be read out of"
+                    f" it.{_instead(path)}"
+                )
+            self._take(path, None)
+            self.folder = path.parent
+        elif (path / f"{name}.safetensors").is_file():
+            self._take(path / f"{name}.safetensors", None)
+        elif (path / f"{name}.safetensors.index.json").is_file():
+            for file, keys in _index(path / f"{name}.safetensors.index.json").items():
+                self._take(path / file, keys)
+        else:
+            raise (NotStreamed if _pickles(path) else CheckpointError)(_no_weights(path, name))
+        method = _quantized(self.folder) if name == "model" else None
+        if method:
+            raise NotStreamed(
+                f"the weights in {self.folder} are quantized ({method}): they cannot be put into a"
+                " model as they are. Open it with transformers' from_pretrained, dequantize it,"
+                " and save that."
+            )
+
+    def _take(self, path: Path, keys: list[str] | None) -> None:
+        file = TensorFile(path)
+        self._files.append(file)
+        for key in file.header if keys is None else keys:
+            if key not in file.header:
+                raise CheckpointError(
+                    f"the index of {self.folder} says that {key!r} is in {path.name}, which does"
+                    " not hold it."
+                )
+            self._where[key] = file
+
+    @property
+    def describe(self) -> str:
+        return f"the Hugging Face folder {self.folder}"
+
+    def items(self) -> Mapping[Item, Stored]:
+        return {item: self.stored(item) for item in (Item("parameter", key) for key in self._where)}
+
+    def stored(self, item: Item) -> Stored:
+        entry = self._where[item.name].header[item.name]
+        return Stored(entry.dtype, entry.shape)
+
+    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+        self._where[item.name].read(item.name, start, stop, out)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def fitted(self, module: nn.Module) -> Fitted:
+        """The same weights under the names and in the shapes of `module` (sharded or not, also on
+        the meta device).
+
+        Raises:
+            CheckpointError: shapes differ, or a tensor would have to be computed.
+        """
+        outline = Outline.of(module)
+        inner, names = unwrapped(module, outline)
+        expected = {
+            names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
+        }
+        layout = reading({item.name: s.shape for item, s in self.items().items()}, expected, inner)
+        there = {name: shape for name, (shape, _) in layout.made.items()}
+        refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
+        made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
+        left = [key for key in layout.left if not _ignored(inner, key)]
+        out = Fitted(self, outline, made, left, layout.rules)
+        out.missing = [name for name in out.missing if name in names]
+        return out
+
+
+def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
+    """The folder's weights fitted to the model. Raises: CheckpointError."""
+    with closed_on_error(HuggingFaceSource(folder)) as source:
+        return source.fitted(module)
+
+
+def load_pretrained(
+    module: nn.Module, folder: str | os.PathLike[str], strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load the weights of a Hugging Face folder into an already sharded model. Collective.
+
+    Each rank reads what it owns, in the file's dtype, and holds a few MiB more than its shard
+    meanwhile. Under `strict=False` what the folder does not have stays as it is. Adapters of peft
+    in the model stay as they are.
+
+    Args:
+        module: what `onefold.shard` returned.
+        folder: with `model.safetensors`, or `model.safetensors.index.json` and its files; or one
+            .safetensors file.
+
+    Returns:
+        the names that are missing in the folder (the model's) and those that fit nowhere in the
+        model (the folder's).
+
+    Raises:
+        CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under
+            `strict`.
+    """
+
+    def fitted() -> Fitted:
+        with closed_on_error(opened(folder, module)) as found:
+            if strict:
+                refuse_differences(found)
+            return found
+
+    return load_fitted(module, "load_pretrained", fitted)
+
+
+def load_fitted(
+    module: nn.Module, call: str, fit: Callable[[], Fitted]
+) -> tuple[list[str], list[str]]:
+    """Load what `fit` opens, on every rank the same, in the call `call`. Collective. Returns the
+    names that are missing in it and those that fit nowhere.
+    """
+    engine = engine_of(module)
+    meet(engine, call)
+    together = Together.of(engine)
+    fitted: Fitted | None = None
+    try:
+        with together.each_rank():
+            fitted = fit()
+        assert fitted is not None
+        same_everywhere(together, fitted)
+        return load_shards(engine, module, fitted)
+    finally:
+        if fitted is not None:
+            fitted.close()
+
+
+def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
+    """Read `fitted` into the model. Collective. Returns its missing and unexpected names."""
+    load_model(engine, module, fitted)
+    if fitted.rules is not None:
+        fitted.rules.remember()
+    return sorted(fitted.missing), list(fitted.unexpected)
+
+
+def refuse_differences(fitted: Fitted) -> None:
+    """Raise CheckpointError if the source has not everything, or more."""
+    said = (
+        (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
+        (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
+    )
+    parts = [what.format(len(names), some(names)) for names, what in said if names]
+    if parts:
+        raise CheckpointError(
+            f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another"
+            " model, or another version of it? Give strict=False to load what fits."
+        )
+
+
+def same_everywhere(together: Together, fitted: Fitted) -> None:
+    """Raise CheckpointError on every rank unless all have the same weights. Collective."""
+    said = together.all_gather(fitted.digest())
+    others = [together.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
+    if others:
+        raise CheckpointError(
+            f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank"
+            f" {', '.join(map(str, others))}: give every rank the same folder."
+        )
+
+
+def recognizes(path: Path) -> bool:
+    """Whether a folder has weights of Hugging Face's, also such as cannot be read."""
+    names = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin")
+             for end in ("", ".index.json")]  # fmt: skip
+    return any((path / name).is_file() for name in (*names, "adapter_config.json"))
+
+
+def open_source(path: Path) -> HuggingFaceSource:
+    """What `onefold.load` reads of such a folder."""
+    return HuggingFaceSource(path)
+
+
+# -- what is in a folder ---------------------------------------------------------------------------
+
+
+def _index(path: Path) -> dict[str, list[str]]:
+    """{file: its tensors} of an index."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        out: dict[str, list[str]] = {}
+        for key, file in found.items():
+            out.setdefault(file, []).append(key)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is no index of safetensors files ({type(error).__name__}: {error})."
+        ) from None
+    bad = [file for file in out if not isinstance(file, str) or Path(file).name != file]
+    if bad:
+        raise CheckpointError(f"{path} names {bad[0]!r}, which is no file in its folder.")
+    gone = [file for file in out if not (path.parent / file).is_file()]
+    if gone:
+        raise CheckpointError(
+            f"{len(gone)} of the {len(out)} files that {path} names are missing:"
+            f" {some(sorted(gone))}."
+        )
+    return out
+
+
+def _no_weights(path: Path, name: str) -> str:
+    if not path.exists():
+        return (
+            f"{path} does not exist: expected a folder with {name}.safetensors. Nothing is"
+            " downloaded."
+        )
+    if (path / "manifest.json").is_file():
+        return (
+            f"{path} is a checkpoint of Onefold: load it with onefold.load(path, model=model), or"
+            " onefold.export it first."
+        )
+    if name == "model" and (path / "adapter_config.json").is_file():
+        return (
+            f"{path} holds adapters only: load the base model's folder, and these with"
+            " onefold.load_adapters(model, folder)."
+        )
+    return (
+        f"{path} has neither {name}.safetensors nor {name}.safetensors.index.json.{_instead(path)}"
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path] if path.is_file() else []
+    return sorted(p for p in path.iterdir() if p.is_file())
+
+
+def _pickles(path: Path) -> list[str]:
+    endings = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+    return [p.name for p in _files(path) if p.suffix in endings and p.stem != "training_args"]
+
+
+def _instead(path: Path) -> str:
+    files, pickles = _files(path), _pickles(path)
+    if pickles:
+        return (
+            f" Its weights are pickles ({some(pickles)}), which can run code and cannot be read in"
+            " parts, so they are not opened. Convert it once:"
+            " AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
+        )
+    if any(p.suffix == ".gguf" for p in files):
+        return (
+            " GGUF files hold quantized weights: open it with transformers'"
+            " from_pretrained(gguf_file=...) and save that."
+        )
+    return ""
+
+
+def _quantized(folder: Path) -> str | None:
+    """How the folder's config says its weights are quantized."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = config.get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return str(found.get("quant_method", "by its config.json")) if isinstance(found, dict) else None
+
+
+def _ignored(module: nn.Module, key: str) -> bool:
+    """Whether transformers itself passes over a tensor of this name."""
+    if not is_transformers(module):
+        return False
+    patterns = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    buffers = [name for name, _ in module.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return any(re.search(pattern, key) for pattern in patterns)

@@ -1,0 +1,195 @@
+"""A Hugging Face folder as a model that no rank ever holds whole: its class on the meta device, and
+its weights, which `onefold.shard(..., weights=folder)` opens before anything is divided and reads
+into the shards behind it.
+
+    config.json ──► on_meta(folder) ──► onefold.shard(model, recipe, weights=folder)
+                                          each rank reads what it will own; buffers that no file has are computed
+    read_whole(folder, model)           why that cannot be, where it cannot
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.checkpoint.errors import CheckpointError, NotStreamed
+from onefold.checkpoint.together import Together, meet
+from onefold.pretrained.fitted import Fitted, some
+from onefold.pretrained.huggingface import load_shards, opened, same_everywhere
+from onefold.runtime.engine import Engine
+
+
+def on_meta(
+    folder: str | os.PathLike[str],
+    kind: Any = None,
+    dtype: torch.dtype | None = torch.float32,
+    **options: Any,
+) -> nn.Module:
+    """The model that a folder's config.json describes, without memory, in training mode.
+
+    It has what `from_pretrained` gives beside the weights: the generation configuration and the
+    name of the folder. Nothing is downloaded.
+
+    Args:
+        folder: with a config.json.
+        kind: a class of transformers, or one of its Auto classes; None for AutoModelForCausalLM.
+        dtype: of the parameters, in which they are stepped unless the recipe says otherwise; None
+            for the one that config.json names.
+        options: overwrite what config.json says, such as attn_implementation="eager".
+
+    Raises:
+        CheckpointError: there is no configuration that transformers knows.
+    """
+    import transformers
+
+    chosen: Any = kind or transformers.AutoModelForCausalLM
+    auto = not isinstance(chosen, type) or not issubclass(chosen, transformers.PreTrainedModel)
+    configuration: Any = transformers.AutoConfig if auto else chosen.config_class
+    try:
+        config = configuration.from_pretrained(str(folder), local_files_only=True)
+        named = {"dtype": dtype} if dtype is not None else {}
+        with torch.device("meta"):
+            make = chosen.from_config if auto else chosen._from_config
+            model: Any = make(config, **named, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder}: transformers cannot build a model of its config.json ({error})."
+        ) from error
+    if model.can_generate():
+        with contextlib.suppress(OSError):  # it need not have one
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                str(folder), local_files_only=True
+            )
+    trained: nn.Module = model.train()
+    return trained
+
+
+def read_whole(folder: str | os.PathLike[str], module: nn.Module) -> str:
+    """Why the folder's weights cannot be read in parts into such a model, in a sentence; "" if they
+    can. Reads the files' heads. Local.
+
+    Raises:
+        CheckpointError: they cannot be read at all, or are of another model.
+    """
+    if (Path(folder) / "adapter_config.json").is_file():
+        return f"{folder} holds adapters beside a model."
+    try:
+        with contextlib.closing(opened(folder, module)):
+            return ""
+    except NotStreamed as error:
+        return str(error)
+
+
+class Weights:
+    """What `onefold.shard(weights=...)` was given. An error waits until all ranks can hear of it.
+
+    Attributes:
+        coming: every name of the model that the folder brings.
+        error: why it cannot be.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        module: nn.Module,
+        device: torch.device,
+        makes_up: bool,
+    ) -> None:
+        """`makes_up`: what the folder has not is initialized. `device`: of peft's adapters."""
+        self.coming: set[str] = set()
+        self.error: Exception | None = None
+        self._fitted: Fitted | None = None
+        try:
+            if getattr(module, "peft_config", None):
+                materialize_adapters(module, device)
+            self._fitted = opened(folder, module)
+            self.coming = self._fitted.names()
+            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
+            if absent and not makes_up:
+                left = self._fitted.unexpected
+                more = f", and {len(left)} tensors that fit nowhere in it ({some(left)})"
+                more = more if left else ""
+                raise CheckpointError(
+                    f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
+                    f" the model has on the meta device ({some(absent)}){more}. Is it of another"
+                    " model? Give shard(..., init=function) to initialize what is missing."
+                )
+        except Exception as error:
+            self.close()
+            self.error = error
+
+    def settle(self, engine: Engine) -> None:
+        """Go on if all ranks have opened the same. Collective.
+        Raises: CheckpointError: on every rank.
+        """
+        try:
+            meet(engine, "shard(weights=...)")
+            together = Together.of(engine)
+            with together.each_rank():
+                if self.error is not None:
+                    raise self.error
+            assert self._fitted is not None
+            same_everywhere(together, self._fitted)
+        except BaseException:
+            self.close()
+            raise
+
+    def load_shards(self, engine: Engine, module: nn.Module) -> None:
+        """Read them into the sharded model. Collective."""
+        assert self._fitted is not None
+        missing, unexpected = load_shards(engine, module, self._fitted)
+        kept = "not in it, so left as the model brought them or as init made them"
+        for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
+            if names and engine.rank == 0:
+                logging.getLogger("onefold").warning(
+                    f"{self._fitted.describe}: {what} ({len(names)}): {some(names)}"
+                )
+
+    def close(self) -> None:
+        if self._fitted is not None:
+            self._fitted.close()
+
+
+def materialize_adapters(module: nn.Module, device: torch.device) -> None:
+    """Give adapters that were built on the meta device memory, and the values that peft starts them
+    with. Local.
+
+    Raises:
+        CheckpointError: they start from the base model's weights, which are not there yet.
+    """
+    layers: list[Any] = [m for m in module.modules() if hasattr(m, "reset_lora_parameters")]
+    configs: dict[str, Any] = getattr(module, "peft_config", None) or {}
+    for layer, (name, config) in itertools.product(layers, configs.items()):
+        parts = [
+            part for kind in layer.adapter_layer_names if name in (part := getattr(layer, kind, {}))
+        ]
+        tensors = (
+            [part[name]] if isinstance(part[name], torch.Tensor) else part[name].parameters()
+            for part in parts
+        )
+        if not any(p.is_meta for p in itertools.chain.from_iterable(tensors)):
+            continue
+        how = config.init_lora_weights
+        if how not in (True, False, "gaussian") or config.use_dora:
+            raise CheckpointError(
+                f"adapter {name!r} starts from the base model's weights"
+                f" ({'DoRA' if config.use_dora else repr(how)}), which are not there while the"
+                " model is on the meta device: build it in memory, or give"
+                " init_lora_weights=True or 'gaussian'."
+            )
+        for part in parts:
+            if isinstance(part[name], torch.Tensor):
+                zeros = torch.zeros_like(part[name], device=device)
+                part[name] = nn.Parameter(zeros, requires_grad=part[name].requires_grad)
+            else:
+                part[name].to_empty(device=device)
+                if hasattr(part[name], "reset_parameters"):
+                    part[name].reset_parameters()
+        layer.reset_lora_parameters(name, how)

@@ -1,0 +1,321 @@
+"""Whole tensors of a sharded model one after another, on every rank: for an inference engine beside
+the training.
+
+    parameters     [ a ][ b ][  c  ][ d ][ e ]...      in the order of the units
+    buckets        └──── 1 ────┘└─── 2 ────┘           gathered whole, handed on, let go
+
+A bucket is made of stretches of flat buffers, each as it lies there, so that what a rank holds of
+one is one message to each other rank, and tensors are views of it. A parameter larger than a bucket
+is a bucket of its own. A loop's variable still holds the last tensor of a bucket, and so its
+memory, while the next one is gathered: buckets are half of what the caller allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from onefold.comm.pending import Pending
+from onefold.layout import overlap
+from onefold.memory import GATHERED
+from onefold.pretrained.merged import Merging
+from onefold.recipe.options import bytes_of
+from onefold.runtime.checks import refuse_changes
+from onefold.runtime.engine import Engine
+from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Flat
+from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.registry import engine_of
+from onefold.runtime.state_contents import beside_parameters
+from onefold.runtime.stream import tell_all
+from onefold.runtime.whole import state_context
+
+#: Values of `dtype=` besides torch's own: what each parameter computes in, what optimizers step.
+COMPUTE, MASTER = "compute", "master"
+
+
+@dataclass
+class Stretch:
+    """Neighbouring parameters of one flat buffer, or one tile of a parameter.
+
+    Attributes:
+        entries: in the order of the flat buffer.
+        dtype: to gather in.
+    """
+
+    flat: Flat
+    entries: list[Entry]
+    dtype: torch.dtype
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Elements [start, end) of the flat buffer, with what lies between parameters."""
+        return self.entries[0].slot.start, self.entries[-1].slot.end
+
+    @property
+    def nbytes(self) -> int:
+        start, end = self.span
+        return (end - start) * self.dtype.itemsize
+
+
+@dataclass
+class Bucket:
+    """What is gathered together.
+
+    Attributes:
+        tiled: the stretches are tiles of one parameter, in order.
+        beside: bytes of the adapters' factors that are gathered while the bucket is there.
+    """
+
+    stretches: list[Stretch] = field(default_factory=list)
+    tiled: bool = False
+    beside: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(stretch.nbytes for stretch in self.stretches) + self.beside
+
+
+def stream_params(
+    model: nn.Module,
+    bucket: int | str = "1GB",
+    dtype: torch.dtype | str = COMPUTE,
+    *,
+    merge_adapters: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor) for each parameter and each persistent buffer of the model, on every
+    rank, in buckets. Collective: every rank goes through all of it.
+
+    Names are those of the module's state dict; of tied weights the first. A tensor is a copy on the
+    model's device, which the next optimizer step does not change. No rank has more than `bucket`
+    bytes of whole tensors at a time if they are used one after another, as in a `for` loop (twice
+    those of the largest parameter where that is more). What is kept keeps its memory.
+
+    Args:
+        model: what `onefold.shard` returned.
+        bucket: bytes of whole tensors at a time, as a number or a text such as "256MB".
+        dtype: of floating-point parameters: "compute", what each is computed with (bf16 under
+            bf16), "master", what the optimizer steps, or one of torch's.
+        merge_adapters: of a model of peft with LoRA: give the base model's tensors by its names,
+            with s · B·A of the active adapter added in fp32. A layer's factors count as part of
+            the bucket; the product is made in stretches of a few MiB beyond it.
+
+    Raises:
+        CheckpointError: `merge_adapters`, and there are no adapters, or they do more than add B·A
+            to weights of linear layers.
+        ValueError: `bucket` is no number of bytes above 0, or differs between ranks; `dtype` is
+            none of these.
+        UnsetError: the model was built on the meta device, and something was never loaded.
+        RuntimeError: it is asked for inside a pass of the model, or the model is changed, or steps,
+            before all has been gone through.
+    """
+    engine = engine_of(model)
+    limit, chosen = bytes_of("bucket", bucket), _dtype_of(dtype)
+    if limit < 1:
+        raise ValueError(f"bucket={bucket!r}: expected a number of bytes above 0, or '1GB'.")
+    if engine.stack or engine.progress.backward_open:
+        raise RuntimeError("stream_params was called inside a pass of the model; call it outside.")
+    if not engine.unsharded:
+        refuse_changes(engine, "stream_params")
+    engine.unset.look(engine)
+    engine.unset.refuse("stream_params() would give")
+    merging = Merging.of(model) if merge_adapters else None
+    said = tell_all(engine, "stream_params()", (limit, str(dtype), merge_adapters))
+    if other := next((there for there in said if there != said[0]), None):
+        raise ValueError(
+            f"stream_params() was given bucket, dtype and merge_adapters {other} on one rank and"
+            f" {said[0]} on rank 0: give all ranks the same."
+        )
+    added = None if merging is None else Added(engine, merging)
+    return _stream(engine, model, buckets(engine, limit // 2, chosen, added), added)
+
+
+class Added:
+    """Adapters that are added to the weights as they come, and left out themselves."""
+
+    def __init__(self, engine: Engine, merging: Merging) -> None:
+        self.engine, self.merging = engine, merging
+        entries: dict[str, list[Entry]] = {}
+        for entry in engine.entries:
+            entries.setdefault(entry.part.names[0], []).append(entry)
+        self.factors = {
+            weight: [sorted(entries[name], key=lambda e: e.part.first) for name in names]
+            for weight, names in merging.factors.items()
+        }
+
+    def name_of(self, entry: Entry) -> str | None:
+        """In the base model; None for what belongs to an adapter."""
+        return self.merging.names.get(entry.part.names[0])
+
+    def beside(self, entry: Entry) -> int:
+        """Bytes of the factors that are needed with `entry`."""
+        factors = self.factors.get(self.name_of(entry) or "", ())
+        return sum(e.slot.numel * e.flat.dtypes.master.itemsize for f in factors for e in f)
+
+    def add(self, name: str, whole: torch.Tensor) -> None:
+        """To the weight `name` of the base model, in place. Collective where it has an adapter."""
+        if name not in self.factors:
+            return
+        ((_, a),), ((_, b),) = (
+            _gathered(
+                self.engine,
+                Bucket(
+                    [Stretch(e.flat, [e], e.flat.dtypes.master) for e in factor],
+                    tiled=factor[0].flat.tiled,
+                ),
+            )
+            for factor in self.factors[name]
+        )
+        with disable_torch_function(), torch.no_grad():
+            self.merging.layers[name].add_to(whole, a, b)
+
+
+def _dtype_of(dtype: torch.dtype | str) -> Callable[[Flat], torch.dtype]:
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return lambda flat: dtype if flat.dtypes.compute.is_floating_point else flat.dtypes.compute
+    if dtype in (COMPUTE, MASTER):
+        return lambda flat: flat.dtypes.master if dtype == MASTER else flat.dtypes.compute
+    raise ValueError(
+        f"dtype={dtype!r}: expected 'compute', 'master' or a floating-point dtype of torch."
+    )
+
+
+def buckets(
+    engine: Engine,
+    limit: int,
+    dtype: Callable[[Flat], torch.dtype],
+    added: Added | None = None,
+) -> list[Bucket]:
+    """All parameters in buckets of at most `limit` bytes, or of one parameter."""
+    out = [Bucket()]
+    tiles: dict[str, Bucket] = {}
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        wanted = dtype(flat)
+        if flat.tiled:
+            for entry in flat.entries:
+                whole = tiles.setdefault(entry.part.names[0], Bucket(tiled=True))
+                whole.stretches.append(Stretch(flat, [entry], wanted))
+            continue
+        stretch: Stretch | None = None
+        for entry in flat.entries:
+            if added is not None and added.name_of(entry) is None:
+                stretch = None  # what follows lies behind it
+                continue
+            beside = 0 if added is None else added.beside(entry)
+            longer = Stretch(flat, [*(stretch.entries if stretch else ()), entry], wanted)
+            more = longer.nbytes - (stretch.nbytes if stretch else 0) + beside
+            if out[-1].stretches and out[-1].nbytes + more > limit:
+                out.append(Bucket())
+                stretch = None
+            if stretch is None:
+                stretch = Stretch(flat, [entry], wanted)
+                out[-1].stretches.append(stretch)
+            else:
+                stretch.entries.append(entry)
+            out[-1].beside += beside
+    for whole in tiles.values():
+        whole.stretches.sort(key=lambda tile: tile.entries[0].part.first)
+    return [b for b in (*out, *tiles.values()) if b.stretches]
+
+
+def _stream(
+    engine: Engine, model: nn.Module, plan: list[Bucket], added: Added | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    step = engine.step
+    for bucket in plan:
+        if engine.step != step or engine.stack:
+            raise RuntimeError(
+                "the model was trained while stream_params() was gone through: what is still to"
+                " come would be of another step. Go through all of it between two steps."
+            )
+        wholes = _gathered(engine, bucket)
+        engine.memory.add(GATHERED, bucket.nbytes, "(stream_params)")
+        try:
+            while wholes:
+                name, whole = wholes.pop(0)
+                if added is not None:
+                    name = added.merging.names[name]
+                    added.add(name, whole)
+                yield name, whole
+                del whole  # before the next bucket is gathered
+        finally:
+            engine.memory.add(GATHERED, -bucket.nbytes, "(stream_params)")
+    with disable_torch_function():
+        buffers, _ = beside_parameters(engine, model)
+    for name, value in buffers.items():
+        if added is None or name in added.merging.names:
+            yield added.merging.names[name] if added else name, value.detach().clone()
+
+
+def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+    """The bucket's tensors, whole, with their names."""
+    dtype = bucket.stretches[0].dtype
+    joint = None
+    if bucket.tiled:
+        numel = bucket.stretches[0].entries[0].part.numel
+        joint = _room(numel, dtype, engine.device)
+    under_way, out = [], []
+    with disable_torch_function(), torch.no_grad():
+        for stretch in bucket.stretches:
+            start, end = stretch.span
+            first = stretch.entries[0]
+            if joint is not None:
+                into = joint[first.part.first : first.part.first + first.slot.numel]
+            else:
+                into = _room(end - start, stretch.dtype, engine.device)
+            under_way.append(_start(engine, stretch, into))
+            for entry in stretch.entries if joint is None else ():
+                at = entry.slot.start - start
+                whole = into[at : at + entry.slot.numel].view(entry.slot.shape)
+                out.append((entry.part.names[0], whole))
+        if joint is not None:
+            part = bucket.stretches[0].entries[0].part
+            out.append((part.names[0], joint.view(part.shape)))
+        for pending in under_way:
+            pending.wait()
+    return out
+
+
+def _room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
+    """Begin to fill `into`, [of the span], with this rank's elements and everybody's."""
+    flat, group, (start, end) = stretch.flat, engine.group, stretch.span
+    sends: list[tuple[int, torch.Tensor]] = []
+    recvs: list[tuple[int, torch.Tensor]] = []
+
+    def place(interval: tuple[int, int], span: tuple[int, int] = (start, end)) -> slice:
+        a, b = overlap(interval, span)
+        return slice(a - start, b - start)
+
+    if flat.unsharded:
+        for entry in stretch.entries:
+            into[place((entry.slot.start, entry.slot.end))].copy_(entry.param.detach().view(-1))
+    else:
+        a, b = overlap(flat.owned, (start, end))
+        into[place((a, b))].copy_(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
+    if flat.divided and not flat.unsharded and not group.fake:
+        raw, width = into.view(torch.uint8), into.element_size()
+
+        def part(sender: int, receiver: int) -> torch.Tensor | None:
+            """What `sender` accounts for and `receiver` does not hold itself."""
+            there = overlap(flat.layout.interval(sender), (start, end))
+            if there[0] >= there[1] or overlap(there, flat.owned_by(receiver)) == there:
+                return None
+            at = place(there)
+            return raw[at.start * width : at.stop * width]
+
+        for peer in range(group.size):
+            if peer != group.rank:
+                if (mine := part(group.rank, peer)) is not None:
+                    sends.append((peer, mine))
+                if (theirs := part(peer, group.rank)) is not None:
+                    recvs.append((peer, theirs))
+    return group.exchange(
+        sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+    )

@@ -1,0 +1,109 @@
+"""What this machine and its environment say of the ranks that it is to run: who starts them, cores,
+GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from onefold.processes.signals import CONTROL
+from onefold.wording import TrainError
+
+#: What torch.distributed reads when ranks are started by somebody else.
+LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: A file that the driver of a GPU makes: NVIDIA's, AMD's, that of a Jetson, that of Windows below
+#: Linux.
+DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
+_CGROUP = Path("/sys/fs/cgroup")
+_CPU = Path("/sys/devices/system/cpu")
+
+
+def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """What torch.distributed reads, from what `srun` sets; {} where RANK is set or one task runs.
+    Only a job step counts: a batch script itself is one process, whatever was allocated.
+    """
+    if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return {}
+    hosts = environment.get("SLURM_STEP_NODELIST", "localhost")
+    # "node7,node9" or "node[07-09,12]-ib": the first host of the list
+    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
+    local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
+    assert first is not None
+    # Every task must come to the same number without talking; two steps of one job differ.
+    step = int(environment["SLURM_JOB_ID"]) * 97 + int(environment["SLURM_STEP_ID"])
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
+        "LOCAL_WORLD_SIZE": local.group() if local else "1",
+        "MASTER_ADDR": "".join(part or "" for part in first.groups()),
+        "MASTER_PORT": str(20000 + step % 20000),
+    }
+
+
+def joins(environment: Mapping[str, str]) -> bool:
+    """True if a launcher (torchrun, Slurm, ...) has set RANK: then this process is a rank.
+    Raises TrainError if what belongs to RANK is not set.
+    """
+    if "RANK" not in environment:
+        return False
+    missing = [name for name in LAUNCHED if name not in environment]
+    if missing:
+        raise TrainError(
+            f"RANK={environment['RANK']} is set, so this process joins a run, but"
+            f" {', '.join(missing)} is not. Set them as torchrun does, or unset RANK to let onefold"
+            " start its own ranks."
+        )
+    return True
+
+
+def physical_cores() -> int:
+    """Physical cores this process may use, at least 1, within the cgroup's quota."""
+    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
+    cores = set()
+    for cpu in allowed:
+        siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
+        try:
+            cores.add(siblings.read_text().strip())
+        except OSError:
+            cores.add(str(cpu))
+    count = len(cores)
+    with contextlib.suppress(OSError, ValueError):  # no cgroup, or a quota of "max"
+        quota, period = (_CGROUP / "cpu.max").read_text().split()
+        count = min(count, math.ceil(float(quota) / float(period)))
+    return max(1, count)
+
+
+def gpus_here() -> int:
+    """How many torch finds. Without a driver's device file torch is not even imported."""
+    if sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS):
+        return 0
+    from onefold.device import device_count
+
+    return device_count()
+
+
+def child_environment(
+    environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
+) -> dict[str, str]:
+    """The ranks' environment: cores divided among them, libraries quiet and offline by default
+    (unless `online`: data of the hub is read as a stream, or the agent downloads the model first).
+    """
+    ours = {
+        "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+    }
+    if online:
+        del ours["HF_HUB_OFFLINE"]
+    if not compiling:  # torch makes this folder all the same; it goes with the control folder
+        ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
+    return {**ours, **environment, CONTROL: str(control)}

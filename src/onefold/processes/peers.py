@@ -1,0 +1,156 @@
+"""Which rank has gone: told to every rank within a second, also to those that compute and wait for
+nobody.
+
+    rank 1 ──┐                       rank 1 ◄─┐ "2 has gone"
+    rank 2 ──┼── rank 0              rank 2   ╳─── rank 0      the system closes a dead process's connections;
+    rank 3 ──┘                       rank 3 ◄─┘                rank 0 tells the others
+
+A closed connection is evidence, where a missing heartbeat is a guess: a rank may be busy for a
+minute without being dead. A machine that loses its power closes nothing; TCP's keep-alive finds
+that out in 8 s. Nothing is sent while all is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onefold.processes.ranks import Ranks
+
+#: Seconds to connect the ranks to rank 0.
+SETUP = 15.0
+_KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as another process sees it."""
+
+    rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+class PeerMonitor:
+    """This rank's connection to rank 0, or rank 0's to all, and the thread that watches it.
+    `gone`: the ranks that have ended without a word, in the order this rank learned of them.
+    """
+
+    def __init__(
+        self, peers: list[Peer], links: dict[int, socket.socket], on_gone: Callable[[Peer], None]
+    ) -> None:
+        self.gone: list[Peer] = []
+        self._peers, self._links, self._on_gone = peers, links, on_gone
+        self._closing = False
+        self._thread = threading.Thread(target=self._watch, name="onefold-peers", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def connect(cls, ranks: Ranks, on_gone: Callable[[Peer], None]) -> PeerMonitor | None:
+        """None for a lone rank, or where not all ranks can reach rank 0. Collective.
+        `on_gone`: called on the watching thread, once for each rank that has gone.
+        """
+        if ranks.world_size == 1:
+            return None
+        peers = ranks.gather(Peer(ranks.rank, socket.gethostname(), os.getpid()))
+        links: dict[int, socket.socket] = {}
+        with _listener(ranks.world_size) if ranks.is_first else contextlib.nullcontext() as server:
+            port = server.getsockname()[1] if server is not None else 0
+            port, token = ranks.from_first((port, secrets.token_bytes(16)))
+            with contextlib.suppress(OSError):
+                if server is not None:
+                    _accept(server, token, links, ranks.world_size - 1)
+                else:
+                    there = (os.environ.get("MASTER_ADDR", "localhost"), port)
+                    links[0] = socket.create_connection(there, timeout=SETUP)
+                    links[0].sendall(token + ranks.rank.to_bytes(4))
+        made = ranks.least(len(links) == (ranks.world_size - 1 if ranks.is_first else 1))
+        for link in links.values():
+            _keep_alive(link) if made else link.close()
+        return cls(peers, links, on_gone) if made else None
+
+    def close(self) -> None:
+        """Leave with a word: the others need not report this rank as gone."""
+        self._closing = True
+        for link in self._links.values():
+            with contextlib.suppress(OSError):
+                link.sendall(b"bye\n")
+                link.shutdown(socket.SHUT_RDWR)
+        self._thread.join(1.0)
+        for link in self._links.values():
+            link.close()
+
+    def _watch(self) -> None:
+        unread = dict.fromkeys(self._links, b"")
+        with selectors.DefaultSelector() as selector:
+            for rank, link in self._links.items():
+                selector.register(link, selectors.EVENT_READ, rank)
+            while selector.get_map():
+                for event, _ in selector.select():
+                    rank, link = event.data, self._links[event.data]
+                    try:
+                        received = link.recv(4096)
+                    except OSError:
+                        received = b""
+                    *lines, unread[rank] = (unread[rank] + received).split(b"\n")
+                    for line in lines:
+                        if line.startswith(b"gone "):
+                            self._learn(int(line.split()[1]))
+                    if b"bye" in lines or not received:
+                        selector.unregister(link)
+                        if b"bye" not in lines:
+                            self._learn(rank)
+
+    def _learn(self, rank: int) -> None:
+        """Rank `rank` has gone: rank 0 tells the others, then this rank is told."""
+        peer = self._peers[rank]
+        if self._closing or peer in self.gone:
+            return
+        self.gone.append(peer)
+        for other, link in self._links.items():
+            if other not in (0, rank):
+                with contextlib.suppress(OSError):
+                    link.sendall(f"gone {rank}\n".encode())
+        self._on_gone(peer)
+
+
+def _listener(ranks: int) -> socket.socket:
+    here, both = ("", 0), socket.AF_INET6
+    if socket.has_dualstack_ipv6():
+        with contextlib.suppress(OSError):
+            return socket.create_server(here, family=both, dualstack_ipv6=True, backlog=ranks)
+    return socket.create_server(here, backlog=ranks)
+
+
+def _accept(
+    server: socket.socket, token: bytes, links: dict[int, socket.socket], count: int
+) -> None:
+    """Accept `count` ranks into `links`; who does not know `token` is a stranger.
+    Raises OSError if they did not come within `SETUP` seconds.
+    """
+    server.settimeout(SETUP)
+    while len(links) < count:
+        link, _ = server.accept()
+        link.settimeout(SETUP)
+        said = link.recv(len(token) + 4, socket.MSG_WAITALL)
+        if said.startswith(token):
+            links[int.from_bytes(said[len(token) :])] = link
+        else:
+            link.close()
+
+
+def _keep_alive(link: socket.socket) -> None:
+    link.settimeout(None)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

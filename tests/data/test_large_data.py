@@ -1,0 +1,551 @@
+"""Data of any size: read from what `datasets` opens, tokenized once into files that all ranks map,
+mixed by weights, and its documents kept apart.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_folders import (
+    JOB,
+    MIB,
+    SMALL,
+    give_memory_back_at_once,
+    job,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+    saved,
+)
+from onefold.data import sources, token_cache
+from onefold.data.order import DataOrder, Share, shares
+from onefold.data.samples import IGNORE, Data, Samples, eval_batches, load_data
+from onefold.data.sources import is_small, parts_of, rows_of
+from onefold.data.text import ByteTokenizer
+from onefold.data.token_cache import tokens_of
+from onefold.train.config import resolve
+from onefold.train.early import check_early
+from onefold.train.loop import Row, train
+from onefold.train.prepare import prepare
+from onefold.wording import TrainError
+from ranks import run_ranks
+from started_runs import alone, this_rank
+
+#: Of ranks.SERVERS.
+SERVER = "libraries"
+
+needs_datasets = pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
+)
+TEXTS = [f"document {number} " + "word " * (number % 13) for number in range(60)]
+CHATS = [
+    [{"role": "user", "content": "q" * n}, {"role": "assistant", "content": "ab" * (n % 9)}]
+    for n in range(1, 40)
+]
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def everything(samples: Samples) -> list[dict[str, list[Any]]]:
+    found = [samples.batch(np.array([at])) for at in range(len(samples))]
+    return [{name: t.tolist() for name, t in batch.items()} for batch in found]
+
+
+def cached(
+    data: str, root: Path, field: str | None = None, pack: str = "rows", seq: int = 16
+) -> Data:
+    words = ByteTokenizer()
+    tokens = tokens_of(data, field, words, root / "tokens", alone(), lambda line: None)
+    return load_data(data, words, seq, 3, 0.2, tokens=tokens, pack=pack)
+
+
+@pytest.mark.parametrize("pack", ["rows", "documents"])
+@pytest.mark.parametrize("key", ["text", "messages"])
+def test_samples_from_the_disk_are_those_from_memory(key: str, pack: str, tmp_path: Path) -> None:
+    pack = "rows" if key == "messages" else pack
+    data = lines(tmp_path / "d.jsonl", [{key: row} for row in (TEXTS if key == "text" else CHATS)])
+    expected = load_data(data, ByteTokenizer(), 32, 3, 0.2, pack=pack)
+    found = cached(data, tmp_path, pack=pack, seq=32)
+    assert everything(found.train) == everything(expected.train)
+    assert everything(found.held_out) == everything(expected.held_out)
+    assert found.notes == expected.notes
+    assert found.order(4, 0).state_dict() == expected.order(4, 0).state_dict()
+    some = np.arange(len(found.train))
+    assert found.train.counts(some) == expected.train.counts(some)
+    assert found.train.counts(some) == sum(
+        int((found.train.batch(np.array([at]))["labels"][:, 1:] != IGNORE).sum()) for at in some
+    )
+
+
+@needs_datasets
+def test_tables_lines_and_folders_of_datasets_hold_the_same(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [{"text": text, "body": text.upper(), "n": at} for at, text in enumerate(TEXTS)]
+    held = datasets.Dataset.from_list(rows)
+    held.to_parquet(tmp_path / "d.parquet", batch_size=7)
+    held.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": held, "test": held.select([0])}).save_to_disk(tmp_path / "dict")
+    (tmp_path / "splits").mkdir()
+    held.to_parquet(tmp_path / "splits" / "train-00000-of-00001.parquet")
+    held.select([1]).to_parquet(tmp_path / "splits" / "test-00000-of-00001.parquet")
+    (tmp_path / "a.arrow").write_bytes(next((tmp_path / "one").glob("*.arrow")).read_bytes())
+    lines(tmp_path / "d.jsonl", rows)
+    for name in ("d.parquet", "one", "dict", "splits", "a.arrow", "d.jsonl"):
+        for field, expected in ((None, TEXTS), ("body", [t.upper() for t in TEXTS])):
+            found = list(rows_of(str(tmp_path / name), field))
+            assert found == [("text", text, True) for text in expected], (name, field)
+    chats = datasets.Dataset.from_list([{"messages": chat} for chat in CHATS])
+    chats.to_parquet(tmp_path / "c.parquet")
+    assert [row for _, row, _ in rows_of(str(tmp_path / "c.parquet"))] == CHATS
+
+
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of `datasets` that has org/name: its configurations default and short, each with the
+    splits train and validation. The network is forbidden.
+    """
+    import datasets
+
+    home = tmp_path / "datasets"
+    for config, texts in (("default", TEXTS), ("short", TEXTS[:9])):
+        splits = {"train": texts, "validation": [text + "!" for text in texts]}
+        files = {}
+        for split, rows in splits.items():
+            file = tmp_path / f"{config}-{split}.parquet"
+            datasets.Dataset.from_list([{"text": text} for text in rows]).to_parquet(file)
+            files[split] = str(file)
+        made = datasets.load_dataset("parquet", data_files=files, cache_dir=str(tmp_path / "made"))
+        place = home / "org___name" / config / "0.0.0" / ("0" * 40)
+        shutil.copytree(Path(made["train"].cache_files[0]["filename"]).parent, place)
+        for file in place.glob("parquet-*"):
+            file.rename(file.with_name(file.name.replace("parquet-", "name-")))
+        info = place / "dataset_info.json"
+        said = {**json.loads(info.read_text()), "dataset_name": "name", "config_name": config}
+        info.write_text(json.dumps(said))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(home))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return home
+
+
+@needs_datasets
+@pytest.mark.usefixtures("datasets_cache")
+def test_a_dataset_in_the_cache_is_read_without_a_network() -> None:
+    held_out = [text + "!" for text in TEXTS]
+    for name, expected in (
+        ("org/name/default", TEXTS),
+        ("org/name/default:train", TEXTS),
+        ("org/name/default:validation", held_out),
+        ("org/name/short", TEXTS[:9]),
+        ("org/name/short:validation", held_out[:9]),
+        ("org/name/default:train[10:20]", TEXTS[10:20]),
+        ("org/name/short:validation[:3]+train", held_out[:3] + TEXTS[:9]),
+    ):
+        sources.check_data(name, 16)
+        assert [text for _, text, _ in rows_of(name)] == expected, name
+        assert not is_small(name)
+
+
+@needs_datasets
+@pytest.mark.usefixtures("datasets_cache")
+def test_of_a_dataset_of_the_hub_what_is_missing_is_named() -> None:
+    for name in ("org/other", "org/name/long", "org/name/long:validation"):
+        with pytest.raises(TrainError, match="no such dataset in the cache of `datasets`"):
+            sources.check_data(name, 16)
+    for name, said in (
+        ("org/other", "`datasets` cannot open it"),
+        ("org/name/short:test", r"validation.*Name one as org/name/CONFIG:SPLIT"),
+        ("org/name", r"default.*short.*Name one as org/name/CONFIG:SPLIT"),  # which of the two?
+    ):
+        with pytest.raises(TrainError, match=said):
+            list(rows_of(name))
+
+
+@needs_datasets
+def test_two_splits_of_a_dataset_are_two_parts_with_tokens_of_their_own(
+    datasets_cache: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(datasets_cache / "org___name" / "short")
+    data = cached("org/name:0.5,org/name:validation:0.5", tmp_path)  # one configuration: no name
+    assert [share.count for share in data.mix] and len(list((tmp_path / "tokens").iterdir())) == 2
+    first = cached("org/name:validation", tmp_path).train.tokens
+    assert bytes(np.asarray(first[0]).astype(np.uint8)) == b"document 0 !\x00doc"
+    assert len(list((tmp_path / "tokens").iterdir())) == 2
+
+
+def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Counter[str] = Counter()
+    encoded = token_cache.encoded
+
+    def counting(tokenizer: Any, texts: list[str]) -> Any:
+        made["texts"] += len(texts)
+        return encoded(tokenizer, texts)
+
+    monkeypatch.setattr(token_cache, "encoded", counting)
+    data = lines(tmp_path / "d.jsonl", [{"text": t, "other": t + "!"} for t in TEXTS])
+    first = everything(cached(data, tmp_path).train)
+    assert everything(cached(data, tmp_path, seq=16).train) == first and made["texts"] == 60
+    shutil.copy2(data, tmp_path / "copy.jsonl")
+    cached(str(tmp_path / "copy.jsonl"), tmp_path)  # another name
+    assert made["texts"] == 60
+    made.clear()
+    cached(data, tmp_path, field="other")
+    assert made["texts"] == 60
+    lines(tmp_path / "d.jsonl", [{"text": t + "?"} for t in TEXTS])
+    cached(data, tmp_path)
+    assert made["texts"] == 120
+    assert all((folder / "meta.json").is_file() for folder in (tmp_path / "tokens").iterdir())
+
+
+def test_a_line_that_cannot_be_read_leaves_no_tokens(tmp_path: Path) -> None:
+    data = lines(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS] + [{"txt": "a"}])
+    with pytest.raises(TrainError, match=r"line 61: expected a key `text` or `messages`"):
+        cached(data, tmp_path)
+    assert list((tmp_path / "tokens").iterdir()) == []
+
+
+def test_what_a_killed_run_has_left_is_removed_once_nobody_writes_to_it(tmp_path: Path) -> None:
+    data = lines(tmp_path / "d.jsonl", [{"text": t} for t in TEXTS])
+    cached(data, tmp_path)
+    (made,) = (tmp_path / "tokens").iterdir()
+    shutil.rmtree(made)
+    old, new = (made.with_name(f"{made.name}.{pid}.partial") for pid in (1, 2))
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "tokens.bin").write_bytes(b"half")
+    for path in (old / "tokens.bin", old):
+        os.utime(path, (1e9, 1e9))
+    cached(data, tmp_path)
+    assert sorted((tmp_path / "tokens").iterdir()) == sorted([made, new])
+
+
+def test_a_large_text_in_pieces_loses_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "".join(f"Zeile {n} é 漢字 {'x' * (n % 50)}\n" for n in range(4000))
+    for name, content in (("a.txt", text), ("b.txt", text.replace("\n", " "))):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+    monkeypatch.setattr(sources, "SMALL", 1000)
+    monkeypatch.setattr(sources, "PIECE", 1 << 10)
+    monkeypatch.setattr(sources, "_LOOK", 1 << 10)
+    for name in ("a.txt", "b.txt"):
+        pieces = list(rows_of(str(tmp_path / name)))
+        assert len(pieces) > 10 and [last for _, _, last in pieces].count(True) == 1
+        assert pieces[-1][2]
+        assert "".join(piece for _, piece, _ in pieces) == (tmp_path / name).read_text("utf-8")
+        assert not is_small(str(tmp_path / name))
+        row = cached(str(tmp_path / name), tmp_path).train.tokens
+        whole = np.asarray(row).reshape(-1)
+        content = (tmp_path / name).read_bytes()
+        assert bytes(whole[: len(content) // 16 * 16].astype(np.uint8)) == content[: len(whole)]
+
+
+# -- mixing ----------------------------------------------------------------------------------------
+
+
+def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> None:
+    one = lines(tmp_path / "a.jsonl", [{"text": "a" * 15}] * 300)
+    two = lines(tmp_path / "b.jsonl", [{"text": "b" * 15}] * 100)
+    data = cached(f"{one}:0.3,{two}:0.7", tmp_path)
+    assert data.epoch == len(data.train) == 320
+    order = data.order(20, seed=5)
+    letters = [
+        chr(int(data.train.batch(np.array([at]))["input_ids"][0, 0]))
+        for step in range(16)
+        for at in order.at(step)
+    ]
+    assert Counter(letters) == {"a": 96, "b": 224}
+    # A part that is read often is read evenly; one of which some is read, anew in each epoch
+    epochs = [
+        np.concatenate([order.at(16 * epoch + step) for step in range(16)]) for epoch in (0, 1)
+    ]
+    parts = data.mix
+    for share, known in zip(parts, ("a", "b"), strict=True):
+        seen = [
+            Counter(e[(e >= share.first) & (e < share.first + share.count)].tolist())
+            for e in epochs
+        ]
+        assert seen[0] != seen[1], known
+        assert max(seen[0].values()) - min(seen[0].values()) <= 1
+    assert order.at(3).tolist() == data.order(20, seed=5).at(3).tolist()
+    assert order.at(3).tolist() != data.order(20, seed=6).at(3).tolist()
+    without = cached(f"{one},{two}", tmp_path)
+    assert without.mix == () and sorted(
+        np.concatenate([without.order(20, 5).at(step) for step in range(16)]).tolist()
+    ) == list(range(320))
+    with pytest.raises(TrainError, match="made on other data"):
+        data.order(20, 5).load_state_dict(without.order(20, 5).state_dict())
+
+
+def letters_held_out(data: Data, limit: int) -> str:
+    """The first letters of the samples that ranks 0 and 1 read of `limit` held-out ones."""
+    cut = [eval_batches(len(data.held_out), limit, rank, 2, micro_batch=2) for rank in (0, 1)]
+    ids = [
+        data.held_out.batch(indices[:real])["input_ids"][:, 0].tolist()
+        for indices, real in itertools.chain(*cut)
+        if real
+    ]
+    return "".join(map(chr, itertools.chain(*ids)))
+
+
+def test_held_out_samples_have_the_shares_of_the_training_samples(tmp_path: Path) -> None:
+    one = lines(tmp_path / "a.jsonl", [{"text": "a" * 15}] * 900)
+    two = lines(tmp_path / "b.jsonl", [{"text": "b" * 15}] * 100)
+    data = cached(f"{one}:0.25,{two}:0.75", tmp_path)
+    assert len(data.held_out) == 200 and len(data.train) == 800
+    for limit in (4, 16, 100, 200):
+        assert Counter(letters_held_out(data, limit)) == {"a": limit // 4, "b": limit * 3 // 4}
+    # Each part gives the same fraction of its own samples, and none of them is trained on
+    held, trained = (
+        set(some._rows(np.arange(len(some))).tolist()) for some in (data.held_out, data.train)
+    )
+    assert not held & trained and len(held & set(range(900, 1000))) == 20
+    assert len(trained & set(range(900, 1000))) == 80
+    # Without shares the first ones are of all parts too, as large as those are
+    without = letters_held_out(cached(f"{one},{two}", tmp_path), 100)
+    assert 80 <= without.count("a") < 100
+    lonely = lines(tmp_path / "c.jsonl", [{"text": "c" * 15}])
+    data = cached(f"{one}:0.5,{lonely}:0.5", tmp_path)
+    assert data.notes == [f"{lonely} has one sample only: nothing of it is held out"]
+    assert set(letters_held_out(data, 16)) == {"a"}
+
+
+def test_shares_are_counted_among_the_training_samples() -> None:
+    assert shares([3, 3], [1.0, 1.0]) == (Share(0, 3, 3), Share(3, 3, 3))
+    assert shares([3, 3], [1.0, 5.0]) == (Share(0, 3, 1), Share(3, 3, 5))
+    assert shares([3, 3], [None, None]) == ()
+    order = DataOrder(6, 3, 1, mix=shares([3, 3], [1.0, 5.0]))
+    assert sorted(np.concatenate([order.at(0), order.at(1)]))[1:] in (
+        [3, 3, 4, 4, 5], [3, 3, 4, 5, 5], [3, 4, 4, 5, 5],
+    )  # fmt: skip
+
+
+def test_names_with_weights_are_read_as_such(tmp_path: Path) -> None:
+    (tmp_path / "a:0.5").write_text("x")
+    (tmp_path / "a,b").write_text("x")
+    for name in ("a:0.5", "a,b"):  # there are such files
+        assert parts_of(str(tmp_path / name)) == [sources.Part(str(tmp_path / name))]
+    assert parts_of("a.jsonl:0.7, org/name:3") == [
+        sources.Part("a.jsonl", 0.7), sources.Part("org/name", 3.0)
+    ]  # fmt: skip
+    assert parts_of("org/name:test:0.5,org/name/en:train[5:9]:2,org/name:test[:1%]:1") == [
+        sources.Part("org/name:test", 0.5),
+        sources.Part("org/name/en:train[5:9]", 2.0),
+        sources.Part("org/name:test[:1%]", 1.0),
+    ]
+    assert parts_of("a,b") == [sources.Part("a"), sources.Part("b")]
+    for wrong, said in (("a:1,b", "b has no weight"), ("a:0,b:1", "weights above 0")):
+        with pytest.raises(TrainError, match=said):
+            parts_of(wrong)
+
+
+# -- documents apart -------------------------------------------------------------------------------
+
+
+def test_documents_of_a_row_begin_at_position_0_and_are_not_foretold(tmp_path: Path) -> None:
+    data = lines(tmp_path / "d.jsonl", [{"text": text} for text in ("abc", "de", "fghijklmno")])
+    words = ByteTokenizer()
+    samples = load_data(data, words, 6, 0, 0.01, pack="documents").train
+    held = load_data(data, words, 6, 0, 0.01, pack="documents").held_out
+    batch = {
+        name: torch.cat([part.batch(np.arange(len(part)))[name] for part in (samples, held)])
+        for name in ("input_ids", "labels", "position_ids")
+    }
+    rows = {
+        bytes(min(t, 255) for t in ids): at for at, ids in enumerate(batch["input_ids"].tolist())
+    }
+    first, second = rows[b"abc\xffde"], rows[b"\xfffghij"]
+    assert batch["position_ids"][first].tolist() == [0, 1, 2, 3, 0, 1]
+    assert batch["position_ids"][second].tolist() == [0, 0, 1, 2, 3, 4]
+    assert batch["labels"][first].tolist() == [IGNORE, *b"bc", 256, IGNORE, *b"e"]
+    assert batch["labels"][second].tolist() == [IGNORE, IGNORE, *b"ghij"]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+def test_packed_documents_are_read_as_if_each_were_alone(
+    family: str, attention: str, tmp_path: Path
+) -> None:
+    import transformers
+
+    options: dict[str, Any] = SMALL if family == "Llama" else {
+        "vocab_size": 257, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    }  # fmt: skip
+    config: Any = getattr(transformers, f"{family}Config")(**options, attn_implementation=attention)
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.config.use_cache = False
+    texts = ["abcdefg", "hij", "klmnopqrst" * 2, "u", "vwxyz"]
+    data = lines(tmp_path / "d.jsonl", [{"text": text} for text in texts])
+    total = sum(len(text) + 1 for text in texts)
+    samples = load_data(data, ByteTokenizer(), total, 0, 0.1, pack="documents").train
+    batch = samples.batch(np.array([0]))
+    with torch.no_grad():
+        packed = model(**{k: v for k, v in batch.items() if k != "labels"}).logits[0]
+        begin = 0
+        for text in texts:
+            ids = torch.tensor([[*text.encode(), 256]])
+            alone_ = model(input_ids=ids).logits[0]
+            there = packed[begin : begin + ids.shape[1]]
+            assert torch.allclose(alone_, there, atol=1e-5), text
+            begin += ids.shape[1]
+        crossing = model(input_ids=batch["input_ids"]).logits[0]
+        assert not torch.allclose(crossing[-3:], packed[-3:], atol=1e-3)
+        loss = float(model(**batch).loss)
+    each = [
+        torch.nn.functional.cross_entropy(
+            packed[begin : begin + n], torch.tensor([*text.encode()[1:], 256]), reduction="sum"
+        )
+        for text, n, begin in zip(
+            texts, map(len, texts), np.cumsum([0, *[len(t) + 1 for t in texts]]), strict=False
+        )
+    ]
+    assert loss == pytest.approx(float(sum(each)) / samples.counts(np.array([0])), rel=1e-5)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def mixed_runs(root: Path) -> list[float]:
+    """On one of some ranks: the losses of a run on mixed data with documents apart."""
+    data = f"{root / 'a.jsonl'}:0.7,{root / 'b.parquet'}:0.3"
+    ranks = this_rank() if "RANK" in os.environ else alone()
+    size = {"micro_batch": 2 if ranks.world_size == 2 else 4, "pack": "documents", "stage": "3"}
+    config = job(root / "llama", data=data, data_cache=str(root / "cache"), steps=3, **size)
+    run = prepare(config, ranks, lambda line: None)
+    rows: list[Row] = []
+    train(run, lambda: 0, rows.append)
+    return [row["loss"] for row in rows]
+
+
+@needs_datasets
+def test_ranks_share_one_cache_and_take_the_same_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    saved(tmp_path, "llama")
+    lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    datasets.Dataset.from_list([{"text": t[::-1]} for t in TEXTS]).to_parquet(
+        tmp_path / "b.parquet"
+    )
+    first, second = run_ranks(2, mixed_runs, tmp_path)
+    assert first == second and len(list((tmp_path / "cache").iterdir())) == 2
+    monkeypatch.delenv("RANK", raising=False)
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*")}
+    assert mixed_runs(tmp_path) == pytest.approx(first, rel=1e-5)
+    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*")}
+
+
+def peak_of_reading(root: Path) -> dict[str, float]:
+    """How far resident memory rose, in MiB, while data became tokens on the disk; and that of this
+    process's own while samples were read (mapped pages belong to the system, which takes them back).
+    """
+    give_memory_back_at_once()
+    words, ranks = ByteTokenizer(), this_rank()
+    found: dict[str, float] = {}
+    for name in ("warm", "small.txt", "large.txt", "large.jsonl"):
+        data = str(root / (name if name != "warm" else "small.txt"))
+        reset_peak()
+        before = peak_resident_bytes()
+        tokens = tokens_of(data, None, words, root / f"tokens-{name}", ranks, lambda line: None)
+        found[name] = (peak_resident_bytes() - before) / MIB
+        before = resident_bytes()
+        made = load_data(data, words, 4096, 0, 0.01, tokens=tokens)
+        for step in range(20):
+            made.train.batch(made.order(4, 0).at(step))
+        found[name] = max(found[name], (resident_bytes() - before) / MIB)
+        del tokens, made
+    reset_peak()
+    before = peak_resident_bytes()
+    sources.read_documents(data)
+    found["whole"] = (peak_resident_bytes() - before) / MIB
+    return found
+
+
+def test_large_data_takes_the_memory_of_small_data(tmp_path: Path) -> None:
+    line = "some words of a text that goes on and on, until nobody can remember how it began\n"
+    block = line * (MIB // len(line))
+    (tmp_path / "small.txt").write_text(block)
+    row = json.dumps({"text": line * 20}) + "\n"
+    with (tmp_path / "large.txt").open("w") as text, (tmp_path / "large.jsonl").open("w") as rows:
+        for _ in range(48):
+            text.write(block)
+            rows.write(row * (MIB // len(row)))
+    assert not is_small(str(tmp_path / "large.txt"))
+    for found in run_ranks(2, peak_of_reading, tmp_path):
+        most = found["small.txt"] + 24
+        assert max(found["large.txt"], found["large.jsonl"]) < most < found["whole"], found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"text_field": "body"}, "line 1: has no key 'body', which --text-field names. Did you mean 'bodi'?"),
+        ({"text_field": "n"}, "line 1: `n` must be a string or a list"),
+        ({"data": "topics,d.jsonl:1"}, "topics has no weight, and others have"),
+        ({"data": "topics,c.jsonl"}, "topics holds text and c.jsonl conversations; use one kind"),
+        ({"data": "org/name"}, "no such dataset in the cache of `datasets`"),
+        ({"data": "topics,gone.jsonl"}, "--data gone.jsonl: expected topics"),
+    ],
+)  # fmt: skip
+def test_data_that_cannot_be_is_told_early(
+    options: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "nothing"))
+    lines(tmp_path / "d.jsonl", [{"bodi": "some words", "n": 3}] * 9)
+    lines(tmp_path / "c.jsonl", [{"messages": chat} for chat in CHATS])
+    with pytest.raises(TrainError) as error:
+        check_early(resolve({"model": "llama:tiny", "data": "d.jsonl", "seq": 16, **options}))
+    assert said in str(error.value)
+
+
+@needs_datasets
+def test_a_table_without_the_column_is_told_early(tmp_path: Path) -> None:
+    import datasets
+
+    datasets.Dataset.from_list([{"body": "some words", "n": 3}] * 9).to_parquet(
+        tmp_path / "d.parquet"
+    )
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and nothing else")
+    for name, field, said in (
+        ("d.parquet", None, "expected a column `text` or `messages`, found body, n. Name one with --text-field."),
+        ("d.parquet", "bdoy", "has no column 'bdoy', which --text-field names. Did you mean 'body'?"),
+        ("d.parquet", "n", "row 0: `n` must be a string or a list"),
+        ("damaged.parquet", None, "cannot be read"),
+    ):  # fmt: skip
+        with pytest.raises(TrainError) as error:
+            sources.check_data(str(tmp_path / name), 16, field)
+        assert said in str(error.value), error.value
+
+
+def test_documents_are_kept_apart_only_where_that_can_be(tmp_path: Path) -> None:
+    chats = lines(tmp_path / "c.jsonl", [{"messages": chat} for chat in CHATS])
+    for options, said in (
+        ({"model": "llama:tiny", "data": chats}, "is about rows of text, and --data"),
+        ({"model": "small_lm:plain", "data": "topics"}, "needs a transformers model that takes position_ids"),
+    ):  # fmt: skip
+        with pytest.raises(TrainError, match=said):
+            config = resolve({**JOB, **options, "pack": "documents"})
+            prepare(config, alone(), lambda line: None)
