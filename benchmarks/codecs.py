@@ -184,13 +184,13 @@ def work() -> NoReturn:
 
 
 def chapter(options: argparse.Namespace) -> tuple[Any, list[dict[str, Any]]]:
-    """Question 6 of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate below the
-    goal does not.
+    """The chapter "codecs" of benchmarks/gpu.py. Kernels that differ from torch fail it; a rate
+    below the goal does not.
     """
 
     columns = ("codec", "dtype", "act", "ns an element", "GB/s", "of a copy")
     table = harness.Table(
-        f"6. Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy", columns
+        f"Codecs and sums: the goal of their kernels is {GOAL:.0%} of a copy", columns
     )
     job = {
         "setting": {"ranks": 1},

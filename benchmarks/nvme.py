@@ -17,8 +17,6 @@ Writes benchmarks/results/nvme.json.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import statistics
 import tempfile
@@ -30,6 +28,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import harness
+from benchmarks.page_cache import cached_bytes
 from onefold.offload.nvme import Nvme, Transfer, measure, page_buffer
 
 SCHEMA = "onefold-nvme/1"
@@ -153,32 +152,6 @@ class Stored:
             self.adamw(self.sets[0])
 
 
-def cached(paths: list[Path]) -> int:
-    """Bytes of these files that the system keeps in memory."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    pages = 0
-    for path in paths:
-        with open(path, "rb") as file:
-            size = path.stat().st_size
-            at = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-            found = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-            assert libc.mincore(at, size, found) == 0, os.strerror(ctypes.get_errno())
-            libc.munmap(at, size)
-            pages += sum(byte & 1 for byte in found.raw)
-    return pages * mmap.PAGESIZE
-
-
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -222,7 +195,7 @@ def main() -> None:
     data = [path / "data" for path in stored.store.folders]
     grown = {
         "resident_bytes_grown": resident() - memory,
-        "bytes_of_the_store_in_the_page_cache": cached(data),
+        "bytes_of_the_store_in_the_page_cache": cached_bytes(data),
     }
     stored.store.close()
     median = {name: statistics.median(found) for name, found in seconds.items()}

@@ -108,14 +108,16 @@ def a_gather_is_not_waited_for() -> None:
 
     real = Group.all_gather
 
-    def all_gather(self: Any, full: torch.Tensor, place: Any, *arguments: Any, **named: Any) -> Any:
-        pending = real(self, full, place, *arguments, **named)
-        if self.rank != 1 or place.phase != "forward":
+    def all_gather(
+        self: Any, full: torch.Tensor, context: Any, *arguments: Any, **named: Any
+    ) -> Any:
+        pending = real(self, full, context, *arguments, **named)
+        if self.rank != 1 or context.phase != "forward":
             return pending
         wait = pending.wait
 
         class Lost:
-            event, place = pending.event, pending.place
+            event, context = pending.event, pending.context
 
             def wait(self) -> None:
                 wait()

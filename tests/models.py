@@ -132,3 +132,33 @@ def tokens_of(seed: int, batch: int = 2, length: int = 12, vocabulary: int = 61)
 def features_of(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Normal random numbers that depend on `seed` only."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+class OddPart(nn.Module):
+    """x (batch, 5) -> the same; a tie inside, a frozen matrix, a scalar, a parameter smaller than
+    the ranks, a buffer that counts.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.again, self.down, self.fixed = (
+            nn.Linear(5, 7),
+            nn.Linear(5, 7, bias=False),
+            nn.Linear(7, 5),
+            nn.Linear(5, 5),
+        )
+        self.again.weight = self.up.weight
+        self.fixed.requires_grad_(False)
+        self.gain, self.pair = (
+            nn.Parameter(torch.tensor(1.5)),
+            nn.Parameter(torch.tensor([0.5, -0.5])),
+        )
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1.0
+        return (
+            self.fixed(x)
+            + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain
+            + self.pair.sum()
+        )

@@ -13,6 +13,7 @@ is measured beside every save, with as many bytes, by the same processes.
     adapters.py     one class a peer: save, save behind the training, load
     worker.py       one rank of a turn that saves or loads
     pretrained.py   one rank of a turn that opens a Hugging Face folder
+    rows.py         a turn, the rows that turns become, goals: the fields of the JSON
     summary.py      turns -> rows and goals (the JSON's schema)
     report.py       the tables
     cli.py          the command

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.checkpoint import disk, report, summary
+from benchmarks.checkpoint.rows import LoadRow, Run
 from benchmarks.checkpoint.settings import (
     LIGHT,
     NOTES,
@@ -25,7 +26,6 @@ from benchmarks.checkpoint.settings import (
     peers_turns,
     pretrained_turns,
 )
-from benchmarks.checkpoint.summary import Run
 from benchmarks.harness import RESULTS, essence, machine, version
 from benchmarks.peers import launch
 from benchmarks.peers.model import SHAPES, count_parameters
@@ -207,7 +207,7 @@ class Session:
         return result
 
     @staticmethod
-    def _cached(loads: Sequence[summary.LoadRow]) -> str:
+    def _cached(loads: Sequence[LoadRow]) -> str:
         """Whether cold loads were cold, by what the kernel counted."""
         known = [
             row.disk_gb / (row.need_gb * row.ranks) for row in loads if row.disk_gb is not None

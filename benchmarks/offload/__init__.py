@@ -15,13 +15,14 @@ gives just then.
 
     settings.py   what is measured: sides, settings
     sides.py      how each side is built, and how its optimizer's step is watched
-    disk.py       the plain copy, the page cache
+    disk.py       the plain copy
     planned.py    the host memory and the disk space that a recipe should take
     worker.py     one rank of one side in one round
     summary.py    rounds -> rows, pairs, goals (the JSON's schema)
     report.py     the tables
+    alone.py      SmolLM2 on one process: state on the disk beside the same in memory
+    traced.py     which part of a profile's copies had a compute kernel beside it
     large.py      a model too large for the memory it is given
     largest.py    the largest model of each side: one attempt
-    on_gpu.py     the chapters of benchmarks/gpu.py
     cli.py        the command
 """

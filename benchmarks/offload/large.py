@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.offload import disk
+from benchmarks.page_cache import page_cache_bytes
 from benchmarks.peers import launch
 
 EXAMPLE = launch.ROOT / "examples" / "larger_than_memory.py"
@@ -156,12 +156,12 @@ def _watch(
         now = sum(_resident(w.pid) for w in workers)
         resident = max(resident, now)
         if first and any(states.iterdir()):  # the model is about to be built
-            first, before, cache = False, now, disk.page_cache_bytes()
+            first, before, cache = False, now, page_cache_bytes()
         done = len(_STEP.findall(log.read_text(errors="replace")))
         if done > len(moved):
             moved += [sum(_moved(w.pid) for w in workers)] * (done - len(moved))
             on_disk = max(on_disk, _allocated(states))
-            grown = disk.page_cache_bytes() - cache
+            grown = page_cache_bytes() - cache
         time.sleep(EVERY)
     for worker in workers:
         with contextlib.suppress(subprocess.TimeoutExpired):

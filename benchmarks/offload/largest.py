@@ -1,5 +1,6 @@
 """The largest model of each side: one attempt,
-`python -m benchmarks.offload.largest JOB.json RANK`, started by `on_gpu.largest`.
+`python -m benchmarks.offload.largest JOB.json RANK`, started by
+`benchmarks/on_gpu/largest.py`.
 
 A GPT of wide blocks, each recomputed in the backward pass so that activations do not decide, is
 built in each library's own way of never having it whole on the device, and takes two steps. An

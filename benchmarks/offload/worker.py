@@ -19,6 +19,7 @@ import torch.distributed as dist
 from benchmarks.offload import disk, sides
 from benchmarks.offload.planned import planned
 from benchmarks.offload.settings import SIDES
+from benchmarks.page_cache import cached_bytes, page_cache_bytes
 from benchmarks.peers import adapters, model, probes
 from benchmarks.peers.settings import Setting
 from benchmarks.peers.worker import join_over_gloo, leave, read_job
@@ -112,7 +113,7 @@ class Ledgers:
     def cached(self) -> int | None:
         """Bytes of this rank's files on the disk that lie in the page cache; None without any."""
         store = self.engine.transfers.open_store if self.engine is not None else None
-        return None if store is None else disk.cached_bytes(disk.files_of(store.folders))
+        return None if store is None else cached_bytes(disk.files_of(store.folders))
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -169,7 +170,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "optimizer_disk": [],
         "step_disk": [],
     }
-    processor, files = 0.0, disk.page_cache_bytes() if on_disk else 0
+    processor, files = 0.0, page_cache_bytes() if on_disk else 0
     copied()
     if resettable:
         probes.reset_peak()
@@ -194,7 +195,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         "rank": rank, "losses": losses, **steps, "cpu_s": processor, "build_s": built, "baseline_mib": baseline,
         "set_up_peak_mib": set_up_peak, "peak_mib": peak, "peak_is_of_timed_steps": resettable, "rest_mib": rest,
         "held": held, "moved": moved, "planned": planned(ledgers.engine) if held is not None else None,
-        "copies": rates, "file_cache_bytes": ledgers.cached(), "page_cache_growth": disk.page_cache_bytes() - files if on_disk else None,
+        "copies": rates, "file_cache_bytes": ledgers.cached(), "page_cache_growth": page_cache_bytes() - files if on_disk else None,
     }  # fmt: skip
     if copier is not None:
         copier.close()

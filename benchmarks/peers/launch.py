@@ -130,7 +130,7 @@ def run_ranks(
                 workers.append(
                     _start([python, "-m", module, str(path), str(rank)], path, rank, threads)
                 )
-            failed = _wait(workers, started + timeout)
+            failed = wait(workers, started + timeout)
         finally:
             for worker in workers:
                 _reap(worker)
@@ -170,9 +170,9 @@ def _start(command: list[str], job: Path, rank: int, threads: int) -> subprocess
         )
 
 
-def _wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """The rank that failed first, None if all ended well or the time is up. Others get 3 s to
-    notice a failure.
+def wait(workers: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
+    """The number of the worker (a rank, or an agent of a host) that failed first, None if all ended
+    well or the time is up. Others get 3 s to notice a failure.
     """
     failed: int | None = None
     while time.monotonic() < deadline and any(w.poll() is None for w in workers):

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks.validation import compute, fits, memory, printed, runs
+from benchmarks.validation import (
+    compute,
+    fits,
+    memory,
+    memory_elsewhere,
+    printed,
+    runs,
+)
 from benchmarks.validation.claims import claims
 from benchmarks.validation.systems import SYSTEMS
 from benchmarks.validation.tables import Table, markdown, within
@@ -196,7 +203,12 @@ def overview(made: list[Table]) -> str:
 
 
 def all_tables() -> list[Table]:
-    makers = (*memory.MAKERS, *compute.MAKERS, *printed.MAKERS)
+    makers = (
+        *memory.MAKERS,
+        *memory_elsewhere.MAKERS,
+        *compute.MAKERS,
+        *printed.MAKERS,
+    )
     return [*(make() for make in makers), *runs.tables()]
 
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.launch import ROOT, environment
+from benchmarks.peers.launch import ROOT, environment, wait
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.hosts import ADDRESS, INTERFACE, Host, HostError, joined
 from benchmarks.wires.settings import HOSTS, Link
@@ -50,7 +50,7 @@ def run_side(
         agents = [
             _agent(host, pair[0], path, ranks_a_host, setting.threads, python) for host in pair
         ]
-        failed = _wait(agents, started + timeout)
+        failed = wait(agents, started + timeout)
         written = [
             file
             for rank in range(setting.ranks)
@@ -130,22 +130,6 @@ def _agent(
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-
-
-def _wait(agents: list[subprocess.Popen[bytes]], deadline: float) -> int | None:
-    """The host that failed first, None if both ended well or the time is up. The other gets 3 s to
-    notice a failure.
-    """
-    failed: int | None = None
-    while time.monotonic() < deadline and any(agent.poll() is None for agent in agents):
-        if failed is None and (
-            bad := [number for number, agent in enumerate(agents) if agent.poll()]
-        ):
-            failed, deadline = bad[0], min(deadline, time.monotonic() + 3)
-        time.sleep(0.05)
-    if failed is None:
-        failed = next((number for number, agent in enumerate(agents) if agent.poll()), None)
-    return failed
 
 
 def measured(link: Link, seconds: float = 0.5) -> dict[str, Any]:

@@ -335,8 +335,8 @@ class EMA:
                 masters = new_masters(flat, engine.device)
                 share.change(masters[flat.own_interval], share.values[0])
                 if flat.shared:
-                    place = state_context(engine, unit.name)
-                    flat.holders.all_gather(masters, place, flat.index, move="state").wait()
+                    context = state_context(engine, unit.name)
+                    flat.holders.all_gather(masters, context, flat.index, move="state").wait()
                 flat.storage.store(masters)
             if any(share.on_disk for share in self._shares.values()):
                 engine.transfers.flush()

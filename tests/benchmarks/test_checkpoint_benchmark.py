@@ -9,34 +9,16 @@ import importlib.util
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.checkpoint import cli, disk, report, summary
+from benchmarks.checkpoint.rows import Run
 from benchmarks.checkpoint.settings import PEERS, WAYS, Turn, peers_turns
-from benchmarks.checkpoint.summary import Run
+from fork_server import on_the_fork_server
 
 from ranks import run_ranks
-
-
-def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
-    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch
-    again.
-    """
-    begun = time.monotonic()
-    found = run_ranks(ranks, measured, module, job)
-    return {
-        "status": "ok",
-        "ranks": json.loads(json.dumps(found)),
-        "wall_s": time.monotonic() - begun,
-    }
-
-
-def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = importlib.import_module(module).measure(job)
-    return found
 
 
 def smallest(folder: Path, peer: str, *more: str) -> dict[str, Any]:

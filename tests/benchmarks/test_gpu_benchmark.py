@@ -12,13 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 from benchmarks.offload.settings import PLAIN, SIDES
+from benchmarks.on_gpu import chapters, turns_worker
+from benchmarks.on_gpu.comparison import GOAL, Comparison, compared
+from benchmarks.on_gpu.comparison import table as table_of
+from benchmarks.on_gpu.report import SCHEMA, Report
+from benchmarks.on_gpu.turns import take_turns
 from benchmarks.peers import launch
 from benchmarks.peers.settings import PEERS, Setting
 
-from benchmarks import gpu, gpu_turns, harness
+from benchmarks import gpu, harness
 from ranks import absolute_path
 
 
@@ -35,7 +41,7 @@ def tiny(output: Path, *arguments: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads((output / "gpu.json").read_text())
-    assert found["schema"] == gpu.SCHEMA and found["finished"] is True
+    assert found["schema"] == SCHEMA and found["finished"] is True
     return found
 
 
@@ -50,7 +56,7 @@ def test_every_row_of_the_usual_run_has_its_tiny_counterpart(chapter: str, tmp_p
         return
     monkey = options_of("--model", "gpt-tiny", "--smaller", "gpt-110m", "--device", "cpu")
     monkey.tiny = True
-    expected = gpu.compared(monkey)[chapter]
+    expected = compared(monkey)[chapter]
     sides = {side for comparison in expected for side in comparison.sides}
     assert {row[0] for table in found["tables"] for row in table["rows"]} == sides
     deepspeed = launch.interpreter_has(sys.executable, "deepspeed")
@@ -74,10 +80,10 @@ def test_every_row_of_the_usual_run_has_its_tiny_counterpart(chapter: str, tmp_p
 def test_every_side_can_be_built_and_several_gpus_have_every_chapter(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 8)
-    found = gpu.compared(options_of())
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    found = compared(options_of())
     sides = {side for part in found.values() for comparison in part for side in comparison.sides}
-    assert sides <= {*PEERS, *SIDES, *PLAIN, *gpu_turns.FURTHER}
+    assert sides <= {*PEERS, *SIDES, *PLAIN, *turns_worker.FURTHER}
     assert {
         "ddp",
         "plain",
@@ -95,9 +101,9 @@ def test_every_side_can_be_built_and_several_gpus_have_every_chapter(
         ("bf16", "gpt-110m"),
         ("fp32", "gpt-110m"),
     ]
-    assert all(c.goal == gpu.GOAL for c in found["step"])
-    monkeypatch.setattr(gpu.torch.cuda, "device_count", lambda: 1)
-    alone = gpu.compared(options_of())
+    assert all(c.goal == GOAL for c in found["step"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    alone = compared(options_of())
     assert not alone["ranks"] and [c.setting.ranks for c in alone["fp32"]] == [1]
     assert gpu.USUAL[0] == "check" and set(found) < set(gpu.CHAPTERS)
 
@@ -119,26 +125,26 @@ def test_a_row_is_the_median_of_its_turns_and_a_ratio_that_of_its_rounds() -> No
         turn("plain", 1, [0.2]),
     ]
     turns += [{"side": "fsdp2", "round": 0, "status": "failed", "error": "out of memory"}]
-    found = gpu_turns.by_side(turns)
+    found = turns_worker.by_side(turns)
     assert found["plain"]["step_s"] == pytest.approx(0.15) and found["plain"]["rounds"] == 2
     assert found["fsdp2"] == {"error": "out of memory"}
-    assert gpu_turns.ratio(turns, "onefold-3", "plain") == pytest.approx(
+    assert turns_worker.ratio(turns, "onefold-3", "plain") == pytest.approx(
         (0.11 / 0.1 + 0.3 / 0.2) / 2
     )
-    assert gpu_turns.ratio(turns, "fsdp2", "plain") is None
+    assert turns_worker.ratio(turns, "fsdp2", "plain") is None
 
-    comparison = gpu.Comparison(
+    comparison = Comparison(
         "t",
         Setting(model="gpt-tiny", tokens=64, ranks=1),
         ("plain", "fsdp2", "onefold-3", "deepspeed-1"),
         "plain",
         1.02,
     )
-    rows = gpu._turned(comparison, turns, ["deepspeed-1"]).rows
+    rows = table_of(comparison, turns, ["deepspeed-1"]).rows
     assert [row[:3] for row in rows] == [
         ["plain", "150.0", "1.000"], ["fsdp2", "failed", "–"], ["onefold-3", "110.0", "1.300!"], ["deepspeed-1", "not installed", "–"],
     ]  # fmt: skip
-    assert rows[2][5] == "1.000" and gpu._turned(comparison, [], []).rows[0][1] == "not reached"
+    assert rows[2][5] == "1.000" and table_of(comparison, [], []).rows[0][1] == "not reached"
 
 
 def test_a_side_that_ends_its_process_loses_its_own_turns_only(
@@ -146,7 +152,7 @@ def test_a_side_that_ends_its_process_loses_its_own_turns_only(
 ) -> None:
     """And after every turn the files hold what is known by then."""
     options = options_of("--device", "cpu", "--output", str(tmp_path), "--rounds", "1")
-    comparison = gpu.Comparison(
+    comparison = Comparison(
         "t", Setting(model="gpt-tiny", tokens=64, ranks=1), ("plain", "fsdp2", "onefold-3"), "plain"
     )
     asked: list[list[str]] = []
@@ -161,8 +167,8 @@ def test_a_side_that_ends_its_process_loses_its_own_turns_only(
         return {"status": "ok", "ranks": [], "wall_s": 1.0}
 
     monkeypatch.setattr(launch, "run_ranks", run_ranks)
-    report = gpu.Report(options)
-    gpu.take_turns(comparison, options, report, "t")
+    report = Report(options)
+    take_turns(comparison, options, report, "t")
     assert asked == [["plain", "fsdp2", "onefold-3"], ["onefold-3"]]
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert [(run["peer"], run["status"]) for run in written["runs"]["t"]] == [
@@ -183,8 +189,8 @@ def test_no_turn_begins_once_the_time_is_over(
 ) -> None:
     monkeypatch.setattr(launch, "run_ranks", lambda *_, **__: pytest.fail("a turn began"))
     options = options_of("--device", "cpu", "--output", str(tmp_path), "--seconds", "0")
-    report = gpu.Report(options)
-    gpu.take_turns(gpu.compared(options)["memory"][0], options, report, "memory 0")
+    report = Report(options)
+    take_turns(compared(options)["memory"][0], options, report, "memory 0")
     assert all(row[1] == "not reached" for row in report.tables["memory 0"].rows)
 
 
@@ -199,8 +205,8 @@ def test_the_chapter_of_the_check_fails_where_a_check_did(
             Path(command[-1]).write_text(json.dumps({"checks": rows}))
             return subprocess.CompletedProcess(command, 0, "", "")
 
-        monkeypatch.setattr(gpu.subprocess, "run", run)
-        table, (outcome,) = gpu.check(options)
+        monkeypatch.setattr(subprocess, "run", run)
+        table, (outcome,) = chapters.check(options)
         assert (
             table.rows == [["stages", status, "1.0", "as it is"]] and outcome["status"] == expected
         )

@@ -5,42 +5,24 @@ left behind.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.offload import alone, cli, disk, large, on_gpu, report, settings, summary
+from benchmarks.offload import alone, cli, disk, large, report, settings, summary
 from benchmarks.offload.settings import PAIRS, REFERENCE, SIDES
 from benchmarks.offload.summary import Run
+from benchmarks.on_gpu import largest, offload
+from benchmarks.page_cache import cached_bytes, page_cache_bytes
 from benchmarks.peers.settings import Setting
+from fork_server import on_the_fork_server
 
 from benchmarks import gpu
-from ranks import run_ranks
 
 TINY = Setting(model="gpt-tiny", tokens=64, ranks=2, warmup=1, steps=2)
 MIB = 1 << 20
-
-
-def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
-    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch
-    again.
-    """
-    begun = time.monotonic()
-    found = run_ranks(ranks, measured, module, job)
-    return {
-        "status": "ok",
-        "ranks": json.loads(json.dumps(found)),
-        "wall_s": time.monotonic() - begun,
-    }
-
-
-def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = importlib.import_module(module).measure(job)
-    return found
 
 
 def made_up(
@@ -177,10 +159,10 @@ def test_pages_of_a_file_in_the_cache_are_counted(tmp_path: Path) -> None:
     here, empty = tmp_path / "here", tmp_path / "empty"
     here.write_bytes(bytes(64 * 4096))
     empty.touch()
-    assert disk.cached_bytes([here, empty]) == 64 * 4096, (
+    assert cached_bytes([here, empty]) == 64 * 4096, (
         "what was just written through the cache lies in it"
     )
-    assert disk.page_cache_bytes() > 0
+    assert page_cache_bytes() > 0
 
 
 def test_the_search_for_the_largest_model_closes_in_from_both_ends() -> None:
@@ -191,7 +173,7 @@ def test_the_search_for_the_largest_model_closes_in_from_both_ends() -> None:
             tried.append(n)
             return n <= limit
 
-        best, above = on_gpu.search(fits, 8)
+        best, above = largest.search(fits, 8)
         assert best <= true_largest < above or (best == 0 and true_largest < 8 == above)
         assert above - best <= max(1, best // 8) or not best
         assert len(tried) == len(set(tried)), "nothing is tried twice"
@@ -213,7 +195,7 @@ def test_a_row_of_the_gpu_chapter_has_its_columns_with_and_without_a_trace() -> 
     } | {"fsdp2-cpu": []}
     found["plain"][0]["trace"] = None
     setting = Setting(model="gpt-tiny", tokens=64, ranks=1)
-    rows = {side: on_gpu._row(side, setting, found) for side in found}
+    rows = {side: offload._row(side, setting, found) for side in found}
     assert {len(row) for row in rows.values()} == {15}
     assert rows["onefold-2-cpu"][5:7] == ["2.000", "2.00"] and rows["onefold-2-cpu"][9:14] == [
         "100.0",
@@ -302,7 +284,7 @@ def test_the_large_example_is_watched_from_outside(tmp_path: Path) -> None:
 def test_the_gpu_script_knows_its_chapters() -> None:
     options = gpu.parser().parse_args(["--only", "offload", "largest"])
     assert isinstance(options, argparse.Namespace) and options.accumulations == [1, 8]
-    assert set(on_gpu.ALONE) | set(on_gpu.LARGEST) <= {*SIDES, "plain"}
+    assert set(offload.ON_ONE_GPU) | set(largest.ON_ONE_GPU) <= {*SIDES, "plain"}
 
 
 def test_smollm2_is_told_with_and_without_the_run_in_memory(

@@ -11,20 +11,18 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fork_server import on_the_fork_server
 
 ROOT = Path(__file__).parents[2]
+from benchmarks.offload.traced import overlap
 from benchmarks.peers import cli, launch, model, probes, report, summary
 from benchmarks.peers.launch import Run
 from benchmarks.peers.settings import PEERS, Setting, matrix
-
-from benchmarks import gpu
-from ranks import run_ranks
 
 TINY = Setting(model="gpt-tiny", tokens=32, warmup=1, steps=2)
 
@@ -40,27 +38,6 @@ def command(*arguments: str, timeout: float = 300.0) -> subprocess.CompletedProc
         text=True,
         timeout=timeout,
     )
-
-
-def on_the_fork_server(module: str, job: dict[str, Any], ranks: int, **_: Any) -> dict[str, Any]:
-    """In place of `launch.run_ranks`: the same worker, in ranks that need not import torch
-    again.
-    """
-    begun = time.monotonic()
-    found = run_ranks(ranks, measured, module, job)
-    return {
-        "status": "ok",
-        "ranks": json.loads(json.dumps(found)),
-        "wall_s": time.monotonic() - begun,
-    }
-
-
-def measured(module: str, job: dict[str, Any]) -> dict[str, Any]:
-    setting = Setting(**job["setting"])
-    found: dict[str, Any] = importlib.import_module(module).measure(
-        job["peer"], setting, int(os.environ["RANK"])
-    )
-    return found
 
 
 def folders_of_runs() -> set[str]:
@@ -270,6 +247,6 @@ def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
 
 
 def test_overlap_is_the_time_that_both_kinds_of_work_share() -> None:
-    seen = gpu.overlap([(0, 10), (5, 20)], [(15, 30), (40, 50)])
+    seen = overlap([(0, 10), (5, 20)], [(15, 30), (40, 50)])
     expected = {"comm_s": 20, "compute_s": 25, "both_s": 5, "idle_s": 10}
     assert {name: round(1e6 * value) for name, value in seen.items()} == expected

@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
+from benchmarks.on_gpu import groups
 from benchmarks.peers import model
 from benchmarks.peers.settings import Setting
-from benchmarks.wires import cli, counters, hosts, launch, on_gpu, report, summary
+from benchmarks.wires import cli, counters, hosts, launch, report, summary
 from benchmarks.wires.settings import SIDES, Link, available, chosen, read_rate
 from benchmarks.wires.summary import Run
 
@@ -301,12 +302,12 @@ def test_the_chapter_of_the_gpu_benchmark_fails_where_streams_change_a_bit(
             "ranks": [{"losses": losses, "between_bytes": 6 * 75, "numel": 100}] * setting.ranks,
         }
 
-    monkeypatch.setattr(gpu, "run", run)
-    table, outcomes = on_gpu.chapter(argparse.Namespace(precisions=["bf16"], device="cpu"))
+    monkeypatch.setattr(groups, "run", run)
+    table, outcomes = groups.chapter(argparse.Namespace(precisions=["bf16"], device="cpu"))
     rows = {row[0]: row[1:] for row in table.rows}
-    assert list(rows) == list(on_gpu.RECIPES) and set(asked) == {
-        (n, True) for n in on_gpu.RECIPES
-    } | {(n, False) for n in on_gpu.TWICE}
+    assert list(rows) == list(groups.RECIPES) and set(asked) == {
+        (n, True) for n in groups.RECIPES
+    } | {(n, False) for n in groups.TWICE}
     assert rows["zeropp"] == ["bf16", "2.000000", "0.0e+00", "the same bits", "0.750", "0.375"]
     assert rows["hsdp"][3] == "DIFFERS" and [o["status"] for o in outcomes].count("differs") == 1
-    assert set(on_gpu.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS
+    assert set(groups.RECIPES) <= set(SIDES) and "groups" in gpu.CHAPTERS

@@ -16,41 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models import tokens_of
+from models import OddPart, tokens_of
 from ranks import run_ranks
 
 STAGES = (0, 1, 2, 3)
 Whole = dict[str, dict[str, Any]]
-
-
-class Part(nn.Module):
-    """x (batch, 5) -> the same; ties, a frozen matrix, a scalar, a parameter smaller than the
-    world, a buffer.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.again, self.down, self.fixed = (
-            nn.Linear(5, 7),
-            nn.Linear(5, 7, bias=False),
-            nn.Linear(7, 5),
-            nn.Linear(5, 5),
-        )
-        self.again.weight = self.up.weight
-        self.fixed.requires_grad_(False)
-        self.gain, self.pair = (
-            nn.Parameter(torch.tensor(1.5)),
-            nn.Parameter(torch.tensor([0.5, -0.5])),
-        )
-        self.register_buffer("calls", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1.0
-        return (
-            self.fixed(x)
-            + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain
-            + self.pair.sum()
-        )
 
 
 class Three(nn.Module):
@@ -62,7 +32,7 @@ class Three(nn.Module):
         super().__init__()
         self.words, self.head = nn.Embedding(61, 5), nn.Linear(5, 61, bias=False)
         self.head.weight = self.words.weight
-        self.parts = nn.ModuleList(Part() for _ in range(3))
+        self.parts = nn.ModuleList(OddPart() for _ in range(3))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.words(tokens)

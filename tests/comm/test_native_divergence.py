@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 import standin
 from invariants.test_diverging_ranks import (
@@ -22,6 +21,7 @@ from invariants.test_diverging_ranks import (
     DropsBlocks,
     IgnoresTheTail,
     LayerDrop,
+    OtherOrder,
     _told,
     assert_stalled,
     four_steps,
@@ -66,23 +66,6 @@ def test_ranks_that_take_other_branches_train_as_over_gloo(
 ) -> None:
     cases = sample([(*recipe, number) for recipe in recipes for number in range(3)], 5)
     assert run_ranks(world_size, other_branches, cases) == [[]] * world_size
-
-
-class OtherOrder(LayerDrop):
-    """Rank 0 applies the blocks forwards, rank 1 backwards; all blocks are of one size, so that
-    nothing else tells them apart.
-    """
-
-    options = {"stall_timeout": STALL_TIMEOUT}
-
-    class Model(DropsBlocks):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in list(self.blocks) if dist.get_rank() % 2 == 0 else list(self.blocks)[::-1]:
-                x = block(x)
-            return self.leave(x)
-
-    def build(self) -> nn.Module:
-        return self.Model(4)
 
 
 def in_another_order(case: type[Case], stage: int) -> list[str]:
@@ -186,7 +169,7 @@ def in_the_exchange(stage: int) -> float:
     )
     loss = model(torch.ones(2, 7)).sum()
     if dist.get_rank() == 1:
-        onefold.engine_of(model).group.any_of = lambda bits, place: time.sleep(8) or bits  # type: ignore[method-assign]
+        onefold.engine_of(model).group.any_of = lambda bits, context: time.sleep(8) or bits  # type: ignore[method-assign]
     start = time.monotonic()
     try:
         loss.backward()

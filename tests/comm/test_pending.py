@@ -15,7 +15,7 @@ from onefold.device import current_stream, new_stream
 class Move:
     """A move that notes on which stream it is waited for."""
 
-    place = event = None
+    context = event = None
 
     def __init__(self, device: torch.device) -> None:
         self.device: torch.device = device

@@ -70,11 +70,6 @@ def run(folder: str, case: dict[str, Any]) -> dict[str, Any]:
 
 def runs(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
     """{name: what the run's logs say} of each case, in order."""
-    from hf_trials import fresh_state, start
+    from hf_trials import each_of
 
-    start(folder)
-    out: dict[str, Any] = {}
-    for case in cases:
-        with fresh_state():
-            out[case["name"]] = run(folder, case)
-    return out
+    return each_of(run, cases, folder)

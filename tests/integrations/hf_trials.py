@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def fresh_state() -> Any:
         del os.environ[name]
     yield
     dist.barrier()
+
+
+def each_of(
+    run: Callable[[str, dict[str, Any]], Any], cases: list[dict[str, Any]], folder: str
+) -> dict[str, Any]:
+    """{name: what `run(folder, case)` says} of each case, in order, as if each were a process."""
+    start(folder)
+    out: dict[str, Any] = {}
+    for case in cases:
+        with fresh_state():
+            out[case["name"]] = run(folder, case)
+    return out
 
 
 def arguments(folder: str, name: str, **more: Any) -> dict[str, Any]:

@@ -86,7 +86,9 @@ def test_ranks_that_take_other_branches_train_as_in_ddp(case: type[Case], world_
 
 
 class OtherOrder(LayerDrop):
-    """Rank 0 applies the blocks forwards, rank 1 backwards."""
+    """Rank 0 applies the blocks forwards, rank 1 backwards; all blocks are of one size, so that
+    nothing else tells them apart.
+    """
 
     options = {"stall_timeout": STALL_TIMEOUT}
 

@@ -4,7 +4,6 @@ what the dead leave.
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import secrets
@@ -15,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from benchmarks.page_cache import cached_bytes
 
 from onefold.offload.nvme import PAGE, Nvme, page_buffer
 from onefold.offload.nvme.files import DATA, LOCK, MARK
@@ -35,30 +35,8 @@ def blank(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def pages_in_cache(path: Path) -> int:
-    """Pages of a file that the system holds in memory. Python's own mmap hides its address, so this
-    asks the C library.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [
-        ctypes.c_void_p,
-        ctypes.c_size_t,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_int,
-        ctypes.c_long,
-    ]
-    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        at = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
-        try:
-            found = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-            assert libc.mincore(at, size, found) == 0, os.strerror(ctypes.get_errno())
-            return sum(byte & 1 for byte in found.raw)
-        finally:
-            libc.munmap(at, size)
+    """Pages of a file that the system holds in memory."""
+    return cached_bytes([path]) // mmap.PAGESIZE
 
 
 def lives_in_memory(folder: Path) -> bool:

@@ -232,7 +232,7 @@ def test_the_page_has_the_table_as_it_is() -> None:
 
 # -- an option that is missing somewhere is found ---------------------------------------------------
 
-EXTRA = Option("imagined", bool, False, OPTIONS["overlap"].check, "Nothing.", table.ENGINE, ("train", "plan"))  # fmt: skip
+EXTRA = Option("made_up", bool, False, OPTIONS["overlap"].check, "Nothing.", table.ENGINE, ("train", "plan"))  # fmt: skip
 CHECKS: list[Callable[[], None]] = [
     test_the_signature_has_every_option_with_its_type_and_its_default,
     test_a_configuration_file_has_the_options_of_the_command,
@@ -246,7 +246,7 @@ CHECKS: list[Callable[[], None]] = [
 def test_an_option_of_the_table_alone_is_missed(
     check: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(OPTIONS, "imagined", EXTRA)  # type: ignore[arg-type]
+    monkeypatch.setitem(OPTIONS, "made_up", EXTRA)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         check()
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import Block, TinyGPT, TinyMLP, features_of, tokens_of
+from models import Block, OddPart, TinyGPT, TinyMLP, features_of, tokens_of
 
 
 class AdaptedBlock(Block):
@@ -39,36 +39,6 @@ class Adapted(TinyGPT):
         self.blocks = nn.ModuleList(AdaptedBlock(width, 2) for _ in range(3))
         for name, p in self.named_parameters():
             p.requires_grad_(p.dim() < 2 or "adapter" in name)
-
-
-class OddPart(nn.Module):
-    """x (batch, 5) -> the same; a tie inside, a frozen matrix, a scalar, a parameter smaller than
-    the ranks, a buffer that counts.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.again, self.down, self.fixed = (
-            nn.Linear(5, 7),
-            nn.Linear(5, 7, bias=False),
-            nn.Linear(7, 5),
-            nn.Linear(5, 5),
-        )
-        self.again.weight = self.up.weight
-        self.fixed.requires_grad_(False)
-        self.gain, self.pair = (
-            nn.Parameter(torch.tensor(1.5)),
-            nn.Parameter(torch.tensor([0.5, -0.5])),
-        )
-        self.register_buffer("calls", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1.0
-        return (
-            self.fixed(x)
-            + self.down(torch.tanh(self.up(x) + self.again(x))) * self.gain
-            + self.pair.sum()
-        )
 
 
 class Odd(nn.Module):

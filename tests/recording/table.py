@@ -9,7 +9,7 @@ ranks, and where it is loaded again.
 | optimizers     | AdamW, SGD, Adagrad, groups of parameters, implementations, clipping                                 |
 | models         | ties, frozen parts, adapters, odd shapes, buffers, parts that are skipped, several dtypes            |
 | activations    | recomputed, on the host                                                                              |
-| tiers          | states, gradients and parameters on the host and on NVMe, shares, stepped behind the backward pass   |
+| tiers          | states, gradients and parameters on the host and on NVMe, shares, stepped in backward the backward pass   |
 | groups         | two levels, nodes, hybrid sharding, hybrid optimizer sharding, second copy                           |
 | codecs         | of gathers, reductions, frozen weights; error feedback, rounding                                     |
 | tiles, moments | weights computed in tiles; Adam's moments in fewer bits                                              |
@@ -313,7 +313,7 @@ def tiers() -> Iterable[Run]:
             )
             behind = {**options, "step_in_backward": True}
             yield Run(
-                f"tiers: {stage}, states on {name}, stepped behind",
+                f"tiers: {stage}, states on {name}, stepped in backward",
                 stage,
                 behind,
                 load=_loader(stage),
@@ -336,7 +336,7 @@ def tiers() -> Iterable[Run]:
         ("all on NVMe", {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}),
         ("all on NVMe, bf16", {"offload_optimizer": "nvme", "offload_param": "nvme", "precision": "bf16", **NVME}),
         ("half of all on NVMe, further ahead", {"offload_optimizer": "nvme:0.5", "offload_param": "nvme", "prefetch": 2, **NVME}),
-        ("all on NVMe, stepped behind", {"offload_optimizer": "nvme", "offload_param": "nvme", "step_in_backward": True, **NVME}),
+        ("all on NVMe, stepped in backward", {"offload_optimizer": "nvme", "offload_param": "nvme", "step_in_backward": True, **NVME}),
     ):  # fmt: skip
         yield Run(
             f"tiers: 3, {name}",
@@ -357,7 +357,7 @@ def tiers() -> Iterable[Run]:
     for name, options in (
         ("states on the host", host), ("states on NVMe", disk), ("all on the host", both),
         ("all on NVMe", {"offload_optimizer": "nvme", "offload_param": "nvme", **NVME}),
-        ("a share on NVMe, stepped behind", {"offload_optimizer": "nvme:0.5", "step_in_backward": True, **NVME}),
+        ("a share on NVMe, stepped in backward", {"offload_optimizer": "nvme:0.5", "step_in_backward": True, **NVME}),
     ):  # fmt: skip
         yield Run(
             f"tiers: 3, large units, {name}",
@@ -405,8 +405,8 @@ def groups() -> Iterable[Run]:
         yield Run(f"groups: {stage} on 4, two nodes, flat", stage, {"group": "flat"}, 4, per_node=2)
     kinds: list[tuple[str, int, Options]] = [
         ("HSDP", 3, {"shard_group": 2}),
-        ("stage 2 inside groups", 2, {"shard_group": 2}),
-        ("stage 1 inside groups", 1, {"shard_group": 2}),
+        ("stage 2 sharded in groups", 2, {"shard_group": 2}),
+        ("stage 1 sharded in groups", 1, {"shard_group": 2}),
         ("optimizer over all", 3, {"shard_group": 2, "optimizer_over": "all"}),
         ("second copy", 3, {"group": 2, "second_copy": True}),
     ]

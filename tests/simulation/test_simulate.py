@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_replay import batch_of, model_of
 from torch import nn
 
 import onefold
@@ -25,6 +24,7 @@ from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.stand_in import stand_in
 from ranks import run_ranks
+from replayed import batch_of, model_of
 
 RESETS_PEAK = os.access("/proc/self/clear_refs", os.W_OK)
 with_transformers = pytest.mark.skipif(
@@ -306,7 +306,7 @@ def test_a_stand_in_has_the_units_of_its_shape() -> None:
         (0, {}, "expected 1 to 4096"),
         (4097, {}, "expected 1 to 4096"),
         (8, {"rank": 8}, "rank 8 of 8"),
-        (8, {"steps": 1}, "learns the order"),
+        (8, {"micro_batches": 0}, "expected at least 1"),
         (8, {"optimizer": "lion"}, "expected one of adamw"),
         (8, {}, "give onefold.simulation.simulate.simulate a batch"),
     ],

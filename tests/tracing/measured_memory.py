@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class RealStep:
     """
 
     def __init__(self, module: nn.Module, batch: Batch, precision: str) -> None:
-        self.module, self.autocast = module.train(), precision == "autocast-bf16"
+        self.module = module.train()
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for p in module.parameters():
             p.data = p.data.to(dtype)
@@ -44,13 +44,8 @@ class RealStep:
         )
 
     def forward(self) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
-            out = (
-                self.module(**self.batch)
-                if isinstance(self.batch, dict)
-                else self.module(*self.batch)
-            )
-            return loss_of(out)
+        batch = self.batch
+        return loss_of(self.module(**batch) if isinstance(batch, dict) else self.module(*batch))
 
     def saved(self) -> int:
         """Bytes of the storages that autograd saves, parameters, buffers and constants of modules

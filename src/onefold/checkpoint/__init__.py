@@ -16,11 +16,12 @@ There is no pickle in it.
 | a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)      |
 | what ranks tell           | together                                                                                 |
 | the format                | folder (whole or absent), manifest, tensorfile, values                                   |
+| what is told              | errors                                                                                   |
 | torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
 Hugging Face folders are the room `pretrained`, commands on checkpoints the room `inspection`.
 
-Who holds what of a parameter is asked of its `Entry` (runtime/flat.py), and its elements of the
+Who holds what of a parameter is asked of its `Entry` (runtime/entry.py), and its elements of the
 storage that they rest in (runtime/storage.py).
 """
 

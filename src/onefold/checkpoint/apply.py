@@ -192,8 +192,8 @@ class StateReader:
         if flat.shared:
             # The wire may not know float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-            place = state_context(self.engine, flat.unit_name)
-            flat.holders.all_gather(wire, place, flat.index, move="state").wait()
+            context = state_context(self.engine, flat.unit_name)
+            flat.holders.all_gather(wire, context, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
         """The first rank reads them and sends them to all."""

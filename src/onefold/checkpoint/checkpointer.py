@@ -126,8 +126,8 @@ class Checkpointer:
         """Whether the save under way goes on on any rank: they must decide alike."""
         # Asked on the training's communicator, since the save talks on the checkpoint's
         mine = bytes([255, running(self._engine) is not None])  # of a length of its own
-        place = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
-        return bool(self._engine.group.any_of(mine, place)[1])
+        context = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
+        return bool(self._engine.group.any_of(mine, context)[1])
 
     def wait(self) -> None:
         """Until no save is under way. Raises: CheckpointError: the last one failed."""

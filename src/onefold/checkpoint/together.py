@@ -41,8 +41,8 @@ def meet(engine: Engine, call: str) -> None:
     if engine.group.fake:
         return settle(engine)
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    place = CollectiveContext("control", f"({call})", engine.step, "state")
-    said = [int(p.item()) for p in engine.group.exchange_control(payload, place)]
+    context = CollectiveContext("control", f"({call})", engine.step, "state")
+    said = [int(p.item()) for p in engine.group.exchange_control(payload, context)]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
         raise CheckpointError(

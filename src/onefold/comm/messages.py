@@ -14,7 +14,7 @@ class Messages(Standing):
     """The small messages of a group."""
 
     def exchange_control(
-        self, payload: torch.Tensor, place: CollectiveContext, kind: str = "control"
+        self, payload: torch.Tensor, context: CollectiveContext, kind: str = "control"
     ) -> list[torch.Tensor]:
         """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank
         order. Waits.
@@ -33,12 +33,19 @@ class Messages(Standing):
         step = 1
         while step < self.size:
             more = min(step, self.size - step)
-            self._round(have[:more], (self.rank - step) % self.size, have[step : step + more], (self.rank + step) % self.size, place, kind,
-                        payload.numel())  # fmt: skip
+            self._round(
+                have[:more],
+                (self.rank - step) % self.size,
+                have[step : step + more],
+                (self.rank + step) % self.size,
+                context,
+                kind,
+                payload.numel(),
+            )
             step *= 2
         return list(have.roll(self.rank, 0).unbind())
 
-    def any_of(self, bits: bytes, place: CollectiveContext) -> bytes:
+    def any_of(self, bits: bytes, context: CollectiveContext) -> bytes:
         """The bits that any rank has set, of as many on each. Waits.
 
         In log2(ranks) rounds of one message, over gloo on any backend. See `both` for what all
@@ -56,7 +63,7 @@ class Messages(Standing):
                 (self.rank + step) % self.size,
                 theirs,
                 (self.rank - step) % self.size,
-                place,
+                context,
                 "agreement",
                 len(bits),
             )
@@ -70,7 +77,7 @@ class Messages(Standing):
         to: int,
         received: torch.Tensor,
         source: int,
-        place: CollectiveContext,
+        context: CollectiveContext,
         kind: str,
         length: int,
     ) -> None:
@@ -79,16 +86,16 @@ class Messages(Standing):
         """
         tag = self.tag(kind, length)
         self.ledger.control_bytes += sent.numel()
-        with self.launching(place):
+        with self.launching(context):
             works = [
                 dist.irecv(
                     received, group=self.control_group, group_src=self._at_control[source], tag=tag
                 ),
                 dist.isend(sent, group=self.control_group, group_dst=self._at_control[to], tag=tag),
             ]
-        self._wait(works, place, None, on_host=True)
+        self._wait(works, context, None, on_host=True)
 
-    def gather_values(self, value: torch.Tensor, place: CollectiveContext) -> torch.Tensor:
+    def gather_values(self, value: torch.Tensor, context: CollectiveContext) -> torch.Tensor:
         """A few numbers of every rank: [...] becomes [size, ...], in rank order. On native backends
         without waiting on the host.
         """
@@ -98,7 +105,7 @@ class Messages(Standing):
         if not self.native:
             payload = value.detach().cpu().reshape(-1).view(torch.uint8)
             return (
-                torch.cat(self.exchange_control(payload, place))
+                torch.cat(self.exchange_control(payload, context))
                 .view(value.dtype)
                 .view(shape)
                 .to(value.device)
@@ -106,11 +113,11 @@ class Messages(Standing):
         out = torch.empty(shape, dtype=value.dtype, device=value.device)
         self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
         self.note_launch(1, "control", 0, value.numel())
-        with self.launching(place):
+        with self.launching(context):
             work = all_gather_single(
                 out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True
             )
-        self.wait([work], place)
+        self.wait([work], context)
         if self.ordered:
             return out
         if self._row_of is None:  # sent to the device once

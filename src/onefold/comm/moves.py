@@ -52,7 +52,7 @@ class Moves(Messages):
     def all_gather(
         self,
         full: torch.Tensor,
-        place: CollectiveContext,
+        context: CollectiveContext,
         unit_index: int,
         *,
         move: str = "all-gather",
@@ -64,14 +64,14 @@ class Moves(Messages):
         `plain`: bytes that `full` was encoded from, for the ledger.
         """
         if self.size == 1:
-            return Pending(self, [], place)
+            return Pending(self, [], context)
         shard = full.numel() // self.size
         inner, outer = self._intra_group, self._inter_group
         if inner is not None and outer is not None:
             first = self.rank // outer.size * outer.size * shard
             low = outer.all_gather(
                 full[first : first + shard * outer.size],
-                place,
+                context,
                 unit_index,
                 move=move,
                 plain=plain * outer.size // self.size,
@@ -79,15 +79,15 @@ class Moves(Messages):
             return Chain(
                 self,
                 low,
-                lambda: inner.all_gather(full, place, unit_index, move=move, plain=plain),
+                lambda: inner.all_gather(full, context, unit_index, move=move, plain=plain),
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         each, part = (
             self._to_all(mine.numel() * mine.element_size()),
             self._to_all(plain // self.size),
         )
-        event = self._record(move, place, full.dtype, *each, *part)
-        return self.wire.all_gather(Launch(self, move, unit_index, place, event), full, mine)
+        event = self._record(move, context, full.dtype, *each, *part)
+        return self.wire.all_gather(Launch(self, move, unit_index, context, event), full, mine)
 
     def _to_all(self, nbytes: int) -> tuple[int, int]:
         """Bytes sent where each peer is sent so many: all, and those of them to other nodes."""
@@ -119,9 +119,9 @@ class Moves(Messages):
         size, rank = self.size, self.rank
         rows = [full.view(size, -1) for full in fulls]
         events = []
-        for row, place in zip(rows, places, strict=True):
+        for row, context in zip(rows, places, strict=True):
             each = self._to_all(row.shape[1] * row.element_size())
-            events.append(self._record("all-gather", place, row.dtype, *each))
+            events.append(self._record("all-gather", context, row.dtype, *each))
         lengths = [row.shape[1] for row in rows]
         sent = torch.cat([row[rank] for row in rows])
         received = [(peer, torch.empty_like(sent)) for peer in self.peers]
@@ -151,7 +151,7 @@ class Moves(Messages):
         sent: torch.Tensor,
         cut: Cut,
         received: torch.Tensor,
-        place: CollectiveContext,
+        context: CollectiveContext,
         unit_index: int,
         move: str,
         plain: int = 0,
@@ -170,9 +170,9 @@ class Moves(Messages):
         """
         width = sent.element_size()
         parts = (cut.numel - cut.own) * width, cut.between * width
-        event = self._record(move, place, sent.dtype, *parts, *self._to_all(plain))
+        event = self._record(move, context, sent.dtype, *parts, *self._to_all(plain))
         return self.wire.scatter_parts(
-            Launch(self, move, unit_index, place, event, addresses), sent, cut, received
+            Launch(self, move, unit_index, context, event, addresses), sent, cut, received
         )
 
     def can_reduce(self, cut: Cut) -> bool:
@@ -186,7 +186,7 @@ class Moves(Messages):
         sent: torch.Tensor,
         cut: Cut,
         own: torch.Tensor,
-        place: CollectiveContext,
+        context: CollectiveContext,
         unit_index: int,
         move: str,
         mean: bool,
@@ -197,16 +197,16 @@ class Moves(Messages):
         """
         width = sent.element_size()
         event = self._record(
-            move, place, sent.dtype, (cut.numel - cut.own) * width, cut.between * width
+            move, context, sent.dtype, (cut.numel - cut.own) * width, cut.between * width
         )
         return self.wire.reduce_scatter(
-            Launch(self, move, unit_index, place, event, addresses), sent, own, mean
+            Launch(self, move, unit_index, context, event, addresses), sent, own, mean
         )
 
     def all_reduce(
         self,
         whole: torch.Tensor,
-        place: CollectiveContext,
+        context: CollectiveContext,
         unit_index: int,
         mean: bool,
         addresses: tuple[int, int] | None = None,
@@ -215,16 +215,16 @@ class Moves(Messages):
         dtype.
         """
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
-        event = self._record(move, place, whole.dtype, *self._to_all(each))
+        event = self._record(move, context, whole.dtype, *self._to_all(each))
         return self.wire.all_reduce(
-            Launch(self, move, unit_index, place, event, addresses), whole, mean
+            Launch(self, move, unit_index, context, event, addresses), whole, mean
         )
 
     def gather_sums(
         self,
         whole: torch.Tensor,
         cut: Cut,
-        place: CollectiveContext,
+        context: CollectiveContext,
         unit_index: int,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
@@ -234,10 +234,10 @@ class Moves(Messages):
         `cut` is one that `can_reduce`.
         """
         move, each = "all-reduce", cut.own * whole.element_size()
-        event = self._record(move, place, whole.dtype, *self._to_all(each))
+        event = self._record(move, context, whole.dtype, *self._to_all(each))
         own = whole[self.rank * cut.own : (self.rank + 1) * cut.own]
         return self.wire.gather_sums(
-            Launch(self, move, unit_index, place, event, addresses), whole, own
+            Launch(self, move, unit_index, context, event, addresses), whole, own
         )
 
     def launched(self) -> bytes:
@@ -254,13 +254,13 @@ class Moves(Messages):
         ]
         return zlib.crc32(repr(found).encode()).to_bytes(4, "little")
 
-    def out_of_order(self, place: CollectiveContext) -> StallError:
+    def out_of_order(self, context: CollectiveContext) -> StallError:
         """What all ranks say once they know that they launched different moves. Nothing can be
         trusted from here on.
         """
         self.broken = StallError(
             f"rank {self.ranks[self.rank]} found at the end of the backward pass of step"
-            f" {place.step} that ranks {sorted(self.ranks)} launched gathers or reductions of"
+            f" {context.step} that ranks {sorted(self.ranks)} launched gathers or reductions of"
             f" different units, or in different orders. {self.backend} matches them by their order:"
             " one unit was taken for another. Do not use the results of this step. Ranks must use"
             " the units of a sharded model in one order; where they cannot, use gloo."
@@ -274,7 +274,7 @@ class Moves(Messages):
         self,
         sends: Parts,
         recvs: Parts,
-        place: CollectiveContext,
+        context: CollectiveContext,
         unit_index: int,
         *,
         move: str,
@@ -289,17 +289,17 @@ class Moves(Messages):
         `scatter_parts`.
         """
         if self.size == 1:
-            return Pending(self, [], place)
+            return Pending(self, [], context)
         dtype = next((t.dtype for _, t in [*sends, *recvs]), torch.uint8)
         was, elsewhere = plain or {}, self._elsewhere
         counts = [(t.numel() * t.element_size(), was.get(p, 0), elsewhere[p]) for p, t in sends]
-        event = self._record(move, place, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
+        event = self._record(move, context, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
                              sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
         return self.wire.exchange(
-            Launch(self, move, unit_index, place, event, addresses), sends, recvs
+            Launch(self, move, unit_index, context, event, addresses), sends, recvs
         )
 
-    def broadcast(self, tensors: list[torch.Tensor], place: CollectiveContext) -> None:
+    def broadcast(self, tensors: list[torch.Tensor], context: CollectiveContext) -> None:
         """Rank 0's tensors to all ranks, in place, in one message. Waits."""
         flat = (
             [t.detach().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
@@ -313,7 +313,7 @@ class Moves(Messages):
             if len(flat) > 1 or self.rank
             else flat[0].to(self.device)
         )
-        self.from_first(message, place, 0x7FFF).wait()
+        self.from_first(message, context, 0x7FFF).wait()
         if self.rank != 0:
             parts = message.split([t.numel() for t in flat])
             with torch.no_grad():
@@ -321,21 +321,21 @@ class Moves(Messages):
                     # Where a part begins need not suit the dtype
                     t.copy_(part.clone().view(t.dtype).view(t.shape))
 
-    def from_first(self, message: torch.Tensor, place: CollectiveContext, number: int) -> Pending:
+    def from_first(self, message: torch.Tensor, context: CollectiveContext, number: int) -> Pending:
         """Rank 0's `message`, uint8 [n] on the device, into everybody's. `number`: messages of two
         numbers never meet on gloo.
         """
         if not self.native or self.fake:
             sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []
             return self.exchange(
-                sends, [] if self.rank == 0 else [(0, message)], place, number, move="state"
+                sends, [] if self.rank == 0 else [(0, message)], context, number, move="state"
             )
         event = self._record(
-            "state", place, message.dtype, message.numel() if self.rank == 0 else 0, 0
+            "state", context, message.dtype, message.numel() if self.rank == 0 else 0, 0
         )
         self.note_launch(1, "state", number, message.numel())
-        with self.launching(place):
+        with self.launching(context):
             work = dist.broadcast(
                 message, group=self.reduce_group, group_src=self.at[0], async_op=True
             )
-        return Pending(self, [work], place, event, keep=message)
+        return Pending(self, [work], context, event, keep=message)

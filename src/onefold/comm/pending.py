@@ -20,21 +20,21 @@ class Pending:
     order of the current stream).
     """
 
-    __slots__ = ("_after", "_group", "_keep", "_works", "event", "place")
+    __slots__ = ("_after", "_group", "_keep", "_works", "context", "event")
 
     def __init__(
         self,
         group: Standing,
         works: list[Any],
-        place: CollectiveContext,
+        context: CollectiveContext,
         event: TrafficEvent | None = None,
         keep: Any = None,
         after: Sequence[Callable[[], object]] = (),
     ) -> None:
-        self._group, self._works, self.place, self.event, self._keep, self._after = (
+        self._group, self._works, self.context, self.event, self._keep, self._after = (
             group,
             works,
-            place,
+            context,
             event,
             keep,
             after,
@@ -43,7 +43,7 @@ class Pending:
     def wait(self) -> None:
         if self._works:
             works, self._works = self._works, []
-            self._group.wait(works, self.place, self.event)
+            self._group.wait(works, self.context, self.event)
         for act in self._after:
             act()
         self._keep, self._after = None, ()
@@ -73,7 +73,7 @@ class Chain(Pending):
         self._first: Pending | None = first
         self._then: Callable[[], Pending] | None = then
         self._second: Pending | None = None
-        self.place, self.event = first.place, first.event
+        self.context, self.event = first.context, first.event
         # The relay waits for the first move, the compute stream for the second only
         if group.relay is not None:
             # And for nothing else: what the second move reads was there, or was on its way, when
@@ -126,13 +126,13 @@ class Chains:
                 if chain is last:
                     break
 
-    def relay_before(self, place: CollectiveContext) -> None:
+    def relay_before(self, context: CollectiveContext) -> None:
         """Begin those that others may wait for before they do what is about to be waited for
         here.
         """
-        if place.move not in ("reduce-scatter", "all-reduce"):
+        if context.move not in ("reduce-scatter", "all-reduce"):
             self.relay()
-        elif own := [chain for chain in self._waiting if chain.place.unit == place.unit]:
+        elif own := [chain for chain in self._waiting if chain.context.unit == context.unit]:
             # What is gathered behind the unit others may begin to gather once they have this
             # reduction
             self.relay(own[-1])

@@ -41,8 +41,8 @@ class CollectiveContext:
 GRACE = 3.0
 
 
-def explain(
-    place: CollectiveContext,
+def stall_error(
+    context: CollectiveContext,
     waited: float,
     cause: Exception,
     group_name: str,
@@ -53,12 +53,12 @@ def explain(
     """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the
     last step that all ended.
     """
-    notes: dict[int, str] = {rank: f"{place}, {waited:.1f} s"}
+    notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
     try:
         store = dist.distributed_c10d._get_default_store()
         key = f"onefold/stall/{group_name}/"
-        store.set(f"{key}{rank}", json.dumps({**asdict(place), "waited": waited}))
+        store.set(f"{key}{rank}", json.dumps({**asdict(context), "waited": waited}))
         end = time.monotonic() + GRACE
         while missing and time.monotonic() < end:
             for other in list(missing):
@@ -82,7 +82,7 @@ def explain(
     text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
     closed = "closed" in text or "reset" in text
     lines = [
-        f"rank {rank} gave up {place} after {waited:.1f} s: "
+        f"rank {rank} gave up {context} after {waited:.1f} s: "
         + (
             "a peer's connection closed (a rank ended or gave up first)."
             if closed

@@ -25,7 +25,7 @@ import torch
 from onefold.comm.communicators import Communicators
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chains
-from onefold.comm.stall import CollectiveContext, StallError, explain
+from onefold.comm.stall import CollectiveContext, StallError, stall_error
 from onefold.comm.wire import FAKE, Wire
 from onefold.device import current_stream, has_streams, new_event
 
@@ -106,21 +106,25 @@ class Standing:
     # -- waiting -----------------------------------------------------------------------------------
 
     def wait(
-        self, works: list[Any], place: CollectiveContext, event: TrafficEvent | None = None
+        self, works: list[Any], context: CollectiveContext, event: TrafficEvent | None = None
     ) -> None:
         """Wait for `works`, and enter in the ledger how long that took. On a device with streams
         the current stream waits, not the host.
         """
         on_host = self.backend == "gloo" or not has_streams(self.device)
-        self._wait(works, place, event, on_host)
+        self._wait(works, context, event, on_host)
 
     def _wait(
-        self, works: list[Any], place: CollectiveContext, event: TrafficEvent | None, on_host: bool
+        self,
+        works: list[Any],
+        context: CollectiveContext,
+        event: TrafficEvent | None,
+        on_host: bool,
     ) -> None:
         # The connections are closed: say again what happened rather than wait again
         if self.broken is not None:
             raise self.broken
-        self.chains.relay_before(place)
+        self.chains.relay_before(context)
         start = time.perf_counter()
         try:
             if on_host:
@@ -131,10 +135,10 @@ class Standing:
             else:
                 self._wait_on_stream(works, event)
         except RuntimeError as error:
-            raise self._lost(place, time.perf_counter() - start, error) from None
+            raise self._lost(context, time.perf_counter() - start, error) from None
 
     @contextlib.contextmanager
-    def launching(self, place: CollectiveContext) -> Iterator[None]:
+    def launching(self, context: CollectiveContext) -> Iterator[None]:
         """Around moves that are launched: where a peer has gone already, that fails at once rather
         than in the wait.
         """
@@ -143,12 +147,12 @@ class Standing:
         try:
             yield
         except RuntimeError as error:
-            raise self._lost(place, 0.0, error) from None
+            raise self._lost(context, 0.0, error) from None
 
-    def _lost(self, place: CollectiveContext, waited: float, error: Exception) -> StallError:
+    def _lost(self, context: CollectiveContext, waited: float, error: Exception) -> StallError:
         name = getattr(self.control_group, "group_name", "")
-        self.broken = explain(
-            place, waited, error, name, self.ranks[self.rank], self.ranks, self.heard
+        self.broken = stall_error(
+            context, waited, error, name, self.ranks[self.rank], self.ranks, self.heard
         )
         self.give_up()
         return self.broken
@@ -178,7 +182,7 @@ class Standing:
     def _record(
         self,
         move: str,
-        place: CollectiveContext,
+        context: CollectiveContext,
         dtype: torch.dtype,
         nbytes: int,
         between: int,
@@ -191,12 +195,12 @@ class Standing:
         on_the_wire = str(dtype).removeprefix("torch.")
         return self.ledger.record(
             move,
-            place.unit,
+            context.unit,
             nbytes,
             self.size,
             on_the_wire,
-            place.phase,
-            place.step,
+            context.phase,
+            context.step,
             self.name,
             between,
             plain,

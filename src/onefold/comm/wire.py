@@ -60,24 +60,24 @@ class Launch:
         group: the ranks that take part. move: its kind, by the name that the ledger knows.
         unit_index: the unit's number. addresses: the range of the unit's buffer that is reduced, or
             None for all of it. These three go into tags and checksums.
-        place: what the move is for. event: the ledger's.
+        context: what the move is for. event: the ledger's.
     """
 
     group: Standing
     move: str
     unit_index: int
-    place: CollectiveContext
+    context: CollectiveContext
     event: TrafficEvent
     addresses: tuple[int, int] | None = None
 
     def launching(self) -> AbstractContextManager[None]:
-        return self.group.launching(self.place)
+        return self.group.launching(self.context)
 
     def pending(
         self, works: list[Any], keep: Any, after: Sequence[Callable[[], object]] = ()
     ) -> Pending:
         """The move under way; `keep` lives until it has come."""
-        return Pending(self.group, works, self.place, self.event, keep, after)
+        return Pending(self.group, works, self.context, self.event, keep, after)
 
     def note(self, which: int, numel: int = 0) -> None:
         """Enter it in the checksum of a native communicator."""

@@ -35,7 +35,7 @@ class Bench:
     device: torch.device
     sizes: Sizes
 
-    def place(self, move: str) -> CollectiveContext:
+    def context(self, move: str) -> CollectiveContext:
         return CollectiveContext(move, "calibration", 0, "doctor")
 
     def together(self) -> None:
@@ -93,6 +93,6 @@ class Bench:
         return torch.stack(
             [
                 part.view(torch.float64)
-                for part in self.group.exchange_control(mine, self.place("control"))
+                for part in self.group.exchange_control(mine, self.context("control"))
             ]
         )

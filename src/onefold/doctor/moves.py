@@ -41,7 +41,7 @@ class FlatMoves:
         return dict(zip(MOVES, moves, strict=True))[move]
 
     def all_gather(self) -> None:
-        self.group.all_gather(self.full, self.bench.place("all-gather"), 0).wait()
+        self.group.all_gather(self.full, self.bench.context("all-gather"), 0).wait()
 
     def reduce_scatter(self) -> torch.Tensor:
         """Exchange of intervals and a local sum into a received part, which would become the
@@ -64,14 +64,14 @@ class FlatMoves:
         sends = [(p, mine) for p in self._peers()]
         recvs = [(p, self._interval(total, p)) for p in self._peers()]
         self.group.exchange(
-            sends, recvs, self.bench.place("all-reduce"), 0, move="all-reduce"
+            sends, recvs, self.bench.context("all-reduce"), 0, move="all-reduce"
         ).wait()
         return total
 
     def _exchange(self, move: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
         recvs = [(p, empty(self.shard, torch.float32, self.bench.device)) for p in self._peers()]
         sends = [(p, self._interval(self.full, p)) for p in self._peers()]
-        self.group.exchange(sends, recvs, self.bench.place(move), 0, move=move).wait()
+        self.group.exchange(sends, recvs, self.bench.context(move), 0, move=move).wait()
         return self._interval(self.full, self.group.rank), [part for _, part in recvs]
 
     def _interval(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _both(
     marks = [new_event(bench.device, timing=True) for _ in range(2)] if streams else []
     bench.together()
     begin = time.perf_counter()
-    pending = gather.group.all_gather(gather.full, bench.place("all-gather"), 0)
+    pending = gather.group.all_gather(gather.full, bench.context("all-gather"), 0)
     for mark in marks[:1]:
         mark.record(current_stream(bench.device))
     compute()

@@ -468,7 +468,7 @@ class ShardSpec:
         numel = self.layout.shard_numel
         if self.gather_codec is None:
             return numel * self.dtypes.compute.itemsize
-        return place_of(self.gather_codec, numel)
+        return padded_bytes(self.gather_codec, numel)
 
     @property
     def coded_bytes(self) -> int:
@@ -534,7 +534,7 @@ class ShardSpec:
             sizes = [b - a for a, b in (overlap(span, there) for there in hop.ranges)]
             numel, own, largest = sum(sizes), sizes[hop.index], max(sizes)
         if self.reduce_codec is not None and self.encodes(hop) and adds is None:
-            place = place_of(self.reduce_codec, largest)
+            place = padded_bytes(self.reduce_codec, largest)
             return Exchange(torch.uint8, hop.size * place, hop.size, place)
         adds, narrowed = adds or self.added_by(hop), dtype != wire
         if adds == "backend":
@@ -570,8 +570,8 @@ def adds_of(recipe: Recipe, native: bool) -> Adds:
     return "backend" if recipe.reduce == NATIVE else "at once" if native else "pairwise"
 
 
-def place_of(codec: Encoding, numel: int) -> int:
-    """Bytes of the place that `numel` encoded elements have in a buffer."""
+def padded_bytes(codec: Encoding, numel: int) -> int:
+    """Bytes that `numel` encoded elements take in a buffer, padding included."""
     return round_up(codec.encoded_bytes(numel), CODED_ALIGNMENT)
 
 

@@ -178,8 +178,12 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for engine in found:
             engine.optimizer_is_stepping()
             # Its blocks are seen to; a trial would compile it
-            known = engine.steps.keeps_own_format(optimizer)
-            if engine.recipe.elementwise_optimizer is not True and _is_cut(engine) and not known:
+            own_format = engine.steps.keeps_own_format(optimizer)
+            if (
+                engine.recipe.elementwise_optimizer is not True
+                and _is_cut(engine)
+                and not own_format
+            ):
                 refuse_unless_elementwise(optimizer)
         for engine, entries in apart.items():
             if engine.offloaded_flats or entries:

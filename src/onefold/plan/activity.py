@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from onefold.doctor.kernels import Kernels
 from onefold.offload.activations import SMALLEST
@@ -99,53 +100,129 @@ class Activity:
         Raises:
             ValueError: a code that is not known.
         """
-        blocks = blocks_of(model)
-        tokens, entries = micro_batch * seq, micro_batch * seq * dims.vocab
-        kept_of = [_kept(i, checkpointing) for i in range(len(blocks))]
-        whole = int(block_bytes(dims, micro_batch, seq, element_bytes=element_bytes))
-        whole += tokens * kept_beyond(code, dims, seq, element_bytes)
-        point = int(
-            block_bytes(dims, micro_batch, seq, element_bytes=element_bytes, recompute="full")
-        )
-        hand = tokens * in_hand(code, dims, seq, element_bytes, backward=False)
-        slots, held = [], held_before(code, dims, micro_batch, seq, element_bytes)
-        for block, kept in zip(blocks, kept_of, strict=True):
-            slots.append(Slot(block.name, "forward", held + whole + hand))
-            held += whole if kept else point
-        behind = tokens * kept_behind(code, dims, element_bytes)
-        first = entries * (8 + (element_bytes if element_bytes < 4 else 0))
-        slots.append(Slot("(root)", "forward", held + behind + first, first))
-        slots.append(Slot("(root)", "backward", held + behind + 12 * entries, 12 * entries))
-        saved = held + behind + 4 * entries
-        # The head's gradient, until the embedding adds its own
-        shared = dims.vocab * dims.hidden * element_bytes if dims.tied else 0
-        for block, kept in zip(reversed(blocks), reversed(kept_of), strict=True):
-            largest = _largest(block) * element_bytes
-            again = 0 if kept else whole
-            beside = beside_gradient(code, dims, tokens, seq, element_bytes, largest)
-            own = min(largest, again + beside) + shared
-            slots.append(Slot(block.name, "backward", held + again + beside + shared, 0, own))
-            held -= whole if kept else point
-        repeated = {u.name for u in blocks}
-        for unit in [u for u in model.units if u.name not in repeated and u.parameters]:
-            own = _largest(unit) * element_bytes + shared
-            slots.append(Slot(unit.name, "backward", held + own, 0, own))
-        recomputed = kept_of.count(False) / max(len(kept_of), 1)
-        done, forward = _flops(model, dims, seq, tokens, recomputed)
-        movable = {
-            b.name: whole if kept else point for b, kept in zip(blocks, kept_of, strict=True)
-        } | {"(root)": 4 * entries}
+        size = _Sizes(dims, micro_batch, seq, element_bytes, code)
+        blocks = [(block, _kept(i, checkpointing)) for i, block in enumerate(blocks_of(model))]
+        repeated = {block.name for block, _ in blocks}
+        others = [u for u in model.units if u.name not in repeated and u.parameters]
+        recomputed = sum(not whole for _, whole in blocks) / max(len(blocks), 1)
+        done, forward = _flops(model, dims, seq, size.tokens, recomputed)
+        movable = {block.name: size.kept(whole) for block, whole in blocks}
         # Else each of a block's tensors is too small to be worth moving
-        large = tokens * dims.hidden * element_bytes >= SMALLEST
+        large = size.tokens * dims.hidden * element_bytes >= SMALLEST
         return cls(
-            tuple(slots),
-            saved,
-            4 * entries,
+            (*_forward(blocks, size), *_backward(blocks, others, size)),
+            size.before + sum(movable.values()) + size.behind + size.logits,
+            size.logits,
             done,
             forward,
             "formula",
-            movable=movable if large else {},
+            movable=movable | {"(root)": size.logits} if large else {},
         )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the formulas say of one micro-batch, in bytes."""
+
+    dims: Transformer
+    micro_batch: int
+    seq: int
+    element: int
+    code: str
+
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.seq
+
+    @cached_property
+    def whole(self) -> int:
+        """What a block keeps for its backward pass."""
+        own = block_bytes(self.dims, self.micro_batch, self.seq, element_bytes=self.element)
+        return int(own) + self.tokens * kept_beyond(self.code, self.dims, self.seq, self.element)
+
+    @cached_property
+    def point(self) -> int:
+        """What a block keeps that is recomputed."""
+        return int(
+            block_bytes(
+                self.dims,
+                self.micro_batch,
+                self.seq,
+                element_bytes=self.element,
+                recompute="full",
+            )
+        )
+
+    def kept(self, whole: bool) -> int:
+        """What a block keeps: everything, or what it is recomputed from."""
+        return self.whole if whole else self.point
+
+    @cached_property
+    def in_hand(self) -> int:
+        """Beside what a block keeps, while it runs forward."""
+        one = in_hand(self.code, self.dims, self.seq, self.element, backward=False)
+        return self.tokens * one
+
+    def beside(self, largest: int) -> int:
+        """Beside what a block keeps, while it runs backward; `largest`: its largest gradient."""
+        return beside_gradient(self.code, self.dims, self.tokens, self.seq, self.element, largest)
+
+    @cached_property
+    def before(self) -> int:
+        """What is kept before the first block."""
+        return held_before(self.code, self.dims, self.micro_batch, self.seq, self.element)
+
+    @cached_property
+    def behind(self) -> int:
+        """What is kept behind the last block, logits aside."""
+        return self.tokens * kept_behind(self.code, self.dims, self.element)
+
+    @property
+    def logits(self) -> int:
+        """The log-probabilities that the loss keeps, in fp32."""
+        return 4 * self.tokens * self.dims.vocab
+
+    @property
+    def first_logits(self) -> int:
+        """The logits when the loss is computed: in fp32, their log-probabilities, and the model's
+        own where these have fewer bytes.
+        """
+        own = self.element if self.element < 4 else 0
+        return self.tokens * self.dims.vocab * (8 + own)
+
+    @property
+    def shared(self) -> int:
+        """The gradient of a tied head, until the embedding adds its own to it."""
+        return self.dims.vocab * self.dims.hidden * self.element if self.dims.tied else 0
+
+
+def _forward(blocks: Sequence[tuple[UnitShape, bool]], size: _Sizes) -> Iterator[Slot]:
+    """The slots of a forward pass through `blocks`, each with whether it keeps everything."""
+    held = size.before
+    for block, whole in blocks:
+        yield Slot(block.name, "forward", held + size.whole + size.in_hand)
+        held += size.kept(whole)
+    yield Slot("(root)", "forward", held + size.behind + size.first_logits, size.first_logits)
+
+
+def _backward(
+    blocks: Sequence[tuple[UnitShape, bool]], others: Sequence[UnitShape], size: _Sizes
+) -> Iterator[Slot]:
+    """The slots of the backward pass, last block first, and then the `others`."""
+    held = size.before + sum(size.kept(whole) for _, whole in blocks)
+    # The log-probabilities, with their gradients and the logits'
+    logits = 3 * size.logits
+    yield Slot("(root)", "backward", held + size.behind + logits, logits)
+    for block, whole in reversed(blocks):
+        largest = _largest(block) * size.element
+        again = 0 if whole else size.whole
+        beside = size.beside(largest)
+        own = min(largest, again + beside) + size.shared
+        yield Slot(block.name, "backward", held + again + beside + size.shared, 0, own)
+        held -= size.kept(whole)
+    for unit in others:
+        own = _largest(unit) * size.element + size.shared
+        yield Slot(unit.name, "backward", held + own, 0, own)
 
 
 def _largest(unit: UnitShape) -> int:

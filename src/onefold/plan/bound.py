@@ -33,27 +33,12 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
     nested = max(
         (sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0
     )
-    reductions, total, leaving = [], 0, [0]
-    for unit in units:
-        one = 0
-        for f in (f for f in unit.flats if f.trainable):
-            one += _on_its_way(f, late)
-            sums, sent_on = f.dtypes.sums.itemsize, f.whole_master or f.broadcast_back
-            held = again and recipe.gradients.over == GROUP and len(f.hops) > 1
-            kept = f.numel * sums if late else f.hops[0].own * sums if held else 0
-            landed = f.landed
-            copied = f.dtypes.master.itemsize if landed != f.dtypes.master else 0
-            # Sums that are sent on wait for the end of backward
-            twice = landed.itemsize if sent_on else 0
-            elements = f.own if sent_on else f.layout.shard_numel
-            if f.tiers is None:
-                total += elements * (landed.itemsize + copied + twice)
-            elif f.broadcast_back:
-                total += elements * landed.itemsize
-            else:
-                leaving.append(elements * landed.itemsize)
-            total += kept
-        reductions.append(one)
+    flats = [[f for f in u.flats if f.trainable] for u in units]
+    reductions = [sum(_on_its_way(f, late) for f in own) for own in flats]
+    held_in_group = again and recipe.gradients.over == GROUP
+    reduced = [_reduced(f, late, held_in_group) for own in flats for f in own]
+    total = sum(stays for stays, _ in reduced)
+    leaving = [0, *(leaves for _, leaves in reduced if leaves)]
     every = sum(gathered) if not recipe.reshard_after_forward else 0
     fetched = any(f.gathers_from_disk for u in units for f in u.flats)
     ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
@@ -72,6 +57,25 @@ def bound_of(units: list[UnitPlan], recipe: Recipe, micro_batches: int = 1, wind
         + read
         + small
     )
+
+
+def _reduced(flat: ShardSpec, late: bool, held_in_group: bool) -> tuple[int, int]:
+    """Bytes of a flat buffer's gradients once they are reduced: (on the device until the step, on
+    their way to the host). `late`, `held_in_group`: they are kept whole, or in a group, before.
+    """
+    sums, landed = flat.dtypes.sums.itemsize, flat.landed
+    kept = flat.numel * sums if late else 0
+    if held_in_group and not late and len(flat.hops) > 1:
+        kept = flat.hops[0].own * sums
+    sent_on = flat.whole_master or flat.broadcast_back
+    nbytes = (flat.own if sent_on else flat.layout.shard_numel) * landed.itemsize
+    if flat.tiers is not None:
+        return (kept + nbytes, 0) if flat.broadcast_back else (kept, nbytes)
+    elements = flat.own if sent_on else flat.layout.shard_numel
+    copied = flat.dtypes.master.itemsize if landed != flat.dtypes.master else 0
+    # Sums that are sent on wait for the end of backward
+    twice = landed.itemsize if sent_on else 0
+    return kept + elements * (landed.itemsize + copied + twice), 0
 
 
 def _on_its_way(flat: ShardSpec, late: bool) -> int:

@@ -30,7 +30,6 @@ from onefold.plan.job import (
     Scheme,
 )
 from onefold.plan.shapes import ModelShape
-from onefold.plan.traffic import Software
 
 
 def shares_of(sizes: Sequence[int]) -> list[float]:
@@ -90,7 +89,6 @@ class Question:
     activities: Activities
     machine: Machine
     job: Job
-    software: Software | None = None
     _told: dict[Scheme, Candidate] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -99,9 +97,7 @@ class Question:
         """The account of one scheme. Raises ValueError where the global batch does not divide."""
         if scheme not in self._told:
             activity = self.activities(scheme.micro_batch, scheme.checkpointing)
-            self._told[scheme] = evaluate(
-                self.model, activity, self.machine, self.job, scheme, self.software
-            )
+            self._told[scheme] = evaluate(self.model, activity, self.machine, self.job, scheme)
         return self._told[scheme]
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from onefold.device.copies import WINDOW
 from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
@@ -102,36 +103,21 @@ def evaluate(
     engine = _engine(
         model, recipe, machine.ranks, per_node, accumulation, job.optimizer, nccl, window
     )
-    states, offloaded = engine.rest.get(MOMENTS, 0), engine.offloaded
     offloading = OnHost(activity)
     if recipe.offload_activations is not None:
         offloading = on_host(activity, recipe.offload_activations, machine.shared)
-    bound = engine.bound + states + max((s.peak for s in offloading.activity.slots), default=0)
-    fragmented = 0.0 if machine.gpu.name == "here" else FRAGMENTED
-    peak = _peak(engine.moments, offloading.activity, states, fragmented)
-    carried = (*offloaded.carried, *offloading.carried(accumulation))
-    held = {tier: dict(by) for tier, by in offloaded.peak.items()}
-    if offloading.nbytes:
-        held[HOST][ACTIVATIONS] = offloading.nbytes
-    host = sum(held[HOST].values())
+    carried = (*engine.offloaded.carried, *offloading.carried(accumulation))
     topology = topology_of(recipe, machine.ranks, per_node)
-    traffic = traffic_over(engine.legs, machine, topology, nccl=nccl)
-    links = _filled(node_links(engine.legs, machine, topology, nccl=nccl))
     work = replace(
         _work(model, engine, activity, machine, job, scheme, accumulation),
-        traffic=tuple(traffic),
+        traffic=tuple(traffic_over(engine.legs, machine, topology, nccl=nccl)),
         carried=carried,
         in_backward=recipe.step_in_backward,
     )
     times = step_times(work, machine, software or measured_software(work, machine))
+    links = _filled(node_links(engine.legs, machine, topology, nccl=nccl))
     account = Account(
-        rest=_filled(engine.rest),
-        peak=_filled(peak),
-        ledger=dict(engine.ledger),
-        bound=bound + peak.get(FRAGMENTATION, 0),
-        host=host,
-        nvme=offloaded.nvme,
-        offloaded={tier: by for tier, by in held.items() if by},
+        **_memory(engine, offloading, machine),
         moved=moved_by(carried),
         wire=engine.wire,
         links={k: round(v / machine.local) for k, v in links.items()},
@@ -151,6 +137,29 @@ def evaluate(
         notes=(*activity.notes, *times.notes),
         shared=machine.shared,
     )
+
+
+def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, Any]:
+    """What an account says of memory: the engine's buffers and the moments beside the activations
+    that stay on the device.
+    """
+    states = engine.rest.get(MOMENTS, 0)
+    slots = offloading.activity.slots
+    fragmented = 0.0 if machine.gpu.name == "here" else FRAGMENTED
+    peak = _peak(engine.moments, offloading.activity, states, fragmented)
+    bound = engine.bound + states + max((s.peak for s in slots), default=0)
+    held = {tier: dict(by) for tier, by in engine.offloaded.peak.items()}
+    if offloading.nbytes:
+        held[HOST][ACTIVATIONS] = offloading.nbytes
+    return {
+        "rest": _filled(engine.rest),
+        "peak": _filled(peak),
+        "ledger": dict(engine.ledger),
+        "bound": bound + peak.get(FRAGMENTATION, 0),
+        "host": sum(held[HOST].values()),
+        "nvme": engine.offloaded.nvme,
+        "offloaded": {tier: by for tier, by in held.items() if by},
+    }
 
 
 def _filled(figures: Mapping[str, int]) -> dict[str, int]:
@@ -184,14 +193,16 @@ def states_of(
     group only, and whether parameters are in it besides.
     """
     convention = job.convention
-    inside = {kind for kind in convention.by_kind() if getattr(recipe, kind).over == GROUP}
-    over = (group if "optimizer" in inside else ranks) if stage == 3 else 1
+    in_group = {kind for kind in convention.by_kind() if getattr(recipe, kind).over == GROUP}
+    over = (group if "optimizer" in in_group else ranks) if stage == 3 else 1
     total = (model.numel - model.trainable) * convention.parameters / over
     copy = 0.0
-    if inside == {"parameters"}:
-        copy, inside = model.trainable * convention.parameters / group, set()
+    if in_group == {"parameters"}:
+        copy, in_group = model.trainable * convention.parameters / group, set()
     parts = (
-        states_by_kind(model.trainable, convention, stage, group if kind in inside else ranks)[kind]
+        states_by_kind(model.trainable, convention, stage, group if kind in in_group else ranks)[
+            kind
+        ]
         for kind in convention.by_kind()
     )
     return round(sum(parts) + total + copy)

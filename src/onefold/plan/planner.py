@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,10 +39,9 @@ from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
 from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.states import topology_of, units_of
-from onefold.plan.subject import subject_of
+from onefold.plan.subject import Subject, subject_of
 from onefold.plan.sums import Sums, sums_of
 from onefold.plan.tiles import is_in_tiles
-from onefold.plan.traffic import Software
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.placement import offload_notes
@@ -251,7 +250,6 @@ def plan(
     stages: tuple[int, ...] = (),
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-    software: Software | None = None,
     largest: bool = True,
 ) -> Plan:
     """Account for every stage of a job on a machine and recommend one.
@@ -269,7 +267,7 @@ def plan(
     job, shape = subject.job, subject.shape
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there are no blocks to recompute
-    question = Question(shape, subject.activities, machine, job, software)
+    question = Question(shape, subject.activities, machine, job)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
     shown = tuple(
@@ -283,15 +281,8 @@ def plan(
     fitting = {s.stage: largest_micro_batch(question, s) for s in schemes}
     micro = {stage: c.scheme.micro_batch if c else 0 for stage, c in fitting.items()}
     models = {s.stage: largest_model(question, s, subject.another) for s in schemes}
+    notes = _notes(question, subject, shown, best or _last_asked(shown, stages))
     chosen = {best.scheme.micro_batch} if best is not None and not job.micro_batch else set()
-    notes = (
-        _convention(job),
-        *_slow(job, machine),
-        *subject.notes,
-        *_of_recipe(question, best or _last_asked(shown, stages)),
-        *shown[0].notes,
-        *_ends(shape, {*micro.values(), *chosen}, models),
-    )
     return Plan(
         model=shape,
         machine=machine,
@@ -303,10 +294,25 @@ def plan(
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
-        notes=notes,
+        notes=(*notes, *_ends(shape, {*micro.values(), *chosen}, models)),
         slow_links=slow,
         sums=sums_of(question, best) if best is not None else None,
         asked=stages,
+    )
+
+
+def _notes(
+    question: Question, subject: Subject, stages: Sequence[Candidate], detailed: Candidate
+) -> tuple[str, ...]:
+    """What a plan tells beside its tables: of the job, of its `stages`, and of the candidate that it
+    shows in detail.
+    """
+    return (
+        _convention(question.job),
+        *_slow(question.job, question.machine),
+        *subject.notes,
+        *_of_recipe(question, detailed),
+        *stages[0].notes,
     )
 
 

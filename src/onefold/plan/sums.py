@@ -105,16 +105,12 @@ def sums_of(question: Question, best: Candidate) -> Sums | None:
     largest = max(flats, key=lambda f: f.numel * f.dtypes.wire.itemsize, default=None)
     if largest is None:
         return None
-    soft, wire, sums = (
-        question.software or Software(),
-        largest.dtypes.wire.itemsize,
-        largest.dtypes.sums.itemsize,
-    )
+    wire, sums = largest.dtypes.wire.itemsize, largest.dtypes.sums.itemsize
     return Sums(
         ordered,
         native,
         asked,
-        faster_from(recipe, machine, soft, wire, sums),
+        faster_from(recipe, machine, Software(), wire, sums),
         largest.numel * wire,
         *(
             str(dtype).removeprefix("torch.")

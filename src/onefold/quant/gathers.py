@@ -38,7 +38,7 @@ class EncodedGather(Gather):
         self.intervals, self.pool = EncodedIntervals(flat, codec), pool
 
     @property
-    def place_of_cached(self) -> slice:
+    def cached_slice(self) -> slice:
         """Where the cached bytes lie in those of the whole."""
         return slice(*self.intervals.bytes_of(self.flat.owned))
 
@@ -47,23 +47,27 @@ class EncodedGather(Gather):
         self.cached = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(
-        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+        self,
+        full: torch.Tensor,
+        put: Callable[[], None],
+        context: CollectiveContext,
+        beside: Beside,
     ) -> Pending:
         flat = self.flat
         # Taken on the computing stream, in whose order it is handed on.
         coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
         with beside():
-            return Decoded(self.send(full, coded, put, place), self, full, coded)
+            return Decoded(self.send(full, coded, put, context), self, full, coded)
 
     def send(
         self,
         full: torch.Tensor,
         coded: torch.Tensor,
         put: Callable[[], None],
-        place: CollectiveContext,
+        context: CollectiveContext,
     ) -> Pending:
         """Bring the bytes of the whole into `coded`."""
-        cached, mine = self.cached, coded[self.place_of_cached]
+        cached, mine = self.cached, coded[self.cached_slice]
         assert cached is not None
         if self.fresh:
             mine.copy_(cached)
@@ -72,7 +76,7 @@ class EncodedGather(Gather):
             self.encode(full, coded)
             cached.copy_(mine)
             self.fresh = True
-        return self.all_gather(self.flat.owners_group, coded, place)
+        return self.all_gather(self.flat.owners_group, coded, context)
 
     def encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
         """What this rank owns, interval by interval: each is encoded by itself, so that the bytes
@@ -81,21 +85,21 @@ class EncodedGather(Gather):
         a, b = self.flat.owned
         self.intervals.encode(full[a:b], coded[slice(*self.intervals.bytes_of((a, b)))])
 
-    def all_gather(self, group: Group, coded: torch.Tensor, place: CollectiveContext) -> Pending:
+    def all_gather(self, group: Group, coded: torch.Tensor, context: CollectiveContext) -> Pending:
         """The bytes of the whole, or of a shard, among the ranks that have a part of them each. The
         ledger hears of those that they were encoded from.
         """
         flat = self.flat
         whole = flat.layout.numel * flat.dtypes.compute.itemsize
         plain = whole * coded.numel() // flat.spec.coded_bytes
-        return group.all_gather(coded, place, flat.index, plain=plain)
+        return group.all_gather(coded, context, flat.index, plain=plain)
 
 
 class EncodedSecondaryGather(EncodedGather):
     """The bytes of the group's shard are cached on this rank (qwZ with hpZ)."""
 
     @property
-    def place_of_cached(self) -> slice:
+    def cached_slice(self) -> slice:
         return slice(*self.intervals.bytes_of(self.flat.shard))
 
     def send(
@@ -103,22 +107,22 @@ class EncodedSecondaryGather(EncodedGather):
         full: torch.Tensor,
         coded: torch.Tensor,
         put: Callable[[], None],
-        place: CollectiveContext,
+        context: CollectiveContext,
     ) -> Pending:
-        group, cached, mine = self.flat.group, self.cached, coded[self.place_of_cached]
+        group, cached, mine = self.flat.group, self.cached, coded[self.cached_slice]
         assert cached is not None
         if self.fresh:
             mine.copy_(cached)
-            return self.all_gather(group.intra_group, coded, place)
+            return self.all_gather(group.intra_group, coded, context)
         put()
         self.encode(full, coded)
         self.fresh = True
 
         def keep() -> Pending:
             cached.copy_(mine)
-            return self.all_gather(group.intra_group, coded, place)
+            return self.all_gather(group.intra_group, coded, context)
 
-        return Chain(group, self.all_gather(group.inter_group, mine, place), keep)
+        return Chain(group, self.all_gather(group.inter_group, mine, context), keep)
 
 
 class EncodedRestGather(EncodedGather):
@@ -140,10 +144,10 @@ class EncodedRestGather(EncodedGather):
         full: torch.Tensor,
         coded: torch.Tensor,
         put: Callable[[], None],
-        place: CollectiveContext,
+        context: CollectiveContext,
     ) -> Pending:
-        coded[self.place_of_cached].copy_(self.storage.payload)
-        return self.all_gather(self.flat.owners_group, coded, place)
+        coded[self.cached_slice].copy_(self.storage.payload)
+        return self.all_gather(self.flat.owners_group, coded, context)
 
 
 class Decoded(Pending):
@@ -156,7 +160,7 @@ class Decoded(Pending):
     ) -> None:
         self._moving, self._gather, self._full = moving, gather, full
         self._coded: torch.Tensor | None = coded
-        self.place, self.event = moving.place, moving.event
+        self.context, self.event = moving.context, moving.event
 
     def wait(self) -> None:
         coded, self._coded = self._coded, None

@@ -32,7 +32,7 @@ class EncodedReduce(Reduce):
         super().__init__(flat, at, resources)
         self.codec, self.residuals = codec, residuals
 
-    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+    def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         group, codec, name, first = self.group, self.codec, r.unit.name, r.span[0]
         sending = EncodedSending(self, r)
         cuts = [overlap(r.span, there) for there in self.hop.ranges]
@@ -68,9 +68,9 @@ class EncodedReduce(Reduce):
                 sent,
                 even,
                 rows,
-                place,
+                context,
                 self.flat.index,
-                place.move,
+                context.move,
                 plain[group.rank],
                 r.run,
             )
@@ -78,9 +78,9 @@ class EncodedReduce(Reduce):
             sending.pending = group.exchange(
                 sends,
                 recvs,
-                place,
+                context,
                 self.flat.index,
-                move=place.move,
+                move=context.move,
                 plain=plain,
                 addresses=r.run,
             )

@@ -155,26 +155,26 @@ def _check_groups(recipe: Recipe) -> None:
     for name, row in rows.items():
         if row.over not in (ALL, GROUP):
             raise ValueError(f"{name} over={row.over!r}: expected 'all' or 'group'.")
-    inside = {name for name, row in rows.items() if row.over == GROUP}
-    if not inside:
+    in_group = {name for name, row in rows.items() if row.over == GROUP}
+    if not in_group:
         return
     if recipe.group in (None, FLAT):
         has = "has none" if recipe.group is None else f"says group={FLAT!r}"
         raise ValueError(
-            f"{_and(inside)} divided over a group, but the recipe {has}: give group='node' or a"
+            f"{_and(in_group)} divided over a group, but the recipe {has}: give group='node' or a"
             " number of ranks."
         )
     if recipe.optimizer.placement is Placement.REPLICATED:
         raise ValueError(
             "at stage 0 nothing is divided, over a group neither: use stage 1, 2 or 3."
         )
-    if inside not in ({"parameters"}, {"parameters", "gradients"}, set(rows)):
+    if in_group not in ({"parameters"}, {"parameters", "gradients"}, set(rows)):
         raise ValueError(
-            f"{_and(inside)} divided over a group and the rest over all ranks: expected all three"
+            f"{_and(in_group)} divided over a group and the rest over all ranks: expected all three"
             " rows over the group (HSDP), parameters and gradients (optimizer states over all"
             " ranks), or parameters alone (a second copy)."
         )
-    if inside != set(rows) and recipe.parameters.placement is not Placement.SHARDED:
+    if in_group != set(rows) and recipe.parameters.placement is not Placement.SHARDED:
         raise ValueError(
             "a second copy, or optimizer states over more ranks than the parameters, needs sharded"
             " parameters: stage 3."

@@ -351,9 +351,9 @@ class Recipe:
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
         for name in ("parameters", "gradients", "optimizer"):
             row: Row = getattr(self, name)
-            rests, wire = self.in_words(name)
+            at_rest, wire = self.in_words(name)
             lines.append(
-                f"{name:12}{row.placement.value:12}{row.tier.value:8}{rests:10}{wire or '-':10}"
+                f"{name:12}{row.placement.value:12}{row.tier.value:8}{at_rest:10}{wire or '-':10}"
             )
         again = (
             "gathered again in backward"
@@ -371,17 +371,17 @@ class Recipe:
         each parameter's own, "" for no travel.
         """
         row: Row = getattr(self, name)
-        rests = _short(row.dtype) if row.dtype is not None else MODELS
+        at_rest = _short(row.dtype) if row.dtype is not None else MODELS
         if row.wire is not None:
-            return rests, _short(row.wire)
+            return at_rest, _short(row.wire)
         if name == "gradients":  # as the backward pass makes them
-            return rests, _short(self.compute_dtype) if self.compute_dtype is not None else MODELS
+            return at_rest, _short(self.compute_dtype) if self.compute_dtype is not None else MODELS
         travels = (
             name == "parameters"
             and row.dtype is None
             and _S in (row.placement, self.optimizer.placement)
         )
-        return rests, MODELS if travels else ""
+        return at_rest, MODELS if travels else ""
 
     def _levels(self) -> list[str]:
         """What the recipe says about groups and codecs besides the rows."""
@@ -391,12 +391,14 @@ class Recipe:
             "optimizer states": self.optimizer,
         }
         tail = []
-        inside = [name for name, row in rows.items() if row.over == GROUP]
+        in_group = [name for name, row in rows.items() if row.over == GROUP]
         what = (
-            f"{', '.join(inside)} divided inside each" if inside else "moves go inside and across"
+            f"{', '.join(in_group)} divided inside each"
+            if in_group
+            else "moves are intra-group and inter-group"
         )
         if self.group is None:
-            tail.append("moves go inside nodes and across, where there are several")
+            tail.append("moves are intra-node and inter-node, where there are several nodes")
         elif self.group == FLAT:
             tail.append("moves go from every rank to every other")
         else:

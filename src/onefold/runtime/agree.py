@@ -59,15 +59,15 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
             sizes,
         ),
     ]
-    place = CollectiveContext("control", "(end of backward)", engine.step, "backward")
-    anywhere = group.any_of(b"".join(parts), place)
+    context = CollectiveContext("control", "(end of backward)", engine.step, "backward")
+    anywhere = group.any_of(b"".join(parts), context)
     group.heard = engine.step
     found, at = [], 0
     for part in parts:
         found.append(anywhere[at : at + len(part)])
         at += len(part)
     if not alike(found[1]):
-        raise group.out_of_order(place)
+        raise group.out_of_order(context)
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
         _members(int.from_bytes(bits, "little")) for bits in found[2:]
     )

@@ -142,12 +142,12 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not come to use
         if not self.sharded:
             return
-        turns = self._turns and not aborted and self.group.broken is None
+        turns = self._keeps_at_turn and not aborted and self.group.broken is None
         if self.cursor is not None and not aborted:
             for index in self.cursor.rest():
                 self.join(self.units[index])
         self.cursor = None
-        keep = self._keeps and not aborted
+        keep = self._keeps_for_backward and not aborted
         for unit in self.sharded:
             unit.sticky = False
             if turns and unit.index in self.kept_at_turn and not unit.ungathered:
@@ -239,12 +239,12 @@ class Gatherer:
         self.pool.drain()
 
     @property
-    def _keeps(self) -> bool:
+    def _keeps_for_backward(self) -> bool:
         """Units stay gathered between this forward pass and its backward pass."""
         return torch.is_grad_enabled() and not self.recipe.reshard_after_forward
 
     @property
-    def _turns(self) -> bool:
+    def _keeps_at_turn(self) -> bool:
         """This forward pass keeps the units at the turn. (A re-entrant checkpoint runs its part of
         the pass without gradients.)
         """
@@ -363,9 +363,9 @@ class Gatherer:
         """Drop what was joined and not used; in a backward pass not what lies around the unit in
         use, or in it: its turn may yet come.
         """
-        if inside is None and self._keeps:
+        if inside is None and self._keeps_for_backward:
             return
-        if inside is None and self._turns:  # all ranks keep those
+        if inside is None and self._keeps_at_turn:  # all ranks keep those
             self.unwanted = [u for u in self.unwanted if u.index not in self.kept_at_turn]
         around = [
             u
@@ -392,14 +392,14 @@ class Gatherer:
         unit.move(State.GATHERING, self.progress.step)
         if not unit.resident:
             self.here[unit.index] = unit
-        place = self.progress.context("all-gather", unit.name)
+        context = self.progress.context("all-gather", unit.name)
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
             flat.stale = False
             full = self.buffer_of(unit, flat)
             beside = self.beside if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(full, partial(self.put, flat, full), place, beside)
+            under_way = flat.gather.start(full, partial(self.put, flat, full), context, beside)
             if under_way is not None:
                 unit.pending.append(under_way)
             if beside is not nullcontext:
@@ -485,10 +485,10 @@ class Gatherer:
             self.cursor.at += 1
             unit.claimed = False
             return
-        if unit.index in self.staying or (self._turns and unit.index in self.kept_at_turn):
+        if unit.index in self.staying or (self._keeps_at_turn and unit.index in self.kept_at_turn):
             unit.claimed = False
             return
-        if self._keeps:
+        if self._keeps_for_backward:
             return
         self.released_early = True
         if any(storage_of(t) in self.by_storage for t in tensors_in(output)):

@@ -55,7 +55,11 @@ class Gather(ABC):
 
     @abstractmethod
     def start(
-        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+        self,
+        full: torch.Tensor,
+        put: Callable[[], None],
+        context: CollectiveContext,
+        beside: Beside,
     ) -> Pending | None:
         """Start gathering the whole into `full`; `put` writes this rank's part of the masters
         there. Both go where `beside` says. None if nothing is under way.
@@ -80,7 +84,11 @@ class LocalGather(Gather):
     """This rank has all masters."""
 
     def start(
-        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+        self,
+        full: torch.Tensor,
+        put: Callable[[], None],
+        context: CollectiveContext,
+        beside: Beside,
     ) -> None:
         with beside():
             put()
@@ -92,11 +100,15 @@ class FlatGather(Gather):
     plain = True
 
     def start(
-        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+        self,
+        full: torch.Tensor,
+        put: Callable[[], None],
+        context: CollectiveContext,
+        beside: Beside,
     ) -> Pending:
         with beside():
             put()
-            return self.flat.owners_group.all_gather(full, place, self.flat.index)
+            return self.flat.owners_group.all_gather(full, context, self.flat.index)
 
 
 class SecondaryGather(Gather):
@@ -110,7 +122,11 @@ class SecondaryGather(Gather):
         self.cached = torch.empty(numel, dtype=dtype, device=device)
 
     def start(
-        self, full: torch.Tensor, put: Callable[[], None], place: CollectiveContext, beside: Beside
+        self,
+        full: torch.Tensor,
+        put: Callable[[], None],
+        context: CollectiveContext,
+        beside: Beside,
     ) -> Pending:
         flat, group, cached = self.flat, self.flat.group, self.cached
         mine = full[slice(*flat.shard)]
@@ -118,12 +134,13 @@ class SecondaryGather(Gather):
         with beside():
             if self.fresh:
                 mine.copy_(cached)
-                return group.intra_group.all_gather(full, place, flat.index)
+                return group.intra_group.all_gather(full, context, flat.index)
             put()
             self.fresh = True
 
-            def keep() -> Pending:
+            def cache_and_gather_intra_group() -> Pending:
                 cached.copy_(mine)
-                return group.intra_group.all_gather(full, place, flat.index)
+                return group.intra_group.all_gather(full, context, flat.index)
 
-            return Chain(group, group.inter_group.all_gather(mine, place, flat.index), keep)
+            first = group.inter_group.all_gather(mine, context, flat.index)
+            return Chain(group, first, cache_and_gather_intra_group)

@@ -120,7 +120,7 @@ class IntervalSpec:
         `what` is being done, for messages.
         """
         engine, group = self.owners.meet(f"{self.name!r}")
-        place = CollectiveContext(
+        context = CollectiveContext(
             "state",
             f"{what} of {self.name!r}, which every rank must call",
             engine.step,
@@ -136,7 +136,7 @@ class IntervalSpec:
             recvs = [
                 (p, raw[a * width : b * width]) for p, (a, b) in enumerate(parts) if p != group.rank
             ]
-            group.exchange(sends, recvs, place, self.owners.index, move="state").wait()
+            group.exchange(sends, recvs, context, self.owners.index, move="state").wait()
         return full.view(self.shape).to(local.device)
 
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
@@ -144,13 +144,13 @@ class IntervalSpec:
         device.
         """
         engine, group = self.owners.meet(f"{self.name!r}")
-        place = CollectiveContext(
+        context = CollectiveContext(
             "control",
             f"{what} of {self.name!r}, which every rank must call",
             engine.step,
             engine.phase,
         )
-        return group.gather_values(values.to(engine.device), place)
+        return group.gather_values(values.to(engine.device), context)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:

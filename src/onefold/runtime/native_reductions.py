@@ -50,7 +50,7 @@ class RowsReduce(Reduce):
 
     adds = "at once"
 
-    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+    def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         pool, wire, cut, sent = self.pool, self.flat.dtypes.wire, self.cut(r.span), r.buffer
         room = self.exchange(r)
         sending = RowsSending(self, r, room.rows)
@@ -65,9 +65,9 @@ class RowsReduce(Reduce):
             sent,
             cut,
             into.view(room.rows, room.part),
-            place,
+            context,
             self.flat.index,
-            place.move,
+            context.move,
             addresses=r.run,
         )
         return sending
@@ -76,17 +76,17 @@ class RowsReduce(Reduce):
 class BackendReduce(RowsReduce):
     """The backend adds the parts up, in the dtype of the wire."""
 
-    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+    def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         cut = self.cut(r.span)
         if not self.group.can_reduce(cut):  # parts of a buffer whose other parameters are frozen
-            return super().start(r, place)
+            return super().start(r, context)
         sending = RowsSending(self, r, 1, summed=True)
         sent = sending.on_the_wire()
         into = self.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
         sending.receive_buffer = into
         mean = self.flat.early_scale == 1
         sending.pending = self.group.reduce_scatter(
-            sent, cut, into, place, self.flat.index, place.move, mean, r.run
+            sent, cut, into, context, self.flat.index, context.move, mean, r.run
         )
         return sending
 
@@ -96,14 +96,14 @@ class BackendAllReduce(Reduce):
     the way back in one operation.
     """
 
-    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
-        sending = AllReduceSending(self, r, place)
+    def start(self, r: Reduction, context: CollectiveContext) -> Sending:
+        sending = AllReduceSending(self, r, context)
         sent, r.at = sending.on_the_wire(), len(self.flat.hops) - 1
         total = self.pool.fresh(sent.numel(), sent.dtype).copy_(sent)
         self.memory.add(GRADIENTS, nbytes_of(total))
         sending.total = total
         sending.pending = self.flat.group.all_reduce(
-            total, place, self.flat.index, self.flat.early_scale == 1, r.run
+            total, context, self.flat.index, self.flat.early_scale == 1, r.run
         )
         return sending
 
@@ -113,12 +113,12 @@ class AllReduceSending(Sending):
 
     total: torch.Tensor
 
-    def __init__(self, by: Reduce, r: Reduction, place: CollectiveContext) -> None:
+    def __init__(self, by: Reduce, r: Reduction, context: CollectiveContext) -> None:
         super().__init__(by, r)
-        self.place = place
+        self.context = context
 
     def sum(self) -> torch.Tensor:
         # They are everywhere: nothing is left to send on
         self.r.result_range = self.r.run
-        self.r.gathering = Pending(self.r.flat.group, [], self.place)
+        self.r.gathering = Pending(self.r.flat.group, [], self.context)
         return self.total

@@ -56,7 +56,7 @@ from onefold.runtime.parameter_values import (
     seen_data,
     seen_grad,
 )
-from onefold.runtime.storageless import explain, seen_storageless
+from onefold.runtime.storageless import seen_storageless, storageless_error
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -299,7 +299,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             name not in _OF_STORAGELESS
             and (gone := next((i for i in found if not i.in_place), None)) is not None
         ):
-            raise explain(func, f"parameter {gone.name!r}")
+            raise storageless_error(func, f"parameter {gone.name!r}")
         seen = name in ("data", "detach")
         if seen or writes_in_place(func, kwargs):
             _before_write(args, kwargs, seen)

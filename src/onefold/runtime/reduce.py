@@ -386,8 +386,8 @@ class Reducer:
 
     def _start(self, r: Reduction) -> None:
         """The hop that `r` stands before."""
-        place = self.progress.context(r.flat.reduce_move, r.unit.name)
-        r.sending = r.flat.reduces[r.at].start(r, place)
+        context = self.progress.context(r.flat.reduce_move, r.unit.name)
+        r.sending = r.flat.reduces[r.at].start(r, context)
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can
@@ -407,8 +407,8 @@ class Reducer:
             return
         if flat.broadcast_back is not None:
             if r.gathering is None:  # else the backend has done it
-                place = self.progress.context("all-reduce", r.unit.name)
-                r.gathering = broadcast_back(r, place)
+                context = self.progress.context("all-reduce", r.unit.name)
+                r.gathering = broadcast_back(r, context)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # It was added to gradients that are there

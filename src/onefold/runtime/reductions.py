@@ -182,7 +182,7 @@ class Reduce(ABC):
         self._exchanges: dict[tuple[tuple[int, int], torch.dtype], Exchange] = {}
 
     @abstractmethod
-    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+    def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         """Start the hop that `r` stands before."""
 
     def cut(self, span: tuple[int, int]) -> Cut:
@@ -299,7 +299,7 @@ class PairwiseReduce(Reduce):
         # The peer whose part becomes the sum
         self.into: int | None = (1 if self.group.rank == 0 else 0) if in_place else None
 
-    def start(self, r: Reduction, place: CollectiveContext) -> Sending:
+    def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         sending = (
             InPlaceSending(self, r, self.into)
             if self.into is not None and r.buffer.dtype == self.flat.dtypes.wire
@@ -309,7 +309,7 @@ class PairwiseReduce(Reduce):
         self.place_parts(sending)
         sends, recvs = self.messages(sending, sent)
         sending.pending = self.group.exchange(
-            sends, recvs, place, self.flat.index, move=place.move, addresses=r.run
+            sends, recvs, context, self.flat.index, move=context.move, addresses=r.run
         )
         return sending
 
@@ -392,18 +392,18 @@ class InPlaceSending(PartsSending):
 # -- on to who holds the sums too ------------------------------------------------------------------
 
 
-def broadcast_back(r: Reduction, place: CollectiveContext) -> Pending:
+def broadcast_back(r: Reduction, context: CollectiveContext) -> Pending:
     """Start sending this rank's sums to all that hold them too, and receiving theirs: between groups
     first, then inside.
     """
     last, group = len(r.flat.hops) - 1, r.flat.group
-    pending = _broadcast_on(r, last, place)
+    pending = _broadcast_on(r, last, context)
     if r.flat.whole_master and last:
-        return Chain(group, pending, lambda: _broadcast_on(r, 0, place))
+        return Chain(group, pending, lambda: _broadcast_on(r, 0, context))
     return pending
 
 
-def _broadcast_on(r: Reduction, at: int, place: CollectiveContext) -> Pending:
+def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
     """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and
     theirs from them.
     """
@@ -414,12 +414,12 @@ def _broadcast_on(r: Reduction, at: int, place: CollectiveContext) -> Pending:
     if group.native or group.fake:
         division = by.cut(span)
         if group.can_reduce(division):
-            return group.gather_sums(total, division, place, r.flat.index, r.run)
+            return group.gather_sums(total, division, context, r.flat.index, r.run)
     part = pieces(total, span, hop)
     peers = [p for p in range(group.size) if p != group.rank]
     recvs = [(p, part[p]) for p in peers] if not group.fake else []
     sends = [(p, part[group.rank]) for p in peers]
-    return group.exchange(sends, recvs, place, r.flat.index, move="all-reduce", addresses=r.run)
+    return group.exchange(sends, recvs, context, r.flat.index, move="all-reduce", addresses=r.run)
 
 
 def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:

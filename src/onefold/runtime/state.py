@@ -28,17 +28,17 @@ def scatter_masters(
     engine: Engine, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
 ) -> None:
     """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
-    group, place = engine.group, state_context(engine, flat.unit_name)
+    group, context = engine.group, state_context(engine, flat.unit_name)
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
             sends = []  # a fake group has nobody to send to
             if not group.fake:
                 sends = [(p, full[slice(*flat.owned_by(p))]) for p in range(1, group.size)]
-            group.exchange(sends, [], place, flat.index, move="state").wait()
+            group.exchange(sends, [], context, flat.index, move="state").wait()
             master.copy_(full[flat.owned[0] : flat.owned[1]])
         else:
-            group.exchange([], [(0, master)], place, flat.index, move="state").wait()
+            group.exchange([], [(0, master)], context, flat.index, move="state").wait()
 
 
 def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:

@@ -42,7 +42,7 @@ def is_storageless(t: torch.Tensor) -> bool:
     return t.numel() > 0 and t.device.type != "meta" and t.untyped_storage().nbytes() == 0
 
 
-def explain(func: Any, what: str) -> StoragelessError:
+def storageless_error(func: Any, what: str) -> StoragelessError:
     """What to say to code that wants to compute with something storageless."""
     return StoragelessError(
         f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or"
@@ -71,7 +71,7 @@ class Storageless(torch.Tensor):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise explain(
+        raise storageless_error(
             func,
             next(
                 (t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"

@@ -44,18 +44,18 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
     if group.size == 1 or group.fake:
         return [value]
     text = pickle.dumps((call, value))
-    place = CollectiveContext(
+    context = CollectiveContext(
         "control", f"({call}, which every rank must call)", engine.step, "state"
     )
     try:
         head = group.exchange_control(
             torch.frombuffer(bytearray(struct.pack("<q", len(text))), dtype=torch.uint8),
-            place,
+            context,
             "call",
         )
         lengths = [struct.unpack("<q", bytes(part.tolist()))[0] for part in head]
         mine = torch.frombuffer(bytearray(text.ljust(max(lengths), b"\0")), dtype=torch.uint8)
-        parts = group.exchange_control(mine, place, "call")
+        parts = group.exchange_control(mine, context, "call")
     except StallError as error:
         raise StallError(
             f"{call} is a collective on this model: call it on every rank, at the same place."

@@ -36,8 +36,8 @@ def put_elements(masters: torch.Tensor, entry: Entry, x: int, y: int, values: to
 
 def gather_whole(engine: Engine, flat: Flat, full: torch.Tensor) -> torch.Tensor:
     """`full` ([numel], with this rank's [owned] in place) with those of all ranks. Collective."""
-    owners, place = flat.owners_group, state_context(engine, flat.unit_name)
-    owners.all_gather(full, place, flat.index, move="state").wait()
+    owners, context = flat.owners_group, state_context(engine, flat.unit_name)
+    owners.all_gather(full, context, flat.index, move="state").wait()
     return full
 
 

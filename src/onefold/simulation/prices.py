@@ -18,7 +18,7 @@ from onefold.doctor.kernels import Kernels
 from onefold.plan.efficiency import measured_software
 from onefold.plan.hardware import Machine
 from onefold.plan.times import SUMMING_ON_A_GPU, Work, compute_seconds
-from onefold.plan.traffic import Software, Traffic
+from onefold.plan.traffic import Traffic
 
 Link = Literal["inside", "between"]
 
@@ -40,7 +40,6 @@ class Prices:
         precision: of the matrix products.
         hidden, micro_tokens: for a calibrated machine that was measured by blocks alone; see
             `Work`.
-        software: None takes the plan's own.
     """
 
     def __init__(
@@ -49,13 +48,12 @@ class Prices:
         precision: str = "bf16",
         hidden: int = 0,
         micro_tokens: int = 0,
-        software: Software | None = None,
     ) -> None:
         self.machine = machine
         self._like = Work(
             0.0, precision=precision, hidden=hidden, micro_tokens=micro_tokens, kernels=Kernels()
         )
-        self.software = software or measured_software(self._like, machine)
+        self.software = measured_software(self._like, machine)
         self._scale = 1.0
         self._planned = self._alone = 0.0
 

@@ -20,9 +20,7 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def check(
-    recipe: Recipe, ranks: int, rank: int, micro_batches: int, steps: int, optimizer: str
-) -> None:
+def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: str) -> None:
     """Refuse what is not simulated at all."""
     codecs = [
         name
@@ -42,11 +40,8 @@ def check(
         raise ValueError(f"a simulation of {ranks} ranks: expected 1 to {MOST_RANKS}.")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
-    if micro_batches < 1 or steps < 2:
-        raise ValueError(
-            f"{micro_batches} micro-batches, {steps} steps: expected at least 1 and 2 (the first"
-            " step learns the order)."
-        )
+    if micro_batches < 1:
+        raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
     if optimizer not in OPTIMIZERS:
         raise ValueError(
             f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of"

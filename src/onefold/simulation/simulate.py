@@ -21,7 +21,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import UnitPlan, at_rest, units_of
 from onefold.plan.subject import dtype_of, tokens
-from onefold.plan.traffic import Software
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 from onefold.recipe.rows import FLAT, NODE
@@ -59,6 +58,9 @@ from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.tracing.repeat import Checkpointing, checkpointed
 
+#: The first learns the orders of units; the last is what is told.
+STEPS = 2
+
 
 def simulate(
     model: nn.Module | ModelShape | str | Path,
@@ -73,12 +75,10 @@ def simulate(
     seq: int = 128,
     checkpointing: Checkpointing = "none",
     optimizer: str = "adamw",
-    steps: int = 2,
     machine: Machine | None = None,
-    software: Software | None = None,
 ) -> Simulation:
-    """Run `steps` optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the
-    last.
+    """Run two optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the second:
+    the orders of units are learned in the first.
 
     The module comes back as it was; no process group is left behind.
 
@@ -89,10 +89,8 @@ def simulate(
         batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch: `samples` of `seq` tokens
             (what the engine holds and sends does not depend on them).
         optimizer: one of `OPTIMIZERS`.
-        steps: at least 2: the orders of units are learned in the first.
         machine: time the last step on it (`Simulation.timeline`). Where the recipe names no groups,
             its nodes are the groups.
-        software: what it makes of the machine; None takes the plan's own.
 
     Raises:
         ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody
@@ -102,42 +100,33 @@ def simulate(
     """
     if machine is not None:
         check_timed(recipe, ranks, machine)
-        if recipe.group in (None, NODE):
-            recipe = recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
-    check(recipe, ranks, rank, micro_batches, steps, optimizer)
-    # A simulation knows no nodes
-    recipe = recipe.replace(group=FLAT) if recipe.group is None else recipe
+    recipe = _in_groups(recipe, machine)
+    check(recipe, ranks, rank, micro_batches, optimizer)
     module, shape, units, source = _subject(model, recipe)
-    begun, integers = time.perf_counter(), Integers()
     recipe = dataclasses.replace(recipe, units=units)
     # It is: those of OPTIMIZERS are element-wise
     if recipe.optimizer.placement is Placement.SHARDED:
         recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
-    clock = (
-        _clock(machine, software, recipe, module, shape, rank, samples * seq)
-        if machine is not None and source != _STAND_IN
-        else None
-    )
-    with ExitStack() as stack:
-        stack.enter_context(_world(ranks, rank))
-        if clock is not None:
-            stack.enter_context(clocked(clock))
+    begun, integers, own_code = time.perf_counter(), Integers(), source != _STAND_IN
+    clock = None
+    if machine is not None and own_code:
+        clock = _clock(machine, recipe, module, shape, rank, samples * seq)
+    with _world(ranks, rank), clocked(clock) if clock is not None else nullcontext():
         twin = _twin(module, integers).train()
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
-        seen = stack.enter_context(_engine_on(twin, recipe))
-        stack.enter_context(checkpointed(twin, checkpointing if source != _STAND_IN else "none"))
-        stack.enter_context(torch.enable_grad())
-        answers = _Answers(integers) if source != _STAND_IN else nullcontext()
-        if clock is not None:
-            clock.engine = seen
-            stack.enter_context(CudaKernels())
-            stack.enter_context(Recording(clock))
-        account = _steps(
-            twin, seen, given, answers, loss or loss_of, optimizer, micro_batches, steps, clock
-        )
-        timeline = clock.timeline() if clock is not None else None
-        events, summaries = events_of(seen), summaries_of(seen)
-        del twin, given
+        with (
+            _engine_on(twin, recipe) as engine,
+            checkpointed(twin, checkpointing if own_code else "none"),
+            torch.enable_grad(),
+            _timed(clock, engine),
+        ):
+            answers = _Answers(integers) if own_code else nullcontext()
+            account = _steps(
+                twin, engine, given, answers, loss or loss_of, optimizer, micro_batches, clock
+            )
+            timeline = clock.timeline() if clock is not None else None
+            events, summaries = events_of(engine), summaries_of(engine)
+            del twin, given
     plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
     predicted = _predicted(plans, recipe, micro_batches, optimizer)
     seconds = time.perf_counter() - begun
@@ -145,6 +134,26 @@ def simulate(
         shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
         timeline,
     )  # fmt: skip
+
+
+def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
+    """Groups said in ranks: a simulation knows no nodes but those of the machine that times it."""
+    if machine is not None and recipe.group in (None, NODE):
+        return recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
+    return recipe.replace(group=FLAT) if recipe.group is None else recipe
+
+
+@contextmanager
+def _timed(clock: Clock | None, engine: Any) -> Iterator[None]:
+    """Inside, every operation takes its place on the clock, as CUDA's kernels would; without a
+    clock nothing is timed.
+    """
+    if clock is None:
+        yield
+        return
+    clock.engine = engine
+    with CudaKernels(), Recording(clock):
+        yield
 
 
 _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
@@ -163,7 +172,6 @@ def _predicted(
 
 def _clock(
     machine: Machine,
-    software: Software | None,
     recipe: Recipe,
     module: nn.Module,
     shape: ModelShape,
@@ -174,7 +182,7 @@ def _clock(
     own = recipe.compute_dtype
     precision = named[own] if own is not None else dtype_of(module)
     hidden = shape.transformer.hidden if shape.transformer else 0
-    return Clock(Prices(machine, precision, hidden, tokens, software), rank)
+    return Clock(Prices(machine, precision, hidden, tokens), rank)
 
 
 def _subject(
@@ -301,15 +309,14 @@ def _steps(
     loss: Any,
     optimizer: str,
     micro_batches: int,
-    steps: int,
     clock: Clock | None,
 ) -> Account:
     from onefold.shard import no_sync
 
     kind, options = OPTIMIZERS[optimizer]
     stepper = getattr(torch.optim, kind)(twin.parameters(), lr=1e-3, fused=True, **options)
-    for step in range(steps):
-        if step + 1 == steps:
+    for step in range(STEPS):
+        if step + 1 == STEPS:
             engine.memory.now()
             engine.memory.reset_peak()
             engine.traffic.reset()

@@ -45,9 +45,9 @@ from onefold.tracing.repeat import (
     written_out,
 )
 
-Precision = Literal["fp32", "bf16", "fp16", "autocast-bf16"] | None
+Precision = Literal["fp32", "bf16", "fp16"] | None
 _DTYPES: Mapping[str | None, torch.dtype | None] = {
-    None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast-bf16": torch.float32,
+    None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 }  # fmt: skip
 
 
@@ -140,8 +140,7 @@ def trace(
         checkpointing: "full" recomputes every repeated block, "selective" every second; "none"
             leaves the module as it is, so one that checkpoints by itself still does.
         precision: parameters and floating-point inputs are cast to it, as the engine casts them;
-            None leaves them as they are; "autocast-bf16" leaves them fp32 and runs the forward pass
-            under autocast.
+            None leaves them as they are. A module that enters autocast itself is traced under it.
         device: whose kernels are chosen, "cpu" or "cuda" (see tracing/cuda_kernels.py); no such device is
             needed.
         units: names or classes of units, as `onefold.shard` takes them.
@@ -301,13 +300,9 @@ def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> in
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     inputs = sum({watch.key(t): t.untyped_storage().nbytes() for t in tensors}.values())
     del leaves, tensors
-    autocast, kernels = nullcontext(), nullcontext()
-    if settings.precision == "autocast-bf16":
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16)  # type: ignore[assignment]
-    if torch.device(settings.device).type == "cuda":
-        kernels = CudaKernels()  # type: ignore[assignment]
+    kernels = CudaKernels() if torch.device(settings.device).type == "cuda" else nullcontext()
     with torch.enable_grad(), kernels, watch:
-        with saved_tensors_hooks(watch.pack, lambda t: t), autocast:
+        with saved_tensors_hooks(watch.pack, lambda t: t):
             scalar = (settings.loss or loss_of)(call(module, batch))
         watch.mark("turn")
         if not scalar.requires_grad:

@@ -5,6 +5,7 @@
       refused before torch                                                           onefold.shard, optimizers
 
     a step      loop: one after another   step: what it is made of   faults: what it may meet   memory_error: none left
+    asked       config: the options   config_file: their file
     survival    checkpoints: going on from one   keeper: writing them
     output      output: the folder and its files   results: model and sample   report: what the user sees, what `onefold report` reads
 

@@ -156,7 +156,7 @@ def train(rank: int, name: str, folder: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(f"{folder}/meeting", case.ranks),
+        store=dist.FileStore(f"{folder}/rendezvous", case.ranks),
         rank=rank,
         world_size=case.ranks,
     )

@@ -1,5 +1,5 @@
-"""Sides of `benchmarks/gpu.py` in turns: `python -m benchmarks.gpu_turns JOB.json RANK`, started by
-`launch.run_ranks`.
+"""One rank of sides that take turns: `python -m benchmarks.on_gpu.turns_worker JOB.json RANK`,
+started by `launch.run_ranks`.
 
 One process a rank takes every side of a comparison, builds it, times its steps and lets it go;
 rounds go through the sides forwards and backwards, so that what drifts (clocks, temperature) falls

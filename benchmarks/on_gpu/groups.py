@@ -1,4 +1,4 @@
-"""Groups and codecs on one GPU: the chapter "groups" of `benchmarks/gpu.py`.
+"""The chapter "groups": groups and codecs on one GPU.
 
 Four ranks over gloo share the GPU and pretend to be two nodes. Asked of each recipe: that it trains
 as plain stage 3 does (to the bit where nothing is encoded and the groups are the same), that
@@ -11,6 +11,7 @@ import argparse
 from typing import Any
 
 from benchmarks.harness import Table
+from benchmarks.on_gpu.run import mean_losses, relative, run
 from benchmarks.peers.settings import Setting
 from benchmarks.wires.settings import HOSTS, RANKS_A_HOST, SIDES
 
@@ -31,8 +32,6 @@ STEPS = 6
 
 def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
     """A row a recipe and precision."""
-    from benchmarks.gpu import mean_losses, relative, run
-
     columns = (
         "recipe",
         "precision",
@@ -43,7 +42,7 @@ def chapter(options: argparse.Namespace) -> tuple[Table, list[dict[str, Any]]]:
         "formula",
     )
     table = Table(
-        f"7. Groups and codecs: {HOSTS * RANKS_A_HOST} ranks in {HOSTS} pretended nodes, one GPU",
+        f"Groups and codecs: {HOSTS * RANKS_A_HOST} ranks in {HOSTS} pretended nodes, one GPU",
         columns,
     )
     outcomes = []

@@ -1,0 +1,150 @@
+"""The chapter "offload": what does state off the device cost beside one GPU?
+
+Onefold with its state on the host and on NVMe, plain PyTorch, FSDP2's CPUOffloadPolicy and
+DeepSpeed's ZeRO-Offload on one model: tokens/s, TFLOP/s, memory; and, from a trace of two steps,
+which part of the copies between host and device had a compute kernel beside it, how long the copies
+alone kept the device, and how much of them went through pinned memory. Goals: 1.5 × DeepSpeed's rate
+with the same state off the device, and 90 % of the copies hidden where the batch gives enough
+compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.on_gpu.run import available, relative, run, side_of
+from benchmarks.peers.model import SHAPES, count_parameters
+from benchmarks.peers.settings import Setting
+
+ON_ONE_GPU: tuple[str, ...] = (
+    "plain",
+    "onefold-3",
+    "onefold-2-cpu",
+    "onefold-2-cpu-behind",
+    "onefold-3-cpu-param",
+    "onefold-3-nvme",
+    "onefold-3-nvme-behind",
+    "onefold-3-nvme-param",
+    "fsdp2-cpu",
+    "deepspeed-2-cpu",
+    "deepspeed-3-cpu-param",
+)
+"""Sides, in the order of a round. On one rank a stage is a name: parameters leave the device at stage 3 only."""
+
+BASELINE = "deepspeed-2-cpu"
+"""ZeRO-Offload as its paper has it: gradients and states on the host, 16-bit parameters on the device."""
+
+
+def flops(name: str, tokens: int) -> float:
+    """Floating-point operations of forward and backward over that many tokens: 6 a parameter and
+    token, and of attention 12 × layers × width × sequence a token (Chowdhery et al. 2022, PaLM,
+    appendix B), half of that since what is masked need not be computed.
+    """
+    shape = SHAPES[name]
+    return tokens * (6.0 * count_parameters(name) + 6.0 * shape.layers * shape.width * shape.seq)
+
+
+def chapter(options: argparse.Namespace) -> tuple[harness.Table, list[dict[str, Any]]]:
+    """Rounds alternate over the sides; the last round of each has its trace."""
+    columns = (
+        "side", "tokens a step", "step ms", "tokens/s", "TFLOP/s", "× plain", f"× {BASELINE}'s rate", "device MiB", "host MiB",
+        "copies ms", "of it hidden", "exposed ms", "pinned", "idle ms", "loss difference",
+    )  # fmt: skip
+    table = harness.Table(f"State off the device, one GPU: {options.model}, bf16", columns)
+    sides, absent = available(ON_ONE_GPU, options)
+    outcomes = []
+    for accumulation in options.accumulations:
+        setting = Setting(
+            model=options.model, tokens=options.tokens, precision="bf16", ranks=1, accumulation=accumulation, warmup=3,
+            steps=max(3, options.steps // accumulation), threads=options.threads, device=options.device,
+        )  # fmt: skip
+        found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+        for number in range(options.rounds):
+            for side in sides:
+                last = number == options.rounds - 1
+                trace = (
+                    str(options.output.resolve() / f"gpu-trace-{side}-{accumulation}.json.gz")
+                    if last
+                    else None
+                )
+                outcome = on_side(side, setting, options, trace=trace)
+                outcomes.append(outcome)
+                if outcome["status"] == "ok":
+                    found[side].append(outcome["ranks"][0])
+        table.rows += [_row(side, setting, found) for side in sides]
+        table.rows += [
+            [side, f"{setting.tokens_a_step:,}", "not installed", *["–"] * (len(columns) - 3)]
+            for side in absent
+        ]
+    return table, outcomes
+
+
+def on_side(
+    side: str, setting: Setting, options: argparse.Namespace, **more: Any
+) -> dict[str, Any]:
+    """A turn of this chapter, with a folder on the disk of its own while it lasts."""
+    with tempfile.TemporaryDirectory(prefix="offload-", dir=options.disk) as place:
+        disk = str(Path(place).resolve()) if side_of(side).on_disk else None
+        python = options.deepspeed_python if side_of(side).family == "deepspeed" else sys.executable
+        return run(
+            side,
+            setting,
+            options,
+            python=python,
+            disk=disk,
+            own_adam=options.deepspeed_adam,
+            **more,
+        )
+
+
+def _row(side: str, setting: Setting, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    tokens = setting.tokens_a_step
+    mine = found[side]
+    if not mine:
+        return [side, f"{tokens:,}", "failed", *["–"] * 12]
+    step = _step(mine)
+    plain, baseline = (
+        _step(found[other]) if found.get(other) else None for other in ("plain", BASELINE)
+    )
+    reference = found.get("plain") or mine
+    seen = next((rank["trace"] for rank in reversed(mine) if rank.get("trace")), None)
+    host = [rank["host_mib"] for rank in mine if rank.get("host_mib") is not None]
+    return [
+        side,
+        f"{tokens:,}",
+        f"{1000 * step:.1f}",
+        f"{tokens / step:,.0f}",
+        f"{flops(setting.model, tokens) / step / 1e12:.1f}",
+        f"{step / plain:.3f}" if plain else "–",
+        f"{baseline / step:.2f}" if baseline else "–",
+        f"{median(rank['peak_mib'] for rank in mine):,.0f}",
+        f"{median(host):,.0f}" if host else "–",
+        *_traced(seen),
+        f"{relative(mine[0]['losses'][:6], reference[0]['losses'][:6]):.1e}",
+    ]
+
+
+def _step(ranks: list[dict[str, Any]]) -> float:
+    return median(second for rank in ranks for second in rank["step_s"])
+
+
+def _traced(seen: dict[str, float] | None) -> list[str]:
+    """Copies of a step, their hidden and exposed part, the pinned part of them, idle time; of the
+    two steps that were traced, the mean.
+    """
+    if seen is None or not seen["comm_s"]:
+        return ["–"] * 4 + ([f"{500 * seen['idle_s']:.1f}"] if seen is not None else ["–"])
+    copies = seen["pinned_s"] + seen["pageable_s"]
+    return [
+        f"{500 * seen['comm_s']:.1f}",
+        f"{seen['both_s'] / seen['comm_s']:.0%}",
+        f"{500 * (seen['comm_s'] - seen['both_s']):.1f}",
+        f"{seen['pinned_s'] / copies:.0%}" if copies else "–",
+        f"{500 * seen['idle_s']:.1f}",
+    ]
