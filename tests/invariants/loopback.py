@@ -32,6 +32,16 @@ def loopback_bytes() -> int:
     raise RuntimeError("there is no interface lo")
 
 
+def sent_again() -> int:
+    """Segments that TCP has sent twice here, since an answer came too late."""
+    names, values = (
+        line.split()
+        for line in Path("/proc/self/net/snmp").read_text().splitlines()
+        if line.startswith("Tcp:")
+    )
+    return int(values[names.index("RetransSegs")])
+
+
 def carried(stage: int, micro_batches: int) -> dict[str, int]:
     import onefold
 
@@ -42,15 +52,16 @@ def carried(stage: int, micro_batches: int) -> dict[str, int]:
     train_steps(model, optimizer, batches[: 2 * micro_batches], micro_batches)
     dist.barrier()
     time.sleep(0.2)
-    before = loopback_bytes()
+    before, twice = loopback_bytes(), sent_again()
     dist.barrier()
     train_steps(model, optimizer, batches, micro_batches)
     dist.barrier()
     time.sleep(0.2)
-    sent = loopback_bytes() - before
+    sent, twice = loopback_bytes() - before, sent_again() - twice
     numel, turn = elements_of(onefold.engine_of(model).units)
     return {
         "sent": sent,
+        "segments_sent_twice": twice,
         "expected": STEPS * 2 * formula(stage, numel, 2, micro_batches, turn=turn),
         "numel": numel,
     }

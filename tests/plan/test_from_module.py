@@ -172,7 +172,7 @@ def test_a_factory_is_called_on_the_meta_device(
     assert model_shape(module_of("factories_here:big")).numel == 8 * (50_000 * 50_000 + 50_000)
     assert model_shape(module_of("factories_here:pair")).numel == 6
     for source, sentence in {
-        "factories_here:bigg": r"no function 'bigg'. It has big",
+        "factories_here:bigg": r"no function 'bigg'. Did you mean 'big'\?",
         "factories_here:needy": "asks for width",
         "factories_here:wrong": "got int",
         "no_such_package:make": "cannot import 'no_such_package'",
