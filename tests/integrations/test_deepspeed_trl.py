@@ -58,7 +58,7 @@ def test_losses_are_those_of_ddp(tmp_path: Path, sample: Sample) -> None:
     off; with texts generated inside `GatheredParameters` and outside.
     """
     follows = ["dpo", "dpo, reference follows"]
-    some = {"grpo", "dpo, adapters", *follows, *sample(CASES, 3)}
+    some = {"grpo", *follows, *sample(CASES, 4)}
     chosen = {name: case for name, case in CASES.items() if name in some}
     cases: list[dict[str, Any]] = [
         {"name": f"{name}, {stage}", "stage": stage, **asked}
