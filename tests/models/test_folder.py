@@ -104,7 +104,8 @@ def test_a_folder_read_in_parts_trains_as_one_that_transformers_reads(tmp_path: 
     assert run_ranks(2, both_ways, tmp_path, names, ["3"], timeout=200) == [[], []]
     for name in names:
         made = tmp_path / "out" / f"{name}-3"
-        assert files(tmp_path / name).keys() == files(made).keys(), name
+        dtypes = {key: tensor.dtype for key, tensor in files(tmp_path / name).items()}
+        assert {key: tensor.dtype for key, tensor in files(made).items()} == dtypes, name
         again: Any = AutoModelForCausalLM.from_pretrained(made)
         assert again.generation_config.no_repeat_ngram_size == 9
 

@@ -129,6 +129,38 @@ def test_adapters_go_to_peft_and_come_back_bit_for_bit(
         k: v for k, v in second.items() if k != "target_modules"
     }
     assert sorted(first["target_modules"]) == sorted(second["target_modules"])
+    cards = [(folder / "README.md").read_text() for folder in both]
+    assert "library_name: peft" in cards[0] and cards[0] == cards[1]
+
+
+def prompted() -> Any:
+    import peft
+
+    torch.manual_seed(5)
+    return peft.get_peft_model(
+        base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+
+
+def prompts_saved(root: Path) -> bool:
+    import onefold
+
+    model = onefold.shard(prompted(), onefold.Recipe.zero(3, stall_timeout=20.0))
+    onefold.save_adapters(model, root / "ours")
+    onefold.save_adapters(model, root / "ours", overwrite=True)
+    return bool(model.prompt_encoder.training)
+
+
+def test_prompts_are_saved_as_pefts(tmp_path: Path) -> None:
+    """They are no tensors of the model: an encoder makes them."""
+    import peft
+
+    assert run_ranks(2, prompts_saved, tmp_path) == [True, True]
+    prompted().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (tensors_of(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    again = peft.PeftModel.from_pretrained(base(), str(tmp_path / "ours"))
+    assert again.peft_config["default"].num_virtual_tokens == 3
 
 
 def only_adapters_train(folders: dict[str, Path]) -> list[str]:

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onefold.checkpoint.errors import CheckpointError
 from onefold.models.names import is_hub_name
+from onefold.pretrained.merged import Merging
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
@@ -63,6 +65,14 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
         wrapped.peft_config["default"].base_model_name_or_path = config.model.partition("@")[0]
     adapted: nn.Module = wrapped.train()
     return adapted
+
+
+def refuse_unmergeable(model: nn.Module) -> None:
+    """Raise TrainError before the first step if --merge could not be done after the last."""
+    try:
+        Merging.of(model)
+    except CheckpointError as error:
+        raise TrainError(f"--merge: {error} Leave --merge out to train the adapters.") from error
 
 
 def targets_of(config: TrainConfig, model: nn.Module) -> str | tuple[str, ...]:

@@ -86,7 +86,8 @@ def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str,
         if not name.startswith(adapters) and name.startswith(prefix):
             plain = name.removeprefix(prefix)
             if adapters:
-                plain = re.sub(r"\.(base_layer|original_module)\.", ".", plain)
+                # Adapters of two parameters of a module are around each other
+                plain = re.sub(r"\.((base_layer|original_module)\.)+", ".", plain)
             out[name] = plain
     return base, out
 
