@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_folders import (
+    FOLDERS,
     JOB,
     LARGE,
     MIB,
@@ -311,6 +312,19 @@ def test_adapters_of_experts_train_over_the_experts_of_the_folder(tmp_path: Path
     run = prepare(job(folder, lora=2, frozen="nf4"), alone(), lambda line: None)
     train(run, lambda: 0, rows.append)
     assert len(rows) == 2
+
+
+def test_layers_that_peft_does_not_take_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    row = ("MambaForCausalLM", "MambaConfig", options, torch.float32, "1GB")
+    monkeypatch.setitem(FOLDERS, "mamba", row)
+    folder = saved(tmp_path, "mamba")
+    with pytest.raises(TrainError, match=r"--lora 2: peft .*out_proj.* by --lora-targets"):
+        prepare(job(folder, lora=2), alone(), lambda line: None)
+    run = prepare(job(folder, lora=2, lora_targets="x_proj"), alone(), lambda line: None)
+    assert run.trained > 0
 
 
 def test_a_model_drawn_at_random_takes_adapters_too(tmp_path: Path) -> None:

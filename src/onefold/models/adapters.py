@@ -57,7 +57,13 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
     with torch.random.fork_rng(devices=[]), where, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that transformers will give up
         torch.manual_seed(config.seed)
-        wrapped: Any = peft.get_peft_model(model, settings)
+        try:
+            wrapped: Any = peft.get_peft_model(model, settings)
+        except ValueError as error:  # layers that an architecture computes with in its own way
+            raise TrainError(
+                f"--lora {config.lora}: peft puts no adapters around these layers ({error})"
+                " Name others by --lora-targets."
+            ) from error
     # Where others find the base
     if os.path.isdir(config.model):
         wrapped.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
