@@ -278,6 +278,14 @@ def around(folder: str) -> list[str]:
     for name, tensor in built(folder).state_dict().items():
         expect(f"{name}, saved before training", torch.equal(tensor, early[name]), True)
 
+    # A model that is only asked, such as DPO's reference
+    with fresh_state():
+        trainer = onefold.hf.Trainer(built(folder), args("asked"), recipe=1)
+        asked = trainer.accelerator.prepare_model(built(folder, meta=True), evaluation_mode=True)
+        tokens = torch.arange(16).reshape(1, 16)
+        same = torch.equal(asked(tokens).logits, built(folder).eval()(tokens).logits)
+        expect("a reference that is still to be read", same, True)
+
     # Compiled blocks, an optimizer of the user's own, and the model that was given
     losses = []
     for compiled in (False, True):

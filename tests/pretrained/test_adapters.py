@@ -136,7 +136,7 @@ def test_adapters_go_to_peft_and_come_back_bit_for_bit(
 #: What peft trains besides, or in place of adapters: copies of modules, which begin as these, and
 #: prompts, which begin at random.
 BESIDE: dict[str, dict[str, Any]] = {
-    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm"]},
+    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm", "lm_head"]},
     "norms": {"target_modules": ["norm"]},
     "prompts": {"num_virtual_tokens": 3},
 }
@@ -181,6 +181,7 @@ def tensors_of_base(root: Path, model: Any) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     there, out = load_file(root / "model.safetensors"), {}
+    there["lm_head.weight"] = there["model.embed_tokens.weight"]  # tied, and the copies are not
     for name in model.get_base_model().state_dict():
         plain = name
         for part in ("base_layer.", "original_module.", "modules_to_save.default.",

@@ -123,7 +123,10 @@ class HuggingFaceSource(Source):
         refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
         made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
         if not is_sharded(module):
-            made |= {copy: made[own] for copy, own in copies(module).items() if own in made}
+            tied = {name: names for names in outline.ties for name in names}
+            for copy, own in copies(module).items():
+                if there_as := next((name for name in tied[own] if name in made), None):
+                    made[copy] = made[there_as]
         left = [key for key in layout.left if not _ignored(inner, key)]
         out = Fitted(self, outline, made, left, layout.rules)
         out.missing = [name for name in out.missing if name in names]
