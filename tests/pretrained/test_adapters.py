@@ -136,7 +136,10 @@ def test_adapters_go_to_peft_and_come_back_bit_for_bit(
 #: What peft trains besides, or in place of adapters: copies of modules, which begin as these, and
 #: prompts, which begin at random.
 BESIDE: dict[str, dict[str, Any]] = {
-    "copies": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "norm", "lm_head"]},
+    "copies": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens", "norm", "lm_head"],
+    },
     "norms": {"target_modules": ["norm"]},
     "prompts": {"num_virtual_tokens": 3},
 }
