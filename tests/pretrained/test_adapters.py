@@ -165,9 +165,7 @@ def begun(root: Path) -> list[str]:
         state = onefold.full_state_dict(onefold.shard(model, recipe, init=init, weights=root))
         with torch.random.fork_rng():
             theirs = beside(kind, "cpu")
-            theirs.get_base_model().load_state_dict(
-                {k: v for k, v in tensors_of_base(root, theirs).items()}, strict=False
-            )
+            theirs.get_base_model().load_state_dict(tensors_of_base(root, theirs), strict=False)
         for name, tensor in theirs.state_dict().items() if state else ():
             drawn = "prompt" in name or "lora_A" in name
             if drawn and not 0.5 < float(state[name].std() / tensor.std()) < 2:
