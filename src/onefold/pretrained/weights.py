@@ -208,10 +208,10 @@ def _materialize_prompts(encoders: Any, configs: dict[str, Any], device: torch.d
         known = config.peft_type in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING") and drawn
         if known and any(p.is_meta for p in encoder.parameters()):
             encoder.to_empty(device=device)
-            parts: list[Any] = list(encoder.modules())
-            for part in parts:
-                if hasattr(part, "reset_parameters"):
-                    part.reset_parameters()
+            for part in encoder.modules():
+                reset: Any = getattr(part, "reset_parameters", None)
+                if reset is not None:
+                    reset()
 
 
 def _refuse_unset(module: nn.Module) -> None:
