@@ -222,7 +222,8 @@ def _refuse_unset(module: nn.Module) -> None:
     _, base = unwrapped(module, outline)
     brought = base.keys() | copies(module).keys()
     if left := [n for n, p in module.named_parameters() if p.is_meta and n not in brought]:
-        kinds = sorted({str(c.peft_type).rpartition(".")[2] for c in module.peft_config.values()})
+        configs: dict[str, Any] = getattr(module, "peft_config", {})
+        kinds = sorted({str(config.peft_type).rpartition(".")[2] for config in configs.values()})
         raise CheckpointError(
             f"adapters of the kind {', '.join(kinds)} start with values that cannot be had while the"
             f" model is on the meta device ({some(left)}): build it in memory (transformers'"
