@@ -204,7 +204,7 @@ def _steps(plan: Plan, best: Candidate) -> Table:
     for step in plan.next_steps:
         peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
         saved = best.account.peak_bytes - peak
-        slower = f"{seconds / own - 1:+.0%}" if own else "–"
+        slower = f"{seconds / own - 1:+z.0%}" if own else "–"
         table.add_row(str(step.scheme), gib(peak), gib(saved), in_seconds(seconds), slower)
     return table
 
