@@ -80,7 +80,7 @@ def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -
         arguments["nvme"] = folders
         if stage in (1, 2):
             read.remarks.append(
-                "states rest on NVMe, as written; DeepSpeed 0.19.8 keeps them on the host at stage"
+                "states are stored on NVMe, as written; DeepSpeed 0.19.8 keeps them on the host at stage"
                 f" {stage}"
             )
     return arguments | _chunk(read, zero, bool(folders)) | _threads(read, aio, bool(folders))
@@ -165,7 +165,7 @@ def _threads(read: Reading, aio: Mapping[str, Any], on_disk: bool) -> dict[str, 
     if not on_disk:
         del read.without_effect[mark:]
         if values:
-            read.without_effect.append(("aio", "nothing rests on NVMe in this configuration"))
+            read.without_effect.append(("aio", "nothing is stored on NVMe in this configuration"))
         return {}
     if "queue_depth" not in values and "intra_op_parallelism" not in values:
         return {}
