@@ -115,7 +115,7 @@ def _folders(read: Reading, sections: Mapping[str, Mapping[str, Any]]) -> list[s
             continue
         if path not in asking:
             read.without_effect.append(
-                (f"{path}.nvme_path", "only what rests on NVMe needs a folder there")
+                (f"{path}.nvme_path", "only what is stored on NVMe needs a folder there")
             )
         elif folder not in folders:
             folders.append(folder)
