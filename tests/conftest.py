@@ -24,8 +24,7 @@ gc.disable()
 from hypothesis import HealthCheck, settings
 
 # Speed is judged in benchmarks: a busy machine must not fail a property.
-settings.register_profile("onefold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("onefold")
+_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 TESTS = Path(__file__).parent
 # For the workers, the ranks and the commands that tests start. Several tests share the cores; a rank
@@ -515,6 +514,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from examples import ALL, SAMPLE
+
+    count = ALL if _takes_all(config) else SAMPLE
+    settings.register_profile("onefold", _ANY_SPEED, max_examples=count)
+    settings.load_profile("onefold")
     config.addinivalue_line(
         "markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out"
     )
