@@ -258,7 +258,7 @@ def test_here_is_the_calibrated_machine() -> None:
             "Shard the parameters (stage 3)",
         ),
         ("gpt2 --offload-param nvme", "give offload_optimizer='nvme' too"),
-        ("gpt2 --offload nvme --offload-optimizer cpu", "both say where states rest"),
+        ("gpt2 --offload nvme --offload-optimizer cpu", "both say where states are stored"),
         ("gpt2 --host-memory much", "--host-memory='much': expected a number of bytes"),
         ("gpt2 --tile 1", "give a tile of"),
         ("--params 7e9 --lora 8", "real shapes"),
