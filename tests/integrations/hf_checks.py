@@ -145,6 +145,16 @@ def alone(folder: str) -> list[str]:
                 wrong.append(f"not refused: {attribute}")
             except (ValueError, NotImplementedError):
                 pass
+        args = transformers.TrainingArguments(**arguments(folder, "frozen"))
+        trainer = onefold.hf.Trainer(
+            built(folder).requires_grad_(False), args, train_dataset=Data(), recipe=1
+        )
+        try:  # as merge_and_unload() leaves them
+            trainer.train()
+            wrong.append("not refused: nothing to train")
+        except ValueError as error:
+            if "takes a gradient" not in str(error):
+                wrong.append(str(error))
     for name in ("./nowhere", "nobody/nothing"):  # of which the second may be in the hub
         try:
             onefold.hf.from_pretrained(name)
@@ -259,6 +269,22 @@ def around(folder: str) -> list[str]:
             again.named_parameters(), trainer.model.parameters(), strict=True
         ):
             expect(name, torch.equal(mine, theirs), True)
+
+    # Before training, of a model whose weights are still to be read
+    with fresh_state():
+        trainer = onefold.hf.Trainer(built(folder, meta=True), args("early"), recipe=3)
+        trainer.save_model(f"{folder}/early")
+    early = transformers.LlamaForCausalLM.from_pretrained(f"{folder}/early").state_dict()
+    for name, tensor in built(folder).state_dict().items():
+        expect(f"{name}, saved before training", torch.equal(tensor, early[name]), True)
+
+    # A model that is only asked, such as DPO's reference
+    with fresh_state():
+        trainer = onefold.hf.Trainer(built(folder), args("asked"), recipe=1)
+        asked = trainer.accelerator.prepare_model(built(folder, meta=True), evaluation_mode=True)
+        tokens = torch.arange(16).reshape(1, 16)
+        same = torch.equal(asked(tokens).logits, built(folder).eval()(tokens).logits)
+        expect("a reference that is still to be read", same, True)
 
     # Compiled blocks, an optimizer of the user's own, and the model that was given
     losses = []

@@ -32,7 +32,9 @@ from onefold.models import build as models
 from onefold.train import results
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
+from onefold.train.report import Reporter
 from onefold.train.results import export, sample
+from onefold.train.worker import _show_sample
 from onefold.wording import TrainError
 from ranks import run_ranks
 from started_runs import alone, this_rank
@@ -104,9 +106,25 @@ def test_a_folder_read_in_parts_trains_as_one_that_transformers_reads(tmp_path: 
     assert run_ranks(2, both_ways, tmp_path, names, ["3"], timeout=200) == [[], []]
     for name in names:
         made = tmp_path / "out" / f"{name}-3"
-        assert files(tmp_path / name).keys() == files(made).keys(), name
+        dtypes = {key: tensor.dtype for key, tensor in files(tmp_path / name).items()}
+        assert {key: tensor.dtype for key, tensor in files(made).items()} == dtypes, name
         again: Any = AutoModelForCausalLM.from_pretrained(made)
         assert again.generation_config.no_repeat_ngram_size == 9
+
+
+def test_a_model_that_cannot_generate_trains_all_the_same(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = prepare(job(saved(tmp_path, "llama")), alone(), lambda line: None)
+    model: Any = run.model
+
+    def generate(**_: Any) -> None:
+        raise ValueError("only attention\nlayers have a cache")
+
+    reporter = Reporter()
+    with patch.object(model, "generate", generate), patch.object(reporter, "note", said.append):
+        _show_sample(run, reporter, "before")
+    assert said == ["no sample of its text before training: ValueError: only attention layers have a cache"]  # fmt: skip
+    assert len(trained(run)) == 2
 
 
 def test_a_lone_rank_reads_a_folder_in_parts_too(tmp_path: Path) -> None:

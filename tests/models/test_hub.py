@@ -148,6 +148,14 @@ def test_names_that_may_be_of_the_hub() -> None:
         kind_of("name")
 
 
+def test_a_folder_without_a_model_says_what_it_has(tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match=r"no config\.json"):
+        kind_of(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(TrainError, match=r"adapters of peft, .* --merge writes"):
+        kind_of(str(tmp_path))
+
+
 def test_a_model_in_the_cache_of_which_a_file_is_missing_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_folders import (
+    FOLDERS,
     JOB,
     LARGE,
     MIB,
@@ -287,6 +288,43 @@ def test_options_about_adapters_need_adapters(
     with pytest.raises(TrainError) as error:
         check_early(resolve({"model": "llama:tiny", "data": "topics", **options}))
     assert said in str(error.value)
+
+
+def test_adapters_that_cannot_be_merged_are_told_before_they_are_trained(tmp_path: Path) -> None:
+    """Those of experts and gates, which peft adds to parameters and not to linear layers."""
+    folder = saved(tmp_path, "mixtral")
+    with pytest.raises(TrainError, match=r"--merge: the adapter at .*mlp.* Leave --merge out"):
+        prepare(job(folder, lora=2, merge=True), alone(), lambda line: None)
+
+
+def test_adapters_of_experts_train_over_the_experts_of_the_folder(tmp_path: Path) -> None:
+    """Read in parts, and in 4 bits: peft wraps two parameters of a module twice."""
+    import transformers
+
+    folder = saved(tmp_path, "mixtral")
+    run = prepare(job(folder, lora=2), alone(), lambda line: None)
+    assert run.loaded.weights is not None
+    there = {n.replace("base_layer.", ""): t for n, t in run.model.state_dict().items()}
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, tensor in base.state_dict().items():
+        assert torch.equal(there[f"base_model.model.{name}"], tensor), name
+    rows: list[Row] = []
+    run = prepare(job(folder, lora=2, frozen="nf4"), alone(), lambda line: None)
+    train(run, lambda: 0, rows.append)
+    assert len(rows) == 2
+
+
+def test_layers_that_peft_does_not_take_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"vocab_size": 257, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    row = ("MambaForCausalLM", "MambaConfig", options, torch.float32, "1GB")
+    monkeypatch.setitem(FOLDERS, "mamba", row)
+    folder = saved(tmp_path, "mamba")
+    with pytest.raises(TrainError, match=r"--lora 2: peft .*out_proj.* by --lora-targets"):
+        prepare(job(folder, lora=2), alone(), lambda line: None)
+    run = prepare(job(folder, lora=2, lora_targets="x_proj"), alone(), lambda line: None)
+    assert run.trained > 0
 
 
 def test_a_model_drawn_at_random_takes_adapters_too(tmp_path: Path) -> None:

@@ -129,6 +129,118 @@ def test_adapters_go_to_peft_and_come_back_bit_for_bit(
         k: v for k, v in second.items() if k != "target_modules"
     }
     assert sorted(first["target_modules"]) == sorted(second["target_modules"])
+    cards = [(folder / "README.md").read_text() for folder in both]
+    assert "library_name: peft" in cards[0] and cards[0] == cards[1]
+
+
+#: What peft trains besides, or in place of adapters: copies of modules, which begin as these, and
+#: prompts, which begin at random.
+BESIDE: dict[str, dict[str, Any]] = {
+    "copies": {
+        "target_modules": ["q_proj"],
+        "modules_to_save": ["embed_tokens", "norm", "lm_head"],
+    },
+    "norms": {"target_modules": ["norm"]},
+    "prompts": {"num_virtual_tokens": 3},
+}
+
+
+def beside(kind: str, device: str) -> Any:
+    import peft
+
+    made = {"copies": peft.LoraConfig, "norms": peft.LNTuningConfig}
+    config = made.get(kind, peft.PromptTuningConfig)(task_type="CAUSAL_LM", **BESIDE[kind])
+    return peft.get_peft_model(base(device), config)
+
+
+def begun(root: Path) -> list[str]:
+    """What does not begin as peft has it, of models whose weights are read in parts."""
+    import onefold
+
+    problems = []
+    for kind in BESIDE:
+        model = beside(kind, "meta")
+        recipe = onefold.Recipe.zero(3, stall_timeout=20.0)
+        init = model._init_weights  # of what the folder has not
+        state = onefold.full_state_dict(onefold.shard(model, recipe, init=init, weights=root))
+        with torch.random.fork_rng():
+            theirs = beside(kind, "cpu")
+            theirs.get_base_model().load_state_dict(tensors_of_base(root, theirs), strict=False)
+        for name, tensor in theirs.state_dict().items() if state else ():
+            drawn = "prompt" in name or "lora_A" in name
+            if drawn and not 0.5 < float(state[name].std() / tensor.std()) < 2:
+                problems.append(
+                    f"{kind}: {name} spreads by {state[name].std()}, not {tensor.std()}"
+                )
+            if not drawn and not torch.equal(state[name], tensor):
+                problems.append(f"{kind}: {name}")
+    return problems
+
+
+def tensors_of_base(root: Path, model: Any) -> dict[str, Tensor]:
+    """The folder's, for modules of peft and for the copies that they train."""
+    from safetensors.torch import load_file
+
+    there, out = load_file(root / "model.safetensors"), {}
+    there["lm_head.weight"] = there["model.embed_tokens.weight"]  # tied, and the copies are not
+    for name in model.get_base_model().state_dict():
+        plain = name
+        for part in ("base_layer.", "original_module.", "modules_to_save.default.",
+                     "ln_tuning_layers.default."):  # fmt: skip
+            plain = plain.replace(part, "")
+        if plain in there:
+            out[name] = there[plain]
+    return out
+
+
+def test_copies_begin_as_the_modules_of_the_folder_and_prompts_at_random(tmp_path: Path) -> None:
+    import peft
+
+    import onefold
+    from onefold.checkpoint.errors import CheckpointError
+
+    model = base()
+    for p in model.parameters():
+        p.data.add_(0.125)  # norms that are not all ones
+    model.save_pretrained(tmp_path)
+    assert run_ranks(2, begun, tmp_path) == [[], []]
+    config = peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[]
+    )
+    with pytest.raises(CheckpointError, match=r"of the kind IA3 .*ia3_l.* build it in memory"):
+        onefold.shard(
+            peft.get_peft_model(base("meta"), config), onefold.Recipe.zero(0), weights=tmp_path
+        )
+
+
+def prompted() -> Any:
+    import peft
+
+    torch.manual_seed(5)
+    return peft.get_peft_model(
+        base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
+
+
+def prompts_saved(root: Path) -> bool:
+    import onefold
+
+    model = onefold.shard(prompted(), onefold.Recipe.zero(3, stall_timeout=20.0))
+    onefold.save_adapters(model, root / "ours")
+    onefold.save_adapters(model, root / "ours", overwrite=True)
+    return bool(model.prompt_encoder.training)
+
+
+def test_prompts_are_saved_as_pefts(tmp_path: Path) -> None:
+    """They are no tensors of the model: an encoder makes them."""
+    import peft
+
+    assert run_ranks(2, prompts_saved, tmp_path) == [True, True]
+    prompted().save_pretrained(tmp_path / "theirs")
+    ours, theirs = (tensors_of(tmp_path / name) for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours)
+    again = peft.PeftModel.from_pretrained(base(), str(tmp_path / "ours"))
+    assert again.peft_config["default"].num_virtual_tokens == 3
 
 
 def only_adapters_train(folders: dict[str, Path]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import onefold
 from models import features_of
@@ -220,3 +221,42 @@ def clamped_later(outer: bool) -> list[str]:
 @pytest.mark.parametrize("outer", [False, True], ids=["by the layer", "by the module around it"])
 def test_a_write_through_data_that_begins_after_some_passes_is_kept(outer: bool) -> None:
     assert run_ranks(2, clamped_later, outer) == [[], []]
+
+
+class Wrapped(nn.Module):
+    """Puts its frozen weight into a parametrization in each forward pass, and takes it out again, as
+    peft's adapters of experts do: torch sets the weight to itself.
+    """
+
+    def __init__(self, wraps: bool) -> None:
+        super().__init__()
+        self.layer, self.wraps = nn.Linear(64, 64, bias=False).requires_grad_(False), wraps
+        self.added = nn.Parameter(torch.full((64, 64), 0.01))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.wraps:
+            return self.layer(x) + x @ self.added.T
+        proxy = nn.Identity()
+        proxy.forward = lambda weight: weight + self.added  # type: ignore[method-assign]
+        parametrize.register_parametrization(self.layer, "weight", proxy)
+        try:
+            return self.layer(x)
+        finally:
+            self.layer.parametrizations.weight.original.requires_grad_(False)
+            parametrize.remove_parametrizations(self.layer, "weight", leave_parametrized=False)
+
+
+def test_an_encoded_weight_may_be_set_to_itself_in_a_forward_pass() -> None:
+    """That is no write. A write is refused, since the encoded weight cannot follow."""
+    recipe, seen = onefold.Recipe.zero(3, frozen="nf4"), []
+    for wraps in (False, True):
+        torch.manual_seed(0)
+        model = onefold.shard(nn.Sequential(Wrapped(wraps), nn.Linear(64, 3)), recipe)
+        for _ in range(3):
+            loss = model(features_of(0, 4, 64)).square().mean()
+            loss.backward()
+        seen.append(loss.item())
+    assert seen[1] == pytest.approx(seen[0], rel=1e-6)
+    model[0].forward = lambda x: model[0].layer.weight.set_(x) and x
+    with pytest.raises(RuntimeError):
+        model(torch.randn(64, 64))

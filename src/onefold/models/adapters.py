@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onefold.checkpoint.errors import CheckpointError
 from onefold.models.names import is_hub_name
+from onefold.pretrained.merged import Merging
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
@@ -55,7 +57,13 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
     with torch.random.fork_rng(devices=[]), where, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about names that transformers will give up
         torch.manual_seed(config.seed)
-        wrapped: Any = peft.get_peft_model(model, settings)
+        try:
+            wrapped: Any = peft.get_peft_model(model, settings)
+        except ValueError as error:  # layers that an architecture computes with in its own way
+            raise TrainError(
+                f"--lora {config.lora}: peft puts no adapters around these layers ({error})"
+                " Name others by --lora-targets."
+            ) from error
     # Where others find the base
     if os.path.isdir(config.model):
         wrapped.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
@@ -63,6 +71,14 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
         wrapped.peft_config["default"].base_model_name_or_path = config.model.partition("@")[0]
     adapted: nn.Module = wrapped.train()
     return adapted
+
+
+def refuse_unmergeable(model: nn.Module) -> None:
+    """Raise TrainError before the first step if --merge could not be done after the last."""
+    try:
+        Merging.of(model)
+    except CheckpointError as error:
+        raise TrainError(f"--merge: {error} Leave --merge out to train the adapters.") from error
 
 
 def targets_of(config: TrainConfig, model: nn.Module) -> str | tuple[str, ...]:

@@ -20,6 +20,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import closed_on_error
+from onefold.checkpoint.together import Together
 from onefold.pretrained.export import converted, masters, stream
 from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some
 from onefold.pretrained.hf_names import Layout, whole
@@ -45,7 +46,7 @@ def save_adapters(
     """Write the adapters of a sharded peft model, and nothing of its base. Collective.
 
     Each rank writes its own intervals, as in `onefold.export`. Embeddings of the base model are not
-    written along.
+    written along. Prompts, which peft computes from their encoder, are written by the first rank.
 
     Args:
         model: what `onefold.shard` returned of a PeftModel, or of a transformers model after
@@ -61,6 +62,8 @@ def save_adapters(
             no permission.
     """
     engine = engine_of(model)
+    if _is_prompt(model, adapter):
+        return _save_prompt(model, Path(folder), adapter, dtype, overwrite)
 
     def sheet() -> Sheet:
         names = adapter_names(model, adapter)
@@ -179,8 +182,44 @@ def _fit(
     return fitted
 
 
+def _is_prompt(model: Any, adapter: str | None) -> bool:
+    known = getattr(model, "peft_config", None) or {}
+    return bool(known) and bool(known[_adapter(model, adapter)].is_prompt_learning)
+
+
+def _save_prompt(
+    model: Any, folder: Path, adapter: str | None, dtype: torch.dtype | None, overwrite: bool
+) -> Path:
+    """What the encoder of prompts makes, a few rows, on every rank; the first one writes it.
+    Collective.
+    """
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    engine = engine_of(model)
+    engine.unset.look(engine)
+    engine.unset.refuse("save_adapters() would write")
+    name = _adapter(model, adapter)
+    encoder, together = model.prompt_encoder, Together.of(engine)
+    was, _ = encoder.training, encoder.eval()
+    with torch.no_grad():
+        made = get_peft_model_state_dict(
+            model, state_dict={}, adapter_name=name, save_embedding_layers=False
+        )
+    encoder.train(was)
+    with together.each_rank():
+        if together.rank == 0:
+            if folder.exists() and not overwrite:
+                raise CheckpointError(f"{folder} exists: give overwrite=True, or another folder.")
+            folder.mkdir(parents=True, exist_ok=True)
+            tensors = {key: t.to(dtype or t.dtype).contiguous() for key, t in made.items()}
+            save_file(tensors, folder / f"{FILES}.safetensors", {"format": "pt"})
+            _save_config(model, name, folder)
+    return folder
+
+
 def _save_config(model: Any, adapter: str | None, folder: Path) -> None:
-    """adapter_config.json as peft's own `save_pretrained` leaves it."""
+    """adapter_config.json and the card README.md, as peft's own `save_pretrained` leaves them."""
     config = copy.deepcopy(model.peft_config[_adapter(model, adapter)])
     base = getattr(model, "get_base_model", None)
     inner: Any = base() if callable(base) else model
@@ -194,3 +233,5 @@ def _save_config(model: Any, adapter: str | None, folder: Path) -> None:
             "parent_library": type(inner).__module__,
         }
     config.save_pretrained(str(folder), **more)
+    if callable(card := getattr(model, "create_or_update_model_card", None)):
+        card(str(folder))

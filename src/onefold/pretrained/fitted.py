@@ -86,9 +86,29 @@ def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str,
         if not name.startswith(adapters) and name.startswith(prefix):
             plain = name.removeprefix(prefix)
             if adapters:
-                plain = re.sub(r"\.(base_layer|original_module)\.", ".", plain)
+                # Adapters of two parameters of a module are around each other
+                plain = re.sub(r"\.((base_layer|original_module)\.)+", ".", plain)
             out[name] = plain
     return base, out
+
+
+#: {where peft keeps trained copies of a module: the module itself}, below the same one.
+_COPIES = {"modules_to_save": "original_module", "ln_tuning_layers": "base_layer"}
+
+
+def copies(module: nn.Module) -> dict[str, str]:
+    """{a parameter of a copy that peft trains in place of a module, on the meta device: that of the
+    module}. It is to start with the same values.
+    """
+    return {
+        f"{path}.{kept}.{adapter}.{name}": f"{path}.{original}.{name}"
+        for path, wrapping in module.named_modules()
+        for kept, original in _COPIES.items()
+        if hasattr(wrapping, original)
+        for adapter, copy in getattr(wrapping, kept, {}).items()
+        for name, parameter in copy.named_parameters()
+        if parameter.is_meta
+    }
 
 
 class Fitted(View):

@@ -25,10 +25,10 @@ from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some, unwrapped
+from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, some, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
 from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of
+from onefold.runtime.registry import engine_of, is_sharded
 
 
 class HuggingFaceSource(Source):
@@ -122,6 +122,11 @@ class HuggingFaceSource(Source):
         there = {name: shape for name, (shape, _) in layout.made.items()}
         refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
         made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
+        if not is_sharded(module):
+            tied = {name: names for names in outline.ties for name in names}
+            for copy, own in copies(module).items():
+                if there_as := next((name for name in tied[own] if name in made), None):
+                    made[copy] = made[there_as]
         left = [key for key in layout.left if not _ignored(inner, key)]
         out = Fitted(self, outline, made, left, layout.rules)
         out.missing = [name for name in out.missing if name in names]

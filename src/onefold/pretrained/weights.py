@@ -21,7 +21,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.fitted import Fitted, some
+from onefold.pretrained.fitted import Fitted, Outline, copies, some, unwrapped
 from onefold.pretrained.huggingface import load_shards, opened, same_everywhere
 from onefold.runtime.engine import Engine
 
@@ -109,6 +109,7 @@ class Weights:
         try:
             if getattr(module, "peft_config", None):
                 materialize_adapters(module, device)
+                _refuse_unset(module)
             self._fitted = opened(folder, module)
             self.coming = self._fitted.names()
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
@@ -164,9 +165,11 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
     Raises:
         CheckpointError: they start from the base model's weights, which are not there yet.
     """
-    layers: list[Any] = [m for m in module.modules() if hasattr(m, "reset_lora_parameters")]
     configs: dict[str, Any] = getattr(module, "peft_config", None) or {}
-    for layer, (name, config) in itertools.product(layers, configs.items()):
+    _materialize_prompts(getattr(module, "prompt_encoder", {}), configs, device)
+    layers: list[Any] = [m for m in module.modules() if hasattr(m, "reset_lora_parameters")]
+    lora = {name: config for name, config in configs.items() if config.peft_type == "LORA"}
+    for layer, (name, config) in itertools.product(layers, lora.items()):
         parts = [
             part for kind in layer.adapter_layer_names if name in (part := getattr(layer, kind, {}))
         ]
@@ -193,3 +196,36 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
                 if hasattr(part[name], "reset_parameters"):
                     part[name].reset_parameters()
         layer.reset_lora_parameters(name, how)
+
+
+def _materialize_prompts(encoders: Any, configs: dict[str, Any], device: torch.device) -> None:
+    """The same for prompts. Those that begin as tokens of the base model are left on the meta
+    device.
+    """
+    for name, encoder in encoders.items():
+        config = configs[name]
+        drawn = getattr(config, "prompt_tuning_init", "RANDOM") == "RANDOM"
+        known = config.peft_type in ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING") and drawn
+        if known and any(p.is_meta for p in encoder.parameters()):
+            encoder.to_empty(device=device)
+            for part in encoder.modules():
+                reset: Any = getattr(part, "reset_parameters", None)
+                if reset is not None:
+                    reset()
+
+
+def _refuse_unset(module: nn.Module) -> None:
+    """Raise CheckpointError for adapters that are on the meta device still, and are no copies of what
+    the folder brings: what values peft starts them with, it does not say.
+    """
+    outline = Outline.of(module)
+    _, base = unwrapped(module, outline)
+    brought = base.keys() | copies(module).keys()
+    if left := [n for n, p in module.named_parameters() if p.is_meta and n not in brought]:
+        configs: dict[str, Any] = getattr(module, "peft_config", {})
+        kinds = sorted({str(config.peft_type).rpartition(".")[2] for config in configs.values()})
+        raise CheckpointError(
+            f"adapters of the kind {', '.join(kinds)} start with values that cannot be had while the"
+            f" model is on the meta device ({some(left)}): build it in memory (transformers'"
+            " from_pretrained), or use plain LoRA."
+        )

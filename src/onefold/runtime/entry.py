@@ -47,6 +47,14 @@ class Whole(nn.Parameter):
             entry.flat.written_in_forward = True
         _DATA.__set__(self, value)
 
+    def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
+        """Set to itself it stays as it is, and its version counter too: torch's parametrizations do
+        that to what they wrap, and peft's adapters of experts wrap it anew in every forward pass.
+        """
+        if source is self and not place and not options:
+            return self
+        return super().set_(*(() if source is None else (source,)), *place, **options)
+
 
 _DATA: Any = torch.Tensor.data
 point: Any = _DATA.__set__  # (whole, tensor): the engine's own way, which is no write

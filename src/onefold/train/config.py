@@ -134,11 +134,12 @@ class TrainConfig(_RecipeOptions):
     """Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."""
     overwrite: bool = False
     """Let the output folder hold an earlier run, which is then replaced."""
+    save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Of the saved model's weights; auto is what a folder's are in, and fp32 for any other model."""
 
     # adapters instead of the whole model
     lora: Count | None = None
-    """Rank of LoRA adapters: they are trained and saved, the model is frozen (--frozen nf4: QLoRA).
-    Needs peft."""
+    """Rank of LoRA adapters, which alone are trained and saved (--frozen nf4: QLoRA); needs peft."""
     lora_targets: str = "all-linear"
     """Linear layers that get adapters, by the end of their names: q_proj,v_proj; all-linear is all
     but the head."""

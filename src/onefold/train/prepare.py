@@ -21,7 +21,7 @@ from onefold.data.samples import Data, load_data
 from onefold.data.sources import is_small, read_documents
 from onefold.data.text import Tokenizer
 from onefold.data.token_cache import Tokens, tokens_of
-from onefold.models.adapters import with_adapters
+from onefold.models.adapters import refuse_unmergeable, with_adapters
 from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
@@ -221,6 +221,8 @@ def prepare(
         model = _sharded(loaded, recipe, config.seed, ranks.device)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
+    if config.merge:
+        refuse_unmergeable(model)
     if config.compile:
         compile_blocks(model)
     optimizer = _optimizer(config, model, no_decay, ranks)

@@ -11,9 +11,11 @@ from torch import nn
 
 import onefold
 from onefold.models.build import quiet_transformers
+from onefold.models.names import kind_of, precision_of
 from onefold.pretrained.adapters import save_adapters
 from onefold.pretrained.export import export as export_model
 from onefold.pretrained.merged import export_merged
+from onefold.recipe import COMPUTE_DTYPES
 from onefold.train.prepare import Run
 
 #: Where --merge writes.
@@ -67,23 +69,39 @@ def _readable(run: Run) -> contextlib.AbstractContextManager[nn.Module]:
 
 
 def export(run: Run, folder: Path) -> str:
-    """Write the whole model to `folder`, in the masters' precision, and say what it is. Collective.
+    """Write the whole model to `folder`, and say what it is. Collective.
     A transformers model as one; of a model of peft the adapters alone (and beside them, with
     --merge, the model that they make); any other as safetensors with the names of its state dict.
     Replaces an earlier folder once the new one is whole.
     Raises CheckpointError on every rank if it cannot be written.
     """
     model: Any = run.loaded.module
+    dtype = saved_in(run)
     if getattr(model, "peft_config", None):
         save_adapters(run.model, folder, overwrite=True)
         if run.config.merge:
             model.config.use_cache = True
             merged = folder.with_name(MERGED)
-            export_merged(run.model, folder, merged, tokenizer=run.loaded.tokenizer, overwrite=True)
+            export_merged(
+                run.model, folder, merged, dtype, tokenizer=run.loaded.tokenizer, overwrite=True
+            )
         return "adapters"
     ours = not run.loaded.is_transformers
     if not ours:
         model.config.use_cache = True
     with contextlib.nullcontext() if ours else quiet_transformers():
-        export_model(run.model, folder, "master", tokenizer=run.loaded.tokenizer, overwrite=True)
+        export_model(
+            run.model, folder, dtype or "master", tokenizer=run.loaded.tokenizer, overwrite=True
+        )
     return "safetensors" if ours else "Hugging Face model"
+
+
+def saved_in(run: Run) -> torch.dtype | None:
+    """--save-dtype; where it is auto, what the weights of a folder are in: the model is saved as
+    large as it came, and a run on it has the same --precision. None: what is stepped.
+    """
+    said: str = run.config.save_dtype
+    name = run.config.model
+    if said == "auto" and kind_of(name) in ("folder", "hub"):
+        said = precision_of(name) or said
+    return COMPUTE_DTYPES.get(said)

@@ -378,6 +378,12 @@ def _exit_code(run: Run, me: Rank) -> int:
 
 
 def _show_sample(run: Run, say: Reporter, when: str) -> None:
-    text = sample(run)
+    try:
+        text = sample(run)
+    except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+        # transformers cannot generate with it, on any rank: all have the same prompt
+        said = " ".join(str(error).split())
+        say.note(f"no sample of its text {when} training: {type(error).__name__}: {said[:200]}")
+        return
     if text is not None:
         say.say("sample", when=when, prompt=prompt_of(run), text=text)

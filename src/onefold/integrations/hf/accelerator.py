@@ -34,7 +34,8 @@ class ShardingAccelerator(Accelerator):
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """As accelerate's; a sharded model is neither moved, cast nor wrapped."""
-        asked = evaluation_mode and divides_parameters(self.onefold_recipe)
+        divides = divides_parameters(self.onefold_recipe) or loading.is_put_off(model)
+        asked = evaluation_mode and divides
         if asked and not is_sharded(model):
             shard_frozen(model, self.onefold_recipe, self.device)
         if not is_sharded(model):

@@ -15,6 +15,7 @@ from torch import nn
 import onefold
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.recipe import Recipe
+from onefold.runtime.registry import is_sharded
 
 logger = logging.getLogger("onefold")
 #: The attribute of such a model that names its folder.
@@ -70,6 +71,13 @@ def _of_hub(name: str) -> Path:
             f"there is no folder {name!r}, and no such model could be had from the hub or its cache"
             f" ({type(error).__name__}: {reason})."
         ) from error
+
+
+def is_put_off(model: Any) -> bool:
+    """Whether its weights are still to be read: `from_pretrained` above made it, and nobody has
+    sharded it.
+    """
+    return getattr(model, _WEIGHTS, None) is not None and not is_sharded(model)
 
 
 def shard(model: Any, recipe: Recipe, device: Any) -> None:

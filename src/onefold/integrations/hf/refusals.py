@@ -147,3 +147,13 @@ def refuse_model(model: Any) -> None:
             f"this {name} was quantized while transformers loaded it: load it without"
             ' quantization_config=, and give the recipe frozen="nf4" (4 bits) or frozen="int8".'
         )
+
+
+def refuse_frozen(model: Any) -> None:
+    """Raise ValueError if there is nothing to train in a model."""
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError(
+            f"no parameter of this {type(model).__name__} takes a gradient, so there is nothing to"
+            " train: set model.requires_grad_(True) (merge_and_unload() leaves the weights frozen),"
+            " or put adapters around it (PeftModel.from_pretrained(..., is_trainable=True))."
+        )

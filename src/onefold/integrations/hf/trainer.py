@@ -36,7 +36,12 @@ from onefold.integrations.hf.arguments import (
 )
 from onefold.integrations.hf.compiling import compile_blocks
 from onefold.integrations.hf.generating import WholeWeights
-from onefold.integrations.hf.refusals import refuse_accelerator, refuse_arguments, refuse_model
+from onefold.integrations.hf.refusals import (
+    refuse_accelerator,
+    refuse_arguments,
+    refuse_frozen,
+    refuse_model,
+)
 from onefold.recipe import Recipe
 from onefold.runtime.registry import is_sharded
 
@@ -132,6 +137,7 @@ class TrainerMixin(_Host):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
+        refuse_frozen(self.model)
         self._shard_model()
         self._scale_loss()
         return super()._inner_training_loop(
@@ -214,7 +220,11 @@ class TrainerMixin(_Host):
     # -- saving and loading ------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Collective once the model is sharded: every rank writes its part."""
+        """Collective once the model is sharded: every rank writes its part. So it is where its
+        weights are still to be read.
+        """
+        if loading.is_put_off(self.model):
+            self._shard_model()
         if not is_sharded(self.model):
             super()._save(output_dir, state_dict)
             return
