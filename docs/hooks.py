@@ -21,6 +21,9 @@ import messages
 #: A link that leaves docs/, of Markdown, up to its anchor.
 _OUTSIDE = re.compile(r"(\]\()\.\./([^)#\s]+)")
 _INSIDE = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+#: Code within a line, and options of a command in it.
+_CODE = re.compile(r"(?<!<span></span>)<code>[^<]*</code>")
+_FLAG = re.compile(r"(?<![\w-])--?[a-z][\w-]*")
 _APART = "---\nsearch:\n  exclude: true\n---\n\n"
 
 
@@ -73,3 +76,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return _OUTSIDE.sub(
         lambda link: f"{link[1]}{link[2]}{'.md' if link[2].endswith('.py') else ''}", markdown
     )
+
+
+def on_page_content(page_html: str, **_: Any) -> str:
+    """An option such as `--offload-optimizer` is not broken at its hyphens (`flag` in site.css)."""
+    return _CODE.sub(lambda code: _FLAG.sub(r'<span class="flag">\g<0></span>', code[0]), page_html)

@@ -1,5 +1,5 @@
 """Models trained in less memory than their state takes: parameters, gradients, masters and moments
-rest on a disk.
+are stored on a disk.
 
     torchrun --nproc-per-node 2 examples/larger_than_memory.py DISK
     OMP_NUM_THREADS=1 python examples/larger_than_memory.py DISK --weights smollm2 --text LICENSE

@@ -1,5 +1,5 @@
-"""QLoRA: adapters of peft around a frozen base that rests in 4 bits (nf4), once over all ranks, and
-travels so.
+"""QLoRA: adapters of peft around a frozen base that is stored in 4 bits (nf4), once over all ranks, and
+sent so.
 
     torchrun --nproc-per-node 2 examples/qlora.py path/to/model output        (or plain python: one rank)
 

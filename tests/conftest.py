@@ -24,8 +24,7 @@ gc.disable()
 from hypothesis import HealthCheck, settings
 
 # Speed is judged in benchmarks: a busy machine must not fail a property.
-settings.register_profile("onefold", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("onefold")
+_ANY_SPEED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 TESTS = Path(__file__).parent
 # For the workers, the ranks and the commands that tests start. Several tests share the cores; a rank
@@ -256,77 +255,81 @@ SLOW_FILES = {
 # (`_sample`); `--all` takes all of them.
 SAMPLED = {
     "benchmarks/test_gpu_benchmark.py": 13,
-    "benchmarks/test_peers.py": 2,
-    "pretrained/test_huggingface.py": 6,
-    "checkpoint/test_offloaded_states.py": 2,
-    "checkpoint/test_tiles_checkpoint.py": 4,
-    "cli/test_doctor_check.py": 6,
-    "cli/test_doctor_check_whole.py": 11,
+    "benchmarks/test_peers.py": 3,
+    "pretrained/test_huggingface.py": 9,
+    "checkpoint/test_offloaded_states.py": 3,
+    "checkpoint/test_tiles_checkpoint.py": 6,
+    "cli/test_doctor_check.py": 9,
+    "cli/test_doctor_check_whole.py": 16,
     "cli/test_plan_command.py": 8,
-    "comm/test_group.py": 2,
-    "comm/test_native.py": 6,
-    "comm/test_native_divergence.py": 3,
-    "comm/test_native_virtual.py": 12,
-    "integrations/test_deepspeed_name.py": 3,
-    "integrations/test_deepspeed_offload.py": 3,
-    "integrations/test_deepspeed_parameters.py": 3,
-    "integrations/test_deepspeed_trainer.py": 6,
+    "comm/test_group.py": 3,
+    "comm/test_native.py": 9,
+    "comm/test_native_divergence.py": 4,
+    "comm/test_native_virtual.py": 18,
+    "integrations/test_deepspeed_name.py": 4,
+    "integrations/test_deepspeed_offload.py": 4,
+    "integrations/test_deepspeed_parameters.py": 4,
+    "integrations/test_deepspeed_trainer.py": 9,
     "integrations/test_published_scripts.py": 8,
-    "invariants/test_bytes_at_rest.py": 5,
-    "invariants/test_bytes_of_groups.py": 2,
-    "invariants/test_diverging_ranks.py": 8,
-    "invariants/test_groups.py": 8,
-    "invariants/test_no_synchronization.py": 4,
-    "invariants/test_nothing_left_behind.py": 2,
-    "invariants/test_same_numbers.py": 4,
-    "invariants/test_two_nodes.py": 6,
-    "invariants/test_waits.py": 9,
-    "invariants/test_wire_bytes.py": 8,
-    "observe/test_report_in_browser.py": 3,
-    "observe/test_saved_for_backward.py": 3,
-    "offload/test_activation_offload.py": 8,
-    "offload/test_activations.py": 8,
-    "offload/test_nvme_faults.py": 2,
-    "offload/test_nvme_folder.py": 4,
-    "offload/test_offload.py": 6,
-    "optim/test_clipping_and_scaling.py": 6,
-    "optim/test_elementwise_optimizers.py": 5,
-    "optim/test_ema.py": 2,
-    "optim/test_whole_states.py": 3,
-    "plan/test_asked_and_answered.py": 6,
-    "plan/test_code.py": 8,
-    "plan/test_matrix.py": 3,
-    "plan/test_replay.py": 9,
-    "plan/test_tiers_planned.py": 2,
-    "quant/test_kernels_compiled.py": 3,
-    "recording/test_recording.py": 60,
-    "runtime/test_as_in_plain_pytorch.py": 2,
-    "runtime/test_differentiate.py": 3,
-    "runtime/test_frozen_between_micro_batches.py": 2,
-    "runtime/test_frozen_weights.py": 3,
-    "runtime/test_gradient_hooks.py": 3,
-    "runtime/test_meta_device.py": 3,
-    "runtime/test_meta_first.py": 2,
-    "runtime/test_micro_batches.py": 4,
-    "runtime/test_odd_loops.py": 4,
-    "runtime/test_odd_models.py": 6,
-    "runtime/test_odd_parameters.py": 6,
-    "runtime/test_operators.py": 4,
-    "runtime/test_refusals.py": 2,
-    "runtime/test_small_gradients.py": 3,
-    "runtime/test_state_dicts.py": 6,
-    "runtime/test_step_before_backward.py": 3,
-    "runtime/test_transformers_architectures.py": 6,
-    "runtime/test_units_at_the_turn.py": 8,
-    "runtime/test_wire_codecs.py": 6,
-    "simulation/test_simulate.py": 12,
-    "simulation/test_timeline.py": 12,
-    "tiling/test_tiles.py": 12,
-    "tracing/test_trace.py": 8,
-    "tracing/test_trace_shortcuts.py": 6,
-    "train/test_a_step_late.py": 6,
-    "models/test_folder.py": 6,
+    "invariants/test_bytes_at_rest.py": 7,
+    "invariants/test_bytes_of_groups.py": 3,
+    "invariants/test_diverging_ranks.py": 12,
+    "invariants/test_groups.py": 12,
+    "invariants/test_no_synchronization.py": 6,
+    "invariants/test_nothing_left_behind.py": 3,
+    "invariants/test_same_numbers.py": 6,
+    "invariants/test_two_nodes.py": 9,
+    "invariants/test_waits.py": 13,
+    "invariants/test_wire_bytes.py": 12,
+    "observe/test_report_in_browser.py": 4,
+    "observe/test_saved_for_backward.py": 4,
+    "offload/test_activation_offload.py": 12,
+    "offload/test_activations.py": 12,
+    "offload/test_nvme_faults.py": 3,
+    "offload/test_nvme_folder.py": 6,
+    "offload/test_offload.py": 9,
+    "optim/test_clipping_and_scaling.py": 9,
+    "optim/test_elementwise_optimizers.py": 7,
+    "optim/test_ema.py": 3,
+    "optim/test_whole_states.py": 4,
+    "plan/test_asked_and_answered.py": 9,
+    "plan/test_code.py": 12,
+    "plan/test_matrix.py": 4,
+    "plan/test_replay.py": 13,
+    "plan/test_tiers_planned.py": 3,
+    "quant/test_kernels_compiled.py": 4,
+    "recording/test_recording.py": 90,
+    "runtime/test_as_in_plain_pytorch.py": 3,
+    "runtime/test_differentiate.py": 4,
+    "runtime/test_frozen_between_micro_batches.py": 3,
+    "runtime/test_frozen_weights.py": 4,
+    "runtime/test_gradient_hooks.py": 4,
+    "runtime/test_meta_device.py": 4,
+    "runtime/test_meta_first.py": 3,
+    "runtime/test_micro_batches.py": 6,
+    "runtime/test_odd_loops.py": 6,
+    "runtime/test_odd_models.py": 9,
+    "runtime/test_odd_parameters.py": 9,
+    "runtime/test_operators.py": 8,
+    "runtime/test_refusals.py": 3,
+    "runtime/test_small_gradients.py": 4,
+    "runtime/test_state_dicts.py": 9,
+    "runtime/test_step_before_backward.py": 4,
+    "runtime/test_transformers_architectures.py": 9,
+    "runtime/test_units_at_the_turn.py": 12,
+    "runtime/test_wire_codecs.py": 9,
+    "simulation/test_simulate.py": 18,
+    "simulation/test_timeline.py": 18,
+    "tiling/test_tiles.py": 18,
+    "tracing/test_trace.py": 12,
+    "tracing/test_trace_shortcuts.py": 9,
+    "train/test_a_step_late.py": 9,
+    "models/test_folder.py": 9,
     "train/test_starts.py": 3,
+    "cli/test_plan_simulate_command.py": 2,
+    "cli/test_train_command.py": 2,
+    "integrations/test_zero_to_fp32.py": 2,
+    "checkpoint/test_round_trips.py": 2,
 }
 
 
@@ -336,6 +339,7 @@ ONLY_WITH_ALL = {
     "test_wheel.py",
     "benchmarks/test_convergence.py::test_sides_that_have_ended_are_kept_and_the_reference_is_always_there",
     "benchmarks/test_host_time.py",
+    "benchmarks/test_offload_benchmark.py::test_the_large_example_is_watched_from_outside",
     "benchmarks/test_ledgers_benchmark.py::test_an_answer_is_timed_with_the_memory_it_took",
     "benchmarks/test_trainer_benchmark.py::test_loops_and_trainers_are_measured_in_turns",
     "benchmarks/test_validation.py::test_every_published_table_is_compared_or_said_not_to_be",
@@ -362,6 +366,7 @@ ONLY_WITH_ALL = {
     "integrations/test_published_scripts.py::test_scripts_of_trl",
     "integrations/test_published_scripts.py::test_torchrun_starts_a_script_of_trl_by_the_command",
     "integrations/test_tools_beside_ddp.py::test_every_cell_is_as_the_page_says",
+    "simulation/test_timeline.py::test_llama_3_8b_on_h100s_takes_what_the_plan_says_within_a_tenth",
     "simulation/test_timeline.py::test_all_of_a_recomputation_is_the_models",
     "runtime/test_odd_models.py::test_compiled_blocks_train_as_in_ddp",
     "train/test_drill.py",
@@ -480,6 +485,12 @@ def sample(request: pytest.FixtureRequest) -> Callable[[Iterable[Any], int], lis
     return chosen
 
 
+@pytest.fixture
+def every(request: pytest.FixtureRequest) -> bool:
+    """Whether a test goes through all of what it does by itself: with `--all`."""
+    return _takes_all(request.config)
+
+
 def _names_of(item: pytest.Item) -> set[str]:
     """What ONLY_WITH_ALL may call it: its file, or its file and its function."""
     file = item.path.relative_to(TESTS).as_posix()
@@ -515,6 +526,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    from examples import ALL, SAMPLE
+
+    count = ALL if _takes_all(config) else SAMPLE
+    settings.register_profile("onefold", _ANY_SPEED, max_examples=count)
+    settings.load_profile("onefold")
     config.addinivalue_line(
         "markers", "slow: takes more than some 10 seconds; `-m 'not slow'` leaves it out"
     )

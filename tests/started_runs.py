@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from onefold.processes.ranks import Ranks
+from onefold.processes.signals import Stop
 from onefold.train import checkpoints
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
@@ -177,15 +178,21 @@ def this_rank() -> Ranks:
     )
 
 
-def losses_on(ranks: Ranks, **more: Any) -> list[float]:
-    """Train the job to its end in this process, from a checkpoint if there is one in its output."""
+def losses_on(ranks: Ranks, until: int = STEPS, **more: Any) -> list[float]:
+    """Train the job to its end in this process, from a checkpoint if there is one in its output; or
+    stop at about step `until`.
+    """
     config = resolve({**JOB, "resume": "auto", **more})
     point = checkpoints.find(config, restarted=False)
     run = prepare(config, ranks, lambda line: None, point)
     if point is not None:
         checkpoints.load(run, point)
     rows: list[Row] = []
-    train(run, lambda: 0, rows.append)
+    train(
+        run,
+        lambda: Stop.INTERRUPT if rows and rows[-1]["step"] >= until else Stop.NONE,
+        rows.append,
+    )
     return [row["loss"] for row in rows]
 
 

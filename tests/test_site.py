@@ -42,6 +42,22 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
             r'(?:<script[^>]*src|<link[^>]*href|<img[^>]*src)="(https?:[^"]+)', text
         )
         assert not fetched, f"{page.name} fetches {fetched[0]}"
+    index = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert '<script src="iframe-worker.js"' in index  # the search, without a server
+    assert (tmp_path / "site" / "search" / "search_index.js").stat().st_size > 100_000
+    api = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    rows = re.findall(r'<tr class="doc-section-item">\s*<td>\s*<code>(.*?)</code>', api, re.S)
+    pairs = [row for row in rows if re.fullmatch(r"\w+(, \w+)+,?", row)]
+    assert len(rows) > 100 and not pairs, f"one parameter a line in docstrings, not {pairs}"
+
+
+def test_code_on_pages_fits_its_column() -> None:
+    """100 characters: what is wider scrolls sideways on a screen of 1280 points."""
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = page.read_text(encoding="utf-8")
+        for block in re.findall(r"(?ms)^```[^\n]*\n(.*?)^```", text):
+            wide = [line for line in block.splitlines() if len(line) > 100]
+            assert not wide, f"{page.name}: {len(wide[0])} columns: {wide[0]}"
 
 
 def test_a_page_begins_with_what_most_people_need() -> None:

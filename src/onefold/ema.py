@@ -139,8 +139,8 @@ def _dtype(flat: Flat) -> torch.dtype:
 
 
 class EMA:
-    """The exponential moving average of a sharded model's weights. Made and updated on every rank;
-    see this module.
+    """The exponential moving average of a sharded model's weights. Made and updated on every rank.
+    Each rank holds the averages of its own elements: 1/N of the trainable weights.
 
     Args:
         model: what `onefold.shard` returned.

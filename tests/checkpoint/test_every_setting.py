@@ -235,10 +235,10 @@ def test_every_stage_and_number_of_ranks_loads_what_every_other_saved(
     precisions, sizes = ["fp32", "bf16"], [1, 2, 3, 4]
     every = list(itertools.product(settings_of(precisions, sizes), repeat=2))
     narrow = [pair for pair in every if {"fp32"} == {p for p, *_ in pair}]
-    pairs = {*sample(narrow, 7), *sample([p for p in every if p not in narrow][::5], 17)}
+    pairs = {*sample(narrow, 11), *sample([p for p in every if p not in narrow][::5], 31)}
     found = run_ranks(4, matrix, str(tmp_path), precisions, sizes, pairs, timeout=400.0)
     assert [wrong for _, wrong in found] == [[]] * 4
-    assert found[0][0] == len(pairs) > 40
+    assert found[0][0] == len(pairs) > 24
 
 
 def test_masters_and_states_pass_through_every_precision_unchanged(
@@ -246,9 +246,9 @@ def test_masters_and_states_pass_through_every_precision_unchanged(
 ) -> None:
     precisions, sizes = ["fp32", "bf16", "fp16"], [1, 3]
     every = itertools.product(settings_of(precisions, sizes), repeat=2)
-    pairs = {*sample(list(every)[::7], 3)}
+    pairs = {*sample(list(every)[::7], 5)}
     found = run_ranks(3, matrix, str(tmp_path), precisions, sizes, pairs, timeout=240.0)
-    assert [wrong for _, wrong in found] == [[]] * 3 and found[0][0] == len(pairs) > 24
+    assert [wrong for _, wrong in found] == [[]] * 3 and found[0][0] == len(pairs) > 12
 
 
 def test_a_load_rounds_to_masters_of_sixteen_bits_where_they_are_asked_for(

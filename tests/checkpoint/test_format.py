@@ -18,6 +18,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import (
     FileRecord,
@@ -119,7 +120,7 @@ _values: Any = st.recursive(
 
 
 @given(_values)
-@settings(deadline=None, max_examples=200)
+@examples(200)
 def test_values_come_back_as_they_were(value: Any) -> None:
     back = decode(json.loads(json.dumps(encode(value, "x"))))
     assert back == value and type(back) is type(value)

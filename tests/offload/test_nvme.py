@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nvme_tools import blank, data_files, lives_in_memory, on_pages, pages_in_cache
 
+from examples import examples
 from onefold.offload.nvme import PAGE, Nvme, TierError, page_buffer
 from onefold.offload.nvme.region import cut, lane_lengths
 
@@ -69,7 +70,7 @@ def test_pieces_cover_each_byte_once_and_stay_on_their_lanes(capacity, lanes, st
     assert used.keys() <= whole, "a page lies elsewhere when it is moved in another piece"
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data())
 def test_what_is_written_is_read_in_any_pieces_over_any_number_of_folders(data):
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.uint8, torch.int64]))

@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nvme_tools import blank, data_files, lives_in_memory, on_pages, pages_in_cache
 
+from examples import examples
 from onefold.offload.nvme import PAGE, Nvme, TierError
 
 MIB = 1 << 20
@@ -50,7 +51,7 @@ def failing(
     return fault
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_short_reads_and_writes_are_continued_until_all_is_moved(data):
     lengths = st.integers(1, 9).map(lambda pages: pages * PAGE) | st.none()

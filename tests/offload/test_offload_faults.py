@@ -253,7 +253,7 @@ def computing_with_nothing(nvme: str) -> list[str]:
 
 def test_code_that_computes_with_a_parameter_on_nvme_is_told_so(tmp_path: Path) -> None:
     for said in run_ranks(2, computing_with_nothing, str(tmp_path)):
-        assert len(said) == 6 and all("rest on NVMe" in s for s in said)
+        assert len(said) == 6 and all("stored on NVMe" in s for s in said)
 
 
 def test_a_folder_that_is_not_there_is_named() -> None:

@@ -141,7 +141,7 @@ def test_states_on_nvme_are_not_pickled_or_copied_as_nothing(tmp_path: Path) -> 
         lambda: onefold.optim.load_local_state_dict(optimizer, saved),
     ):
         with pytest.raises(
-            RuntimeError, match=r"rests on NVMe.*optimizer\.state_dict\(\).*onefold\.save"
+            RuntimeError, match=r"is stored on NVMe.*optimizer\.state_dict\(\).*onefold\.save"
         ):
             lose()
 

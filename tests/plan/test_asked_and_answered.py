@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import onefold
+from examples import examples
 from models import TinyGPT
 from onefold.plan.activity import Activity, blocks_of, stretched
 from onefold.plan.choose import Question, largest_model
@@ -204,7 +205,7 @@ SUBJECT = cache(lambda: subject_of(Language(), JOB, None, None, here(2)))  # tra
 
 
 @given(st.integers(1, 60), st.sampled_from((1, 2, 4)), st.sampled_from((0, 1, 2, 3)))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_the_largest_model_is_at_least_this_one_if_and_only_if_this_one_fits(
     tenths: int, micro: int, stage: int
 ) -> None:

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import GIB, activity, gpus
 
+from examples import examples
 from onefold.plan import choose
 from onefold.plan.activity import Activity, assumed_dims, blocks_of
 from onefold.plan.architectures import architecture
@@ -116,7 +117,7 @@ def test_behind_the_stages_every_rung_is_slower_than_the_one_before(
 
 
 @given(st.floats(1.2, 40), st.sampled_from((1, 2, 4, 8)), st.sampled_from((0, 1, 4)))
-@settings(max_examples=60)
+@examples(60)
 def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(
     capacity: float, ranks: int, micro: int
 ) -> None:
@@ -148,7 +149,7 @@ def test_where_no_speed_is_known_the_rungs_come_in_the_order_of_the_picture() ->
 
 
 @given(st.floats(3, 30), st.sampled_from((0, 96, 120)), st.sampled_from(CHECKPOINTING))
-@settings(max_examples=40)
+@examples(40)
 def test_the_largest_micro_batch_fits_and_the_next_does_not(
     capacity: float, global_batch: int, checkpointing: str
 ) -> None:

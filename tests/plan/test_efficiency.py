@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from calibrations import COSTS, calibration, timed, with_steps, without_steps
+from examples import examples
 from onefold.doctor.calibration import CalibrationError
 from onefold.doctor.kernels import Kernels
 from onefold.doctor.measured import AtRanks, middle
@@ -23,7 +24,7 @@ from onefold.plan.traffic import Software
 COPY = COPIED / 1e10
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.floats(0.4, 1.3), st.floats(0.4, 1.3), st.floats(4, 12))
 def test_steps_say_which_shares_they_reached(step: float, move: float, copies: float) -> None:
     """Within what a deviation of 5 % in a measured step leaves open."""
@@ -39,7 +40,7 @@ def test_moves_that_are_slower_in_a_step_are_noticed() -> None:
     assert said.move < 0.5 < 0.9 < said.step
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.floats(0.4, 1.3), st.floats(0.4, 1.3), st.floats(0.3, 12))
 def test_the_plan_then_says_of_those_steps_what_was_measured(
     step: float, move: float, copies: float

@@ -167,7 +167,7 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
     assert host.recipe.nvme == () and host.recipe.optimizer.tier is Tier.HOST, (
         "a folder is used where something goes there"
     )
-    with pytest.raises(ValueError, match="both say where states rest"):
+    with pytest.raises(ValueError, match="both say where states are stored"):
         Job.of({"offload": "nvme", "offload_optimizer": "cpu"}, "the test")
 
 

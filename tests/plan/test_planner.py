@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from random_plans import (
     activity,
@@ -20,6 +20,7 @@ from random_plans import (
     stages,
 )
 
+from examples import examples
 from onefold.plan.bound import bound_of
 from onefold.plan.evaluate import FRAGMENTED, evaluate
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
@@ -34,7 +35,7 @@ FRAGMENTED_FACTOR = 1 + FRAGMENTED
 
 
 @given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options, communication)
-@settings(max_examples=200)
+@examples(200)
 def test_the_replay_of_the_engine_never_exceeds_its_bound(
     shape: ModelShape,
     stage: int,
@@ -80,7 +81,7 @@ def test_the_replay_of_the_engine_never_exceeds_its_bound(
     st.sampled_from(("", "boundary", "micro-batch")),
     communication,
 )
-@settings(max_examples=60)
+@examples(60)
 def test_three_micro_batches_peak_as_high_as_five(
     shape: ModelShape, stage: int, precision: str, ranks: int, when: str, over: dict[str, Any]
 ) -> None:
@@ -101,7 +102,7 @@ def test_three_micro_batches_peak_as_high_as_five(
     st.sampled_from(CHECKPOINTING),
     st.booleans(),
 )
-@settings(max_examples=100)
+@examples(100)
 def test_a_peak_never_exceeds_the_bound_that_is_printed(
     shape: ModelShape,
     stage: int,
@@ -126,7 +127,7 @@ def test_a_peak_never_exceeds_the_bound_that_is_printed(
 
 
 @given(shapes(), precisions, st.integers(1, 9))
-@settings(max_examples=100)
+@examples(100)
 def test_a_higher_stage_never_holds_more_at_rest(
     shape: ModelShape, precision: str, ranks: int
 ) -> None:
@@ -140,7 +141,7 @@ def test_a_higher_stage_never_holds_more_at_rest(
 
 
 @given(shapes(), stages, precisions, st.integers(1, 24), st.integers(1, 24))
-@settings(max_examples=200)
+@examples(200)
 def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(
     shape: ModelShape, stage: int, precision: str, few: int, more: int
 ) -> None:
@@ -166,7 +167,7 @@ def test_more_ranks_never_hold_more_at_rest_beyond_their_padding(
     st.integers(1, 3),
     st.booleans(),
 )
-@settings(max_examples=50)
+@examples(50)
 def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
     shape: ModelShape, precision: str, few: int, more: int, accumulated: int, nodes: bool
 ) -> None:
@@ -201,7 +202,7 @@ def test_more_ranks_never_need_a_higher_peak_beyond_their_padding(
 
 
 @given(st.integers(1, 5), st.sampled_from((0, 1, 2, 3)), st.sampled_from(CHECKPOINTING))
-@settings(max_examples=40)
+@examples(40)
 def test_a_larger_micro_batch_never_needs_less(micro: int, stage: int, checkpointing: str) -> None:
     shape, job = ModelShape.of_size(5_000_000), Job(seq=128)
     one, more = (

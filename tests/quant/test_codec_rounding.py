@@ -19,13 +19,14 @@ from codec_intervals import (
     roundings,
     steps,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from examples import examples
 from onefold.quant import Stochastic, codec
 from onefold.quant.rounding import Draws
 
-FEW = settings(max_examples=60)
+FEW = examples(60)
 #: A test of means fails by chance once in so many runs.
 CHANCE = 1e-12
 

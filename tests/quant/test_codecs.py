@@ -19,13 +19,14 @@ from codec_intervals import (
     roundings,
     steps,
 )
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from examples import examples
 from onefold.quant import CODECS, Blockwise, codec
 from onefold.quant.nf4 import levels
 
-FEW = settings(max_examples=60)
+FEW = examples(60)
 
 
 def allowed(by: Blockwise, source: torch.Tensor) -> torch.Tensor:

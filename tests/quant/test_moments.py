@@ -77,7 +77,7 @@ def places(nvme: Path) -> list[tuple[int, dict[str, Any]]]:
 def test_ranks_stages_and_tiers_change_no_bit_of_weights_or_moments(
     tmp_path: Path, sample: Any
 ) -> None:
-    kinds = ["int8", *sample(list(KINDS)[1:], 3)]
+    kinds = ["int8", *sample(list(KINDS)[1:], 5)]
     want = run_ranks(2, cases, kinds, "plain", places(tmp_path))[0]
     assert differing(want, want) == []
     for ranks in (1, 4):

@@ -207,7 +207,7 @@ def tables() -> str:
     """The options in Markdown, a table under each heading."""
     lines = []
     for panel in dict.fromkeys(option.panel for option in OPTIONS.values()):
-        lines += [f"**{panel}**", "", "| option | may be | default | | command |", "|---|---|---|---|---|"]  # fmt: skip
+        lines += [f"### {panel}", "", "| option | may be | default | what it does | command |", "|---|---|---|---|---|"]  # fmt: skip
         for option in OPTIONS.values():
             if option.panel == panel:
                 default = "" if option.default is ... else f"`{option.default!r}`"

@@ -351,7 +351,7 @@ APART = [("cpu", None), ("nvme", None), ("nvme", "cpu")]
 def test_gradients_go_where_the_states_are_stepped(gradients: str, optimizer: str | None) -> None:
     said = refusal(2, offload_gradients=gradients, offload_optimizer=optimizer, nvme="/nvme")
     assert (
-        f"gradients rest on {NAMES[gradients].value!r}" in said
+        f"gradients are stored on {NAMES[gradients].value!r}" in said
         and f"states on {NAMES[optimizer].value!r}" in said
     )
 

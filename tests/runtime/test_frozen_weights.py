@@ -230,7 +230,7 @@ def test_weights_at_rest_encoded_cannot_be_trained_later_and_that_is_said_at_onc
     trained(model, steps=1)
     model.blocks[1].mlp[0].weight.requires_grad_(True)
     with pytest.raises(
-        ValueError, match=r"'blocks\.1\.mlp\.0\.weight' was frozen .* so it rests encoded"
+        ValueError, match=r"'blocks\.1\.mlp\.0\.weight' was frozen .* so it is stored encoded"
     ):
         model(tokens_of(0))
 

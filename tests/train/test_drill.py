@@ -22,9 +22,6 @@ def test_the_drill_of_the_docs_runs_as_printed(tmp_path: Path) -> None:
         r"```bash\n(.*?)```", (ROOT / "docs" / "drill.md").read_text(encoding="utf-8"), re.DOTALL
     )
     assert len(blocks) == 4
-    (tmp_path / "notes.txt").write_text(
-        "The quick brown fox jumps over the lazy dog. " * 400, encoding="utf-8"
-    )
     (tmp_path / "bin").mkdir()
     for name, what in (("onefold", "-m onefold"), ("python", "")):
         (tmp_path / "bin" / name).write_text(

@@ -62,15 +62,16 @@ def variants(root: Path) -> list[dict[str, Any]]:
 
 
 def test_each_gives_on_two_ranks_what_it_gives_on_one_and_all_of_them_differ(
-    tmp_path: Path,
+    tmp_path: Path, sample: Any
 ) -> None:
-    jobs = variants(tmp_path)
+    names = sample(HERE, 2)
+    jobs = [job for job in variants(tmp_path) if job["optimizer"] in names]
     two, _ = run_ranks(2, losses_in_ranks, *jobs)
     one = [losses_on(alone(), **{**job, "micro_batch": 4}) for job in jobs]
-    for name, a, b in zip(HERE, one, two, strict=True):
+    for name, a, b in zip(names, one, two, strict=True):
         assert a == pytest.approx(b, rel=1e-5), name
         assert a[-1] < a[0], (name, a)
-    assert len({tuple(losses) for losses in one}) == len(HERE)
+    assert len({tuple(losses) for losses in one}) == len(names) > 3
 
 
 def test_the_options_arrive_and_the_table_says_what_each_takes(tmp_path: Path) -> None:

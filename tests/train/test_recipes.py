@@ -28,6 +28,8 @@ SAME = (
     "stage", "offload_param", "offload_optimizer", "moments", "activation_checkpointing", "lora",
     "frozen", "seq", "micro_batch", "global_batch",
 )  # fmt: skip
+#: How the page names the links of a plan.
+PLACES = {"": "", "inside": "within a node", "between": "between nodes"}
 MEMORY = ("stage", "offload_param", "offload_optimizer", "moments", "activation_checkpointing")
 
 
@@ -55,7 +57,9 @@ def recipes() -> list[Recipe]:
     for section in PAGE.read_text().split("\n## ")[1:]:
         block = re.search(r"```\n(.*?)```", section, re.DOTALL)
         assert block is not None, section.splitlines()[0]
-        train, plan = (shlex.split(line) for line in block.group(1).splitlines())
+        train, plan = (
+            shlex.split(line) for line in block.group(1).replace("\\\n", "").splitlines()
+        )
         assert "train" in train and plan[:2] == ["onefold", "plan"]
         found.append(Recipe(section.splitlines()[0], options(train), plan[2:]))
     return found
@@ -79,7 +83,9 @@ def table(plan: list[str]) -> str:
     cells = {
         "on a card at peak": f"{gib(sum(account['peak'].values()))} of {gib(said['usable'])}",
         "on the host": gib(account["host"]) if account["host"] else "–",
-        "a rank sends": ", ".join(f"{gib(n)} {place}".strip() for place, n in links.items()),
+        "a rank sends": ", ".join(
+            f"{gib(n)} {PLACES[place]}".strip() for place, n in links.items()
+        ),
         "a step takes": f"{seconds['step']:.1f} s",
         "of it waiting for the wire": f"{seconds['exposed communication']:.2f} s",
         "tokens/s": f"{account['tokens_per_s']:,.0f}",
@@ -140,7 +146,9 @@ def small(recipe: Recipe, model: Path, text: Path, ranks: int) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_each_recipe_trains_a_small_llama_as_without_it(tmp_path: Path, ranks: int) -> None:
+def test_each_recipe_trains_a_small_llama_as_without_it(
+    tmp_path: Path, ranks: int, sample: Any
+) -> None:
     """Losses of the recipe beside stage 0 with everything on the device; what is asked for is on."""
     for module in ("transformers", "peft"):
         pytest.importorskip(module)
@@ -149,6 +157,7 @@ def test_each_recipe_trains_a_small_llama_as_without_it(tmp_path: Path, ranks: i
 
     wanted = [r for r in recipes() if ("64" in r.title) == (ranks == 4)]
     assert len(wanted) == (1 if ranks == 4 else 4)
+    wanted = sample(wanted, 2)
     model, text = saved(tmp_path, "files"), tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
     jobs = []

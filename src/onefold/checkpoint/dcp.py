@@ -92,7 +92,7 @@ class _State:
         if self.engine.on_disk or any(e.flat.storage.encoded for e in self.engine.entries):
             raise CheckpointError(
                 "torch.distributed.checkpoint reads and writes tensors in memory, and this model's"
-                " state rests on NVMe, or encoded: use onefold.save, then load that checkpoint"
+                " state is stored on NVMe, or encoded: use onefold.save, then load that checkpoint"
                 " without offload and frozen= and write it with dcp_state_dict."
             )
         if self.engine.recipe.moments not in (None, "fp32"):

@@ -45,12 +45,14 @@ class Loaded:
     """What a checkpoint said.
 
     Attributes:
-        path: its folder. step, extra: as they were given to `save`. saved_by: versions, world size,
-            stage and recipe of the run that saved.
+        path: its folder.
+        step: as it was given to `save`.
+        extra: the same.
+        saved_by: versions, world size, stage and recipe of the run that saved.
         data: what this rank gave as data, where each rank may have it: all had the same, or there
             are as many ranks as then.
-        missing, unexpected: with strict=False, names that the checkpoint has not, and that the
-            model has not.
+        missing: with strict=False, names that the checkpoint does not have.
+        unexpected: with strict=False, names that the model does not have.
         notes: a sentence for each thing that could not be resumed as it was.
     """
 
@@ -84,7 +86,9 @@ def load(
         model: what `onefold.shard` returned; None reads step and extra only.
         optimizer: one or several, with the groups of the one that was saved; what it held before is
             gone.
-        scheduler, scaler, data: things with load_state_dict().
+        scheduler: things with load_state_dict().
+        scaler: the same.
+        data: the same.
         strict: names must agree.
         rng: restore the random generators (Python, numpy, torch, CUDA); see
             `onefold.checkpoint.per_rank` for other numbers of ranks.

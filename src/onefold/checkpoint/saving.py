@@ -74,7 +74,8 @@ def save(
         path: the folder to make, on a file system that all ranks see.
         model: what `onefold.shard` returned.
         optimizer: one torch optimizer over its parameters, or several.
-        scheduler, scaler: anything with state_dict(); the first rank's is stored.
+        scheduler: anything with state_dict(); the first rank's is stored.
+        scaler: the same.
         data: the data loader's position: anything with state_dict(), or a dict; each rank's is
             stored.
         extra: more values of the first rank: numbers, strings, lists, dicts, tensors, arrays.

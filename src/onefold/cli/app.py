@@ -11,6 +11,7 @@ from onefold.cli.accelerate import app as accelerate_app
 from onefold.cli.checkpoint import app as checkpoint_app
 from onefold.cli.config import app as config_app
 from onefold.cli.doctor import doctor_command
+from onefold.cli.options import with_readable_help
 from onefold.cli.plan import plan_command
 from onefold.cli.report import report_command
 from onefold.cli.train import train_command
@@ -29,6 +30,7 @@ app.command("report")(report_command)
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(config_app, name="config")
 app.add_typer(accelerate_app, name="accelerate")
+with_readable_help(app)
 
 
 def _print_version(wanted: bool) -> None:

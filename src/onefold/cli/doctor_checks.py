@@ -92,7 +92,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "offload", 1, "doctor_check_steps:offload",
-        "State that rests on the host does not train as on the device: leave offload out, and attach the JSON to an issue.",
+        "State that is stored on the host does not train as on the device: leave offload out, and attach the JSON to an issue.",
     ),
     Check(
         "save and reload", 1, "doctor_check_steps:save_and_reload",

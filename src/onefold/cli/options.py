@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import signal
@@ -11,20 +12,69 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Literal, NoReturn
 
 import typer
+from typer.core import TyperCommand
 
 from onefold.recipe.options import OPTIONS, Option, choices_of
 
 Command = typing.TypeVar("Command", bound=Callable[..., Any])
 
 
-def option(text: str, panel: str | None = None, *flags: str, shown: bool = False) -> Any:
+def option(
+    text: str,
+    panel: str | None = None,
+    *flags: str,
+    shown: bool = False,
+    words: Any = None,
+    known: str = "",
+) -> Any:
     """An option of a command, for `Annotated`.
 
     Args:
         flags: how it is written, where that does not follow from the parameter's name.
         shown: the help shows its default.
+        words: the type of its values. Many `Literal` ones stand behind the description, where the
+            help wraps them; the names of options keep their room.
+        known: what the help ends with.
     """
-    return typer.Option(*flags, help=text, rich_help_panel=panel, show_default=shown)
+    choices = typing.get_args(words) if typing.get_origin(words) is Literal else ()
+    listed = ", ".join(map(str, choices))
+    long = len(listed) > 16
+    return typer.Option(
+        *flags,
+        help=f"{text} One of {listed}.{known}" if long else f"{text}{known}",
+        metavar="<choice>" if long else None,
+        rich_help_panel=panel,
+        show_default=shown,
+    )
+
+
+class _NarrowHelp(TyperCommand):
+    """A command whose help leaves out the `--no-` form of switches. With a column for that form, a
+    terminal of 80 columns has no room for the names themselves.
+    """
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click."""
+        shown = copy.copy(self)
+        shown.params = [copy.copy(parameter) for parameter in self.params]
+        for one in shown.params:
+            one.secondary_opts = []
+        TyperCommand.format_help(shown, ctx, formatter)
+
+
+def with_readable_help(part: typer.Typer) -> None:
+    """Give the commands of `part` the class above, and paragraphs that the terminal wraps: typer
+    keeps the line ends of a docstring.
+    """
+    for command in part.registered_commands:
+        assert command.callback is not None
+        text = inspect.cleandoc(command.help or command.callback.__doc__ or "")
+        command.help = "\n\n".join(" ".join(one.split()) for one in text.split("\n\n"))
+        if command.cls in (None, TyperCommand):
+            command.cls = _NarrowHelp
+    for group in part.registered_groups:
+        assert group.typer_instance is not None
+        with_readable_help(group.typer_instance)
 
 
 def parameter(
@@ -39,7 +89,7 @@ def parameter(
     flag = name.replace("_", "-")
     flags = [f"--{flag}/--no-{flag}" if kind is bool and both else f"--{flag}"]
     known = "" if default is None or isinstance(default, bool) else f" (default: {default})"
-    annotation = Annotated[kind | None, option(f"{text}{known}", panel, *flags)]
+    annotation = Annotated[kind | None, option(text, panel, *flags, words=kind, known=known)]
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
     )

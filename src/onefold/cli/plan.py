@@ -45,12 +45,12 @@ def plan(
         str, option("Samples a rank computes at once, or auto for the largest that fit.", _JOB, shown=True)
     ] = "1",
     global_batch: Annotated[int, option("Samples of a step (0: one micro-batch a rank).", _JOB, shown=True)] = 0,
-    activation_checkpointing: Annotated[Checkpointing, option("Which blocks are recomputed.", _JOB, shown=True)] = "auto",
+    activation_checkpointing: Annotated[Checkpointing, option("Blocks to recompute.", _JOB, shown=True, words=Checkpointing)] = "auto",
     optimizer: Annotated[str, option("The optimizer, by the name of its class.", _JOB, shown=True)] = "adamw",
     lora: Annotated[int, option("Rank of LoRA adapters; 0 trains everything.", _JOB, shown=True)] = 0,
     stage: Annotated[str, option("0, 1, 2, 3 or auto.", DIVISION, shown=True)] = "auto",
     precision: Annotated[Precision, option("Compute precision.", DIVISION, shown=True)] = "bf16",
-    offload: Annotated[Offload, option("States off the device (auto: as little as fits).", TIERS, shown=True)] = "auto",
+    offload: Annotated[Offload, option("States off the device (auto: as little as fits).", TIERS, shown=True, words=Offload)] = "auto",
     simulate: Annotated[
         bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes and seconds.", None, "--simulate")
     ] = False,

@@ -51,6 +51,8 @@ def train(
 
     Without an option: SmolLM2-135M-Instruct on Python's reference text. Under torchrun, Slurm or
     any launcher that sets RANK, this process joins as one rank instead of starting its own.
+
+    A switch of a configuration file is taken back by its `--no-` form, such as --no-compile.
     """
     try:
         code = _train(given, config_file)

@@ -155,7 +155,7 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
         if (model or optimizer or grad) and device != get_device_name():
             raise ValueError(
                 f"the engine of Onefold cannot move to {device!r} between phases: let the optimizer"
-                " rest there, by +engine.recipe={stage: 3, offload_optimizer: cpu}."
+                " are stored there, by +engine.recipe={stage: 3, offload_optimizer: cpu}."
             )
 
     def get_per_tensor_param(

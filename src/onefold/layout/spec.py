@@ -313,7 +313,7 @@ class ShardSpec:
             if shared and self.layout.quantum % shared:
                 raise ValueError(
                     f"ranks cut at multiples of {self.layout.quantum} elements would divide blocks"
-                    f" of {shared} that rest encoded"
+                    f" of {shared} that are stored encoded"
                 )
         if (
             (self.stored and (self.trainable or self.gather_codec is None))

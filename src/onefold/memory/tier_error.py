@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-_ANOTHER = "name another disk in nvme=, or let more rest on the host"
+_ANOTHER = "name another disk in nvme=, or store more on the host"
 _HINTS = {
     errno.ENOSPC: f"free space there, {_ANOTHER}",
     errno.EDQUOT: f"the quota is used up: free space, {_ANOTHER}",

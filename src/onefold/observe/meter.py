@@ -113,7 +113,8 @@ class Meter:
         """One step is over: the optimizer has stepped.
 
         Args:
-            loss, grad_norm: numbers or one-element tensors. See [Note: no synchronization].
+            loss: numbers or one-element tensors. See [Note: no synchronization].
+            grad_norm: the same.
             tokens: of the step, on all ranks together.
             scaler: a GradScaler; a step after which its scale fell was skipped.
 

@@ -31,8 +31,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self._engine.device.type, **options)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. Where a fused kernel steps (runtime/implementations.py), an overflow is
-        skipped on the device.
+        """As torch's. If the optimizer is fused, an overflow is skipped on the device, without a
+        synchronization.
         """
         engine = self._engine
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args

@@ -176,7 +176,8 @@ def recipe_for(
 
     Args:
         model: a module, or what else `onefold.plan` takes.
-        batch, loss: as of `onefold.plan`.
+        batch: as of `onefold.plan`.
+        loss: the same.
         device: where it will be computed; None takes CUDA if there is any.
         options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits,
             global_batch, precision, which is None here unless told otherwise: as the model is,
@@ -258,8 +259,9 @@ def plan(
         machine: what to plan for; else `gpus` of a kind, in nodes of `per_node` joined by `link`;
             else one rank of this machine.
         stage: only this one; None for the lowest that fits.
-        batch, loss: for modules that are no language model of `input_ids` and `labels`: the batch of
-            a given number of samples, and the scalar of the module's output.
+        batch: for modules that are no language model of `input_ids` and `labels`: makes the batch of
+            a given number of samples.
+        loss: for the same modules: the scalar of the module's output.
         largest: also find the largest micro-batch and model for each stage.
         job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision,
             accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of `Recipe.zero` (reduce_at,

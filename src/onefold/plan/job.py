@@ -170,7 +170,7 @@ class Job:
             if self.offload not in ("", "none"):
                 given = ", ".join(sorted(self.places))
                 raise ValueError(
-                    f"offload={self.offload!r} beside {given}: both say where states rest; leave"
+                    f"offload={self.offload!r} beside {given}: both say where states are stored; leave"
                     " one of the two out."
                 )
             object.__setattr__(self, "offload", "none")

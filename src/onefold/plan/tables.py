@@ -145,7 +145,7 @@ def _stages(plan: Plan) -> Table:
     row("NVMe", lambda a: a.nvme, always=False)
     table.add_row("fits", *(_fit(c, plan) for c in columns))
     row("[bold]sent in a step[/bold]", lambda a: a.wire_bytes)
-    row("  inside a node", lambda a: a.links.get("inside", 0), always=False)
+    row("  within a node", lambda a: a.links.get("inside", 0), always=False)
     row("  between nodes", lambda a: a.links.get("between", 0), always=False)
     row("  of a node, to others", lambda a: a.node_links.get("between", 0), always=False)
     row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds)
@@ -167,7 +167,7 @@ def _stages(plan: Plan) -> Table:
 
 def _table(title: str, *columns: str) -> Table:
     """Without a frame; figures to the right."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2))
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for name in columns or ("",):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     return table
@@ -204,7 +204,7 @@ def _steps(plan: Plan, best: Candidate) -> Table:
     for step in plan.next_steps:
         peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
         saved = best.account.peak_bytes - peak
-        slower = f"{seconds / own - 1:+.0%}" if own else "–"
+        slower = f"{seconds / own - 1:+z.0%}" if own else "–"
         table.add_row(str(step.scheme), gib(peak), gib(saved), in_seconds(seconds), slower)
     return table
 

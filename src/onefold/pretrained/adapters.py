@@ -53,7 +53,8 @@ def save_adapters(
         folder: to be made.
         adapter: which one; None takes the active one.
         dtype: in the file; None keeps the masters' (adapters are small, and nothing is lost).
-        progress, overwrite: as for `onefold.export`.
+        progress: as for `onefold.export`.
+        overwrite: the same.
 
     Raises:
         CheckpointError: on every rank: there is no such adapter, something is at `folder`, no room,

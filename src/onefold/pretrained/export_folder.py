@@ -44,7 +44,10 @@ def export_folder(
 
     Args:
         source: an opened checkpoint.
-        folder, max_shard_bytes, progress, overwrite: as for `export`.
+        folder: as for `export`.
+        max_shard_bytes: the same.
+        progress: the same.
+        overwrite: the same.
         dtype: of floating-point parameters in the files; None leaves them as the checkpoint has
             them (its masters).
         beside: where config.json and the tokenizer's files are; None takes the source's own folder.

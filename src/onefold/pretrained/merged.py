@@ -60,7 +60,10 @@ def export_merged(
         adapters: the folder that `onefold.save_adapters` has written of it; every rank reads it.
         folder: to be made.
         dtype: of floating-point parameters in the files; None keeps each parameter's master dtype.
-        max_shard_bytes, progress, tokenizer, overwrite: as for `onefold.export`.
+        max_shard_bytes: as for `onefold.export`.
+        progress: the same.
+        tokenizer: the same.
+        overwrite: the same.
 
     Raises:
         CheckpointError: on every rank: the adapters do more than add B·A to weights of linear

@@ -99,7 +99,7 @@ class EncodedStorage(Storage):
 
     def refuse_training(self, entry: Entry) -> None:
         raise ValueError(
-            f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests"
+            f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
             " encoded, and cannot be trained now. Leave requires_grad=True while calling shard()"
             " and freeze it afterwards, or leave frozen out of the recipe."
         )

@@ -99,7 +99,7 @@ def _check_tiers(recipe: Recipe) -> None:
     p, g, o = recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier
     if p is not Tier.DEVICE and recipe.parameters.placement is not Placement.SHARDED:
         raise ValueError(
-            f"the parameters row rests on {p.value!r} but is replicated: every rank computes from"
+            f"the parameters row is stored on {p.value!r} but is replicated: every rank computes from"
             " all of it all the time. Shard the parameters (stage 3), or leave offload_param out."
         )
     if p is Tier.NVME and o is not Tier.NVME:
@@ -109,7 +109,7 @@ def _check_tiers(recipe: Recipe) -> None:
         )
     if (o is Tier.DEVICE) != (g is Tier.DEVICE) or (g is Tier.NVME and o is not Tier.NVME):
         raise ValueError(
-            f"gradients rest on {g.value!r} and the optimizer's states on {o.value!r}: gradients go"
+            f"gradients are stored on {g.value!r} and the optimizer's states on {o.value!r}: gradients go"
             " where the states are stepped (both 'device', both 'host'; states on 'nvme' take"
             " gradients on 'nvme' or 'host')."
         )
@@ -205,7 +205,7 @@ def _check_codecs(recipe: Recipe) -> None:
         )
     if recipe.frozen and recipe.parameters.tier is not Tier.DEVICE:
         raise ValueError(
-            f"frozen={recipe.frozen!r} with offload_param: frozen weights rest encoded on the"
+            f"frozen={recipe.frozen!r} with offload_param: frozen weights are stored encoded on the"
             " device, and nowhere else yet; leave one of them out (offload_optimizer may stay)."
         )
     if recipe.optimizer.codec:
@@ -277,7 +277,7 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
     if Tier.NVME not in (recipe.parameters.tier, recipe.optimizer.tier):
         for name in ("nvme", "chunk", "nvme_threads"):
             if given.get(name):
-                said[name] = "where no state rests on NVMe"
+                said[name] = "where no state is stored on NVMe"
     if recipe.gradients.codec is None:
         for name in ("error_feedback", "wire_rounding"):
             if name in given:

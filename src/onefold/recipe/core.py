@@ -59,7 +59,7 @@ class Row:
     `dtype` None, in the row of parameters: each in its own. `wire` None, in the row of gradients:
         as the backward pass makes them.
     `over`: what a sharded row is divided among, "all" ranks or those of each "group". `codec`: how
-    it is written on the wire; None is as it is. See recipe/rows.py.
+    it is written on the wire; None is as it is.
     """
 
     placement: Placement
@@ -124,29 +124,32 @@ class Recipe:
     """What `onefold.shard` executes. Build one with `Recipe.zero`, or row by row.
 
     Attributes:
-        parameters, gradients, optimizer: the three rows.
-        offload_share, offload_bytes: how much of the optimizer's states rests on their row's tier:
-            a share, or bytes of a rank (`offload_optimizer` of `zero`). The last units of the model
-            go first: their transfers hide behind the rest of the backward pass and the next
-            forward.
-        offload_activations: bytes of host memory. tile: bytes of one gathered weight.
-        prefetch: units gathered ahead, for each level that gathers go over: two where they go
-            across groups, then inside, and one unit is then on each of the two links. Unless it is
+        parameters: where parameters are stored, and how they are sent.
+        gradients: the same of gradients.
+        optimizer: the same of master weights and optimizer states.
+        offload_share: share of the optimizer's states that is stored on their row's tier
+            (`offload_optimizer=0.6` of `zero`). The last units of the model are offloaded first:
+            their transfers overlap with the rest of the backward pass and the next forward pass.
+        offload_bytes: the same as a budget: bytes of a rank (`offload_optimizer="6GB"`).
+        offload_activations: bytes of host memory.
+        tile: bytes of one gathered weight.
+        prefetch: units gathered ahead, on each level of gathers: with groups there are two,
+            inter-group and intra-group, so one unit is then on each of the two links. Unless it is
             0, small units do not count up to SMALL_TRAFFIC bytes; so with `in_flight`.
         reshard_after_forward: parameters are gathered again in backward (3Ψ on the wire, less those
-            of the units at the turn, which the forward pass uses last); False keeps them (2Ψ).
+            of the units that the forward pass uses last); False keeps them gathered (2Ψ).
         sync_buffers: sent where DDP would: in the first pass, and in each that follows one with
             gradients outside `no_sync`.
-        moments: of Adam, see recipe/moments.py. They are computed with in fp32; parameters of 64
-            bits keep theirs.
-        stochastic_rounding: chance depends on `rounding_seed`, the step and the element's place in
-            its parameter, on nothing else.
-        reduce: "ordered" moves gradients as they are and adds them in rank order in the
+        moments: the format of Adam's moments. They are computed with in fp32; those of fp64
+            parameters stay fp64.
+        stochastic_rounding: random numbers depend on `rounding_seed`, the step and the element's
+            index in its parameter, on nothing else.
+        reduce: "ordered" sends gradients as they are and adds them in rank order in the
             accumulation dtype: stages have the same bits. "native" lets the backend (NCCL) add
             them, in the dtype of the wire and in its own order: stages agree within rounding.
         notes: sentences about options that have no effect; `shard` logs them once.
 
-    The other fields are options as the table has them: recipe/options.py.
+    The other fields are options of `Recipe.zero`: docs/options.md has a table.
     """
 
     parameters: Row
@@ -250,7 +253,7 @@ class Recipe:
         stall_timeout: float = 300.0,
     ) -> Recipe:
         """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5). docs/options.md has a table of
-        all options, made from recipe/options.py.
+        all options.
 
         Raises:
             ValueError: an unknown option, a value that it cannot have, or options that cannot go
@@ -407,7 +410,7 @@ class Recipe:
             )
         tail += [f"{name} travel as {row.codec}" for name, row in rows.items() if row.codec]
         if self.frozen:
-            tail.append(f"frozen weights rest as {self.frozen}")
+            tail.append(f"frozen weights are stored as {self.frozen}")
         if self.gradients.codec:
             tail += ["what encoding loses is fed back"] if self.error_feedback else []
             tail += ["rounded stochastically"] if self.wire_rounding == "stochastic" else []

@@ -190,13 +190,13 @@ class Storage(ABC):
         Raises:
             TierError: they could not be written.
         """
-        raise AssertionError("gradients rest in memory")
+        raise AssertionError("gradients are stored in memory")
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """The p-norm of what this rank accounts for of the gradient of `entry`, a 0-dim tensor,
         where gradients lie on disk.
         """
-        raise AssertionError("gradients rest in memory")
+        raise AssertionError("gradients are stored in memory")
 
     def gradients_finite(self) -> bool:
         """Whether all gradients on disk are finite numbers."""
@@ -248,7 +248,7 @@ class DeviceStorage(Storage):
     def refuse_training(self, entry: Entry) -> None:
         if self.flat.frozen_low:
             raise ValueError(
-                f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it rests"
+                f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
                 f" in {self.flat.dtypes.master} without fp32 master weights, and cannot be trained"
                 " now. Set it free inside `with onefold.unsharded(model):`. Or leave"
                 " requires_grad=True while calling shard() and freeze it afterwards, or use"
@@ -301,7 +301,7 @@ def refuse_written(written: list[Entry]) -> None:
     """
     if written:
         raise RuntimeError(
-            f"parameter {written[0].slot.name!r} was written to in the forward pass, and it rests"
+            f"parameter {written[0].slot.name!r} was written to in the forward pass, and it is stored"
             " off the device or travels encoded, so that the change would be lost. Write to it after"
             " optimizer.step(), under torch.no_grad()."
         )

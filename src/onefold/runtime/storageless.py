@@ -45,7 +45,7 @@ def is_storageless(t: torch.Tensor) -> bool:
 def storageless_error(func: Any, what: str) -> StoragelessError:
     """What to say to code that wants to compute with something storageless."""
     return StoragelessError(
-        f"{getattr(func, '__name__', func)} was given {what}, whose elements rest on NVMe or"
+        f"{getattr(func, '__name__', func)} was given {what}, whose elements are stored on NVMe or"
         " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
         " `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop"
         " gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu'"
@@ -127,7 +127,7 @@ class StatePlace(torch.Tensor):
 
 def _elsewhere() -> StoragelessError:
     return StoragelessError(
-        "a state of the optimizer was to be copied or pickled, and it rests on NVMe:"
+        "a state of the optimizer was to be copied or pickled, and it is stored on NVMe:"
         " local_state_dict() holds a place for it only. optimizer.state_dict() brings the whole to"
         " rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
     )

@@ -137,7 +137,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
     notes, machine = list(found.notes), found.machine
     if not machine.shared and account.host * machine.local > machine.host.memory:
         notes.append(
-            f"the host has no room for the {readable(account.host)} a rank that are to rest there:"
+            f"the host has no room for the {readable(account.host)} a rank that are to be stored there:"
             " it may run out of memory"
         )
     return Choice(

@@ -131,7 +131,7 @@ def refuse_frozen(config: TrainConfig, frozen: int) -> None:
     if config.frozen is not None and not frozen:
         raise TrainError(
             f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
-            " rest encoded. Leave the option out (--gather-codec encodes what is trained while it"
+            " are stored encoded. Leave the option out (--gather-codec encodes what is trained while it"
             " travels), or train adapters around it (--lora 16), or give a model with frozen"
             " weights: --model module:factory, whose factory freezes them, or returns one of peft's."
         )

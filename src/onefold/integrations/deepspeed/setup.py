@@ -67,8 +67,10 @@ def initialize(
         dist_init_required: None joins the process group that the launcher's environment describes
             unless there is one; True insists on it; False never does.
         collate_fn: as in torch's DataLoader.
-        config, config_params: a dict, or the path of a JSON file.
-        group, units: as in `onefold.shard`.
+        config: a dict, or the path of a JSON file.
+        config_params: the same.
+        group: as in `onefold.shard`.
+        units: the same.
 
     Returns:
         engine, optimizer, data loader, schedule; what was not asked for is None.

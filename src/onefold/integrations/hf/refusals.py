@@ -88,7 +88,7 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
         raise NotImplementedError(
             f"optim={str(args.optim)!r} steps inside the backward pass, before gradients are"
             " reduced over the ranks: choose another, such as adamw_torch. The recipe's"
-            " step_in_backward=True saves the same memory where states rest on the host."
+            " step_in_backward=True saves the same memory where states are stored on the host."
         )
     if getattr(args, "use_vllm", False):
         vllm.refuse_without_hook()
@@ -133,7 +133,7 @@ def refuse_model(model: Any) -> None:
     if len(devices) > 1 or devices & {"cpu", "disk"}:
         raise ValueError(
             f"this {name} was spread over {', '.join(sorted(map(str, devices)))} by device_map=:"
-            " load it without; the recipe decides where its states rest."
+            " load it without; the recipe decides where its states are stored."
         )
     if getattr(model, "is_distributed_loading_by_transformers", False) or (
         (getattr(model, "tp_size", None) or 1) > 1

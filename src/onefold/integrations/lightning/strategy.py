@@ -43,8 +43,11 @@ class Strategy(DDPStrategy):
         figures: whether memory and wire go to the Trainer's loggers under `onefold/...`.
         init: initializes one module in place, where a module is built on the meta device and has no
             `reset_parameters()`.
-        cluster_environment, checkpoint_io, process_group_backend, timeout, start_method, ...: those
-            of Lightning's DDPStrategy.
+        cluster_environment: as of Lightning's DDPStrategy.
+        checkpoint_io: the same.
+        process_group_backend: the same.
+        timeout: the same.
+        start_method: the same.
         options: those of `onefold.Recipe.zero`, beside `stage`: `precision="bf16"`,
             `offload_optimizer="cpu"`, ...
 

@@ -85,7 +85,7 @@ def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what
             raise TierError(
                 f"{what}: {share:,} bytes{of} are needed at {' and '.join(map(str, folders))},"
                 f" where {free:,} are free. Free {share - free:,} bytes there, name larger or more"
-                " disks in nvme=, or let more rest on the host or the device."
+                " disks in nvme=, or store more on the host or the device."
             )
 
 

@@ -80,6 +80,6 @@ def _refuse_what_cannot_be(
     if zero.get("zero_quantized_nontrainable_weights") and "offload_param" in others:
         raise ValueError(
             "zero_optimization.zero_quantized_nontrainable_weights and offload_param: frozen"
-            " weights rest quantized on the device, and nowhere else yet; leave one of them out"
+            " weights are stored quantized on the device, and nowhere else yet; leave one of them out"
             " (offload_optimizer may stay)."
         )

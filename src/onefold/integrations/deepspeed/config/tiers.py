@@ -80,7 +80,7 @@ def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -
         arguments["nvme"] = folders
         if stage in (1, 2):
             read.remarks.append(
-                "states rest on NVMe, as written; DeepSpeed 0.19.8 keeps them on the host at stage"
+                "states are stored on NVMe, as written; DeepSpeed 0.19.8 keeps them on the host at stage"
                 f" {stage}"
             )
     return arguments | _chunk(read, zero, bool(folders)) | _threads(read, aio, bool(folders))
@@ -115,7 +115,7 @@ def _folders(read: Reading, sections: Mapping[str, Mapping[str, Any]]) -> list[s
             continue
         if path not in asking:
             read.without_effect.append(
-                (f"{path}.nvme_path", "only what rests on NVMe needs a folder there")
+                (f"{path}.nvme_path", "only what is stored on NVMe needs a folder there")
             )
         elif folder not in folders:
             folders.append(folder)
@@ -165,7 +165,7 @@ def _threads(read: Reading, aio: Mapping[str, Any], on_disk: bool) -> dict[str, 
     if not on_disk:
         del read.without_effect[mark:]
         if values:
-            read.without_effect.append(("aio", "nothing rests on NVMe in this configuration"))
+            read.without_effect.append(("aio", "nothing is stored on NVMe in this configuration"))
         return {}
     if "queue_depth" not in values and "intra_op_parallelism" not in values:
         return {}

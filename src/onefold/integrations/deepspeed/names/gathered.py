@@ -226,7 +226,7 @@ def _refuse_unwritable(entries: list[Entry]) -> None:
     for entry in entries:
         if not entry.flat.storage.in_place:
             raise NotImplementedError(
-                f"GatheredParameters: parameter {entry.slot.name!r} rests on NVMe or encoded, and"
+                f"GatheredParameters: parameter {entry.slot.name!r} is stored on NVMe or encoded, and"
                 " cannot be changed there with modifier_rank: change it before initialize, or with"
                 " onefold.full_params(model, write=True)."
             )
