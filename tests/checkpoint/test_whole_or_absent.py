@@ -99,7 +99,7 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_nothing_is_lef
     expected = {
         "a file": "is a file; name a folder",
         "below a file": "a file of this name is in the way",
-        "another folder": "is a folder that is no checkpoint already",
+        "another folder": "holds files that are no checkpoint of Onefold's: name another",
         "there already": "give overwrite=True to replace it",
         "extra": "only pickle could store",
         "step": "step=-3: expected the number of steps done",

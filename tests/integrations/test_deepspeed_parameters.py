@@ -280,8 +280,8 @@ def test_what_arrives_in_odd_forms_is_made_regular_and_the_callers_dict_is_left(
     }
     kept = repr(given)
     assert tidied(given) == {
-        "zero_optimization.stage3_prefetch_bucket_size": 3686,
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": 500_000_000, "sub_group_size": 500},
+        "zero_optimization.stage3_prefetch_bucket_size": 3686.4,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 5e8, "sub_group_size": 0.5e3},
     }
     assert repr(given) == kept
 

@@ -118,9 +118,13 @@ class Unfinished:
         check_place(target)
         is_checkpoint = (target / MANIFEST).exists()
         if target.exists() and any(target.iterdir()) and not (overwrite and is_checkpoint):
-            what = "a checkpoint" if is_checkpoint else "a folder that is no checkpoint"
-            hint = "; give overwrite=True to replace it" if is_checkpoint else ""
-            raise CheckpointError(f"{target} is {what} already{hint}, or name another folder.")
+            raise CheckpointError(
+                f"{target} is a checkpoint already; give overwrite=True to replace it, or name"
+                " another folder."
+                if is_checkpoint
+                else f"{target} holds files that are no checkpoint of Onefold's: name another"
+                " folder."
+            )
 
     def commit(self, overwrite: bool) -> None:
         """Flush the folder and give it its name. Raises: CheckpointError: somebody else put

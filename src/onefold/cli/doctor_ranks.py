@@ -33,7 +33,7 @@ JOB, RESULT = "job.json", "result.json"
 #: Seconds between two looks at the ranks.
 INTERVAL = 0.05
 #: Seconds that ranks wait for each other at the start, while each imports torch.
-MEETING = 120.0
+RENDEZVOUS = 120.0
 
 
 class MeasurementError(RuntimeError):
@@ -201,7 +201,7 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
         store = dist.FileStore(str(folder / "rendezvous"), world)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
-            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=MEETING)
+            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=RENDEZVOUS)
         )
     threads = {int(count): int(number) for count, number in job["threads"].items()}
     at, link = measure(

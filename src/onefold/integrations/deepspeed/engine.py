@@ -26,13 +26,15 @@ from torch import Tensor, nn
 import onefold
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
+from onefold.integrations.deepspeed.data_loader import MicroBatches
+from onefold.integrations.deepspeed.facts import NOT_OF_THE_ENGINE
 from onefold.integrations.deepspeed.saving import WholeSaves
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
 
 logger = logging.getLogger("onefold")
 
 
-class DeepSpeedEngine(WholeSaves, nn.Module):
+class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
@@ -43,6 +45,7 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
         micro_steps: calls of `step()`.
         global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
         global_samples: samples of all ranks so far.
+        collate_fn: of the loaders that `deepspeed_io` makes.
         keeps_gradients: `step` leaves the gradients to the next pass, or `zero_grad`, to clear: what
             looks at them after a step (AdaLoRA does) finds them.
     """
@@ -68,9 +71,11 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
         self._boundary: bool | None = None
         self._inside_no_sync = self._step_applied = False
+        self._passes = self._scaled_losses = 0  # since the last optimizer step
         self.keeps_gradients = self._stepped_gradients = False
         self._norm: Tensor | None = None
         self._seconds: dict[str, float] = {}
+        self.collate_fn: Any = None
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size = runtime.rank, runtime.world_size
         if optimizer is not None:
@@ -123,11 +128,20 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
                 f"engine.backward was given {given}: expected a scalar loss with a graph, as from"
                 " mean()."
             )
+        self._passes += 1
         loss = loss / self._accumulation if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
         with self._timed("backward"), self._micro_batch():
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale of fp16, for a `backward()` of your own in place of
+        `engine.backward`: `engine.scale(loss).backward()`. `step` divides by the accumulation steps.
+        """
+        self._needs_optimizer("scale")
+        self._scaled_losses += 1
+        return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count this micro-batch; at the boundary clip, step the optimizer, clear gradients and
@@ -136,7 +150,7 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
         A step whose gradients are not finite is skipped on all ranks in the 16-bit precisions.
 
         Raises:
-            RuntimeError: the engine has no optimizer, or this is inside `no_sync`.
+            RuntimeError: no optimizer, or inside `no_sync`, or no loss was scaled in fp16.
             FloatingPointError: fp16 gradients overflow at the smallest loss scale.
         """
         self._needs_optimizer("step")
@@ -153,6 +167,7 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
         self.micro_steps += 1
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        self._finish_own_passes()
         overflow = self.optimizer.overflow = not self._clip()
         if not overflow:
             self.optimizer.step()
@@ -166,6 +181,19 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.settings.batch.train or 0
+
+    def _finish_own_passes(self) -> None:
+        """Do what `engine.backward` does, where only `loss.backward()` was called since the last step."""
+        own, scaled = not self._passes, self._scaled_losses
+        self._passes = self._scaled_losses = 0
+        if own and self.loss_scaler is not None and not scaled:
+            raise RuntimeError(
+                "engine.step() in fp16, and no loss was scaled since the last step: call"
+                " engine.backward(loss), or engine.scale(loss).backward(), in place of"
+                " loss.backward()."
+            )
+        if own and self._accumulation > 1:
+            scale_gradients(self.module, 1 / self._accumulation)
 
     def _clip(self) -> bool:
         """Unscale and clip the gradients; False if they are not finite (alike on all ranks) and the
@@ -339,6 +367,8 @@ class DeepSpeedEngine(WholeSaves, nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
+            if (why := NOT_OF_THE_ENGINE.get(name)) is not None:
+                raise AttributeError(f"engine.{name} is not served here: {why}.") from None
             raise AttributeError(
                 f"neither the engine nor its {type(self.module).__name__} has an attribute"
                 f" {name!r}."

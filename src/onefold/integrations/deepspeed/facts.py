@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
@@ -15,6 +16,19 @@ from onefold.device import synchronize
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
 from onefold.integrations.deepspeed.scaling import LossScaler
 from onefold.recipe import COMPUTE_DTYPES
+
+#: What DeepSpeed's engine has and this one has not: {name: why}.
+NOT_OF_THE_ENGINE: Mapping[str, str] = {
+    "train_batch": "it is a pipeline's; other parallel axes than data are not built yet",
+    "eval_batch": "it is a pipeline's; other parallel axes than data are not built yet",
+    "offload_states": "where state rests is the configuration's: offload_optimizer, offload_param",
+    "reload_states": "where state rests is the configuration's: offload_optimizer, offload_param",
+    "load_module_state_dict": "use onefold.load_full_state_dict(engine.module, state)",
+    "monitor": "monitors are not part of Onefold; log from your loop",
+    "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
+    "mpu": "other parallel axes than data are not built yet",
+    "allreduce_gradients": "backward reduces the gradients itself",
+}
 
 
 class EngineFacts:
@@ -66,6 +80,45 @@ class EngineFacts:
     @property
     def dp_world_size(self) -> int:
         return self.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of the ranks; None in a process alone."""
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    dp_process_group = data_parallel_group
+
+    @property
+    def mp_world_size(self) -> int:
+        """There is no other axis than data: 1."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        return self.global_rank
+
+    def optimizer_name(self) -> str | None:
+        """What the configuration says, in lower case; None if it names none."""
+        named = self.settings.optimizer
+        return None if named is None else named.given.lower()
+
+    def optimizer_params(self) -> dict[str, Any] | None:
+        section = self.config.get("optimizer") or {}
+        return section.get("params")
+
+    def scheduler_name(self) -> str | None:
+        named = self.settings.scheduler
+        return None if named is None else named.name
+
+    def scheduler_params(self) -> dict[str, Any] | None:
+        section = self.config.get("scheduler") or {}
+        return section.get("params")
+
+    def loss_scale(self) -> float:
+        """What the configuration says: 0 for a moving one. The current one is `cur_scale`."""
+        return 0.0 if self.settings.loss_scaling is None else self.settings.loss_scaling.static
+
+    def empty_partition_cache(self) -> None:
+        """Nothing: whole weights are let go of after each use."""
 
     def was_step_applied(self) -> bool:
         """Whether the latest `step()` changed the parameters."""

@@ -45,6 +45,12 @@ class WholeSaves(EngineFacts):
         )
         return True
 
+    def save_fp16_model(
+        self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin"
+    ) -> bool:
+        """The former name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor]:

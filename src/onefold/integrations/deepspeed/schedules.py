@@ -111,7 +111,8 @@ def _current(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def _rise(steps: int, kind: str) -> Callable[[int], float]:
-    return lambda i: math.log(i + 1) / math.log(steps) if kind == "log" else i / steps
+    inverse = 1.0 / math.log(steps)  # rounded as DeepSpeed rounds it
+    return lambda i: inverse * math.log(i + 1) if kind == "log" else i / steps
 
 
 def _warmup(

@@ -22,6 +22,7 @@ from torch import nn
 import onefold
 from onefold.device import available, backend_name, default_device, device_count, set_default
 from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspeed, refuse_auto
+from onefold.integrations.deepspeed.config.classes import optimizer_class
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
@@ -148,14 +149,15 @@ def assemble(
     )
     torch_optimizer = _optimizer(read, optimizer, trained)
     schedule = _schedule(read, lr_scheduler, torch_optimizer)
-    rank = onefold.engine_of(model).rank
-    loader = _loader(read, training_data, collate_fn, rank, world_size_of(group))
-    engine = DeepSpeedEngine(model, read, torch_optimizer, schedule, loader)
+    engine = DeepSpeedEngine(model, read, torch_optimizer, schedule)
+    engine.collate_fn, rank = collate_fn, engine.global_rank
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
     if rank == 0 and read.notes:
         logger.warning(
             "DeepSpeed configuration:\n%s", "\n".join(f"  - {note}" for note in read.notes)
         )
-    return engine, torch_optimizer, loader, schedule
+    return engine, torch_optimizer, engine.training_dataloader, schedule
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -287,10 +289,13 @@ def _optimizer(
         return given(parameters)
     if read.optimizer is None:
         return None
-    made: torch.optim.Optimizer = getattr(torch.optim, read.optimizer.name)(
-        parameters, **read.optimizer.params
-    )
-    return made
+    if not parameters:
+        raise ValueError(
+            f"the configuration names the optimizer {read.optimizer.given!r}, but no parameter of"
+            ' the model requires a gradient: leave "optimizer" out to evaluate alone, or unfreeze'
+            " some."
+        )
+    return optimizer_class(read.optimizer.name)(parameters, **read.optimizer.params)
 
 
 def _schedule(read: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimizer | None) -> Any:
@@ -300,26 +305,3 @@ def _schedule(read: DeepSpeedConfig, given: Any, optimizer: torch.optim.Optimize
         return None
     assert optimizer is not None  # see _check_optimizer
     return build_schedule(read.scheduler, optimizer)
-
-
-def _loader(read: DeepSpeedConfig, data: Any, collate_fn: Any, rank: int, world_size: int) -> Any:
-    """Micro-batches of this rank's share of the data, in an order that `loader.sampler.set_epoch`
-    changes.
-    """
-    if data is None:
-        return None
-    from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
-
-    sampler: Any = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(
-            data, num_replicas=world_size, rank=rank, drop_last=read.drop_last
-        )
-    return DataLoader(
-        data,
-        batch_size=read.batch.micro,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=read.drop_last,
-        pin_memory=available(),
-    )

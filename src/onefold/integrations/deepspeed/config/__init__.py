@@ -10,6 +10,7 @@ from onefold.integrations.deepspeed.config.reader import (
     LossScaling,
     read_deepspeed,
     recipe_from,
+    resolve_batch_sizes,
 )
 from onefold.integrations.deepspeed.config.specs import OptimizerSpec, SchedulerSpec
 
@@ -26,4 +27,5 @@ __all__ = [
     "read_deepspeed",
     "recipe_from",
     "refuse_auto",
+    "resolve_batch_sizes",
 ]

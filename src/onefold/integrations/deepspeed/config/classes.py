@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from onefold.integrations.deepspeed.config.keys import REMOVED, Key, Section
+from onefold.integrations.deepspeed.lion import Lion
 
 _WARMUP: Section = {
     "warmup_min_lr": Key("numbers", low=0),
@@ -57,12 +60,20 @@ ELEMENTWISE_OPTIMIZERS = (
     "AdamW",
     "Adamax",
     "ASGD",
+    "Lion",
     "NAdam",
     "RAdam",
     "RMSprop",
     "Rprop",
     "SGD",
 )
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    """The class of a name in `ELEMENTWISE_OPTIMIZERS`: torch's, or Lion."""
+    found: type[torch.optim.Optimizer] = Lion if name == "Lion" else getattr(torch.optim, name)
+    return found
+
 
 _MATRIX = (
     "its update looks at whole matrices or their norms, and a rank holds a flat interval of them"
@@ -75,7 +86,6 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "adafactor": _MATRIX,
     "lbfgs": _MATRIX,
     "sparseadam": "it needs sparse gradients, and reduced gradients are dense",
-    "lion": _OWN,
     "muadam": _OWN,
     "muadamw": _OWN,
     "musgd": _OWN,

@@ -38,7 +38,7 @@ class Key:
         required: its section makes no sense without it.
         becomes: the options of `Recipe.zero` that it decides.
 
-    A `later` section asks unless it is empty or its entry "enabled" is false.
+    A `later` section asks by its entry "enabled" if it has one, else if one of its entries asks.
     """
 
     kind: Kind
@@ -97,7 +97,10 @@ _THREADS = (
 )
 _MONITOR = "DeepSpeed's monitors and profilers are not part of Onefold; log from your loop"
 _MODEL = "activation checkpointing is the model's own affair; what the model does is left as it is"
-_CHECKPOINT = "it concerns DeepSpeed's checkpoint files, which Onefold neither writes nor reads"
+_CHECKPOINT = (
+    "it concerns the files that DeepSpeed writes; Onefold's checkpoints load at any stage and on any"
+    " number of ranks"
+)
 _INTERNAL = "it steers a mechanism inside DeepSpeed that has no counterpart here"
 
 _ZENFLOW = (
@@ -315,7 +318,9 @@ TOP: Section = {
     "data_efficiency": Key("section", later="curricula and data routing are not part of Onefold: remove it"),
     "hybrid_engine": Key("section", later="use onefold.full_params(model) around generate() instead: remove it"),
     "pipeline": Key("section", later=_PARALLEL),
-    "tensor_parallel": Key("section", later=_PARALLEL),
+    "tensor_parallel": Key("section", later=_PARALLEL, quiet_up_to=1),
+    "inference": Key("section", later=_PARALLEL, quiet_up_to=1),
+    "msamp": Key("section", later="MS-AMP's 8-bit training is not part of Onefold: remove it"),
     "expert_parallel": Key("section", later=_PARALLEL),
     "sequence_parallel_size": _count(later=_PARALLEL, quiet_up_to=1),
     "data_parallel_size": _count(inert="every rank is a data-parallel rank"),

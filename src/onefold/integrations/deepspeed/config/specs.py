@@ -27,6 +27,7 @@ from onefold.integrations.deepspeed.config.classes import (
     ELEMENTWISE_OPTIMIZERS,
     REFUSED_OPTIMIZERS,
     SCHEDULES,
+    optimizer_class,
 )
 from onefold.integrations.deepspeed.config.keys import Key, Section
 from onefold.integrations.deepspeed.config.reading import Reading
@@ -35,7 +36,7 @@ from onefold.integrations.deepspeed.config.values import check_arguments, neares
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """`name` is a class of torch.optim, `params` its arguments but the parameters; `given` is the
+    """`name` is a class of torch.optim or "Lion", `params` its arguments but the parameters; `given` is the
     name in the file.
     """
 
@@ -80,7 +81,7 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
             'optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.'
         )
     is_adam = name in ("Adam", "AdamW")
-    known = {**_signature(getattr(torch.optim, name)), **(ADAM_EXTRAS if is_adam else {})}
+    known = {**_signature(optimizer_class(name)), **(ADAM_EXTRAS if is_adam else {})}
     values, left_auto = check_arguments("optimizer.params", params, known)
     read.left_auto += left_auto
     read.without_effect += [

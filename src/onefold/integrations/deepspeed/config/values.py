@@ -76,6 +76,10 @@ def _number(path: str, value: Any, key: Key) -> int | float:
         return float(value)
     if math.isinf(value):
         return math.inf
+    if value != int(value) and key.endless and (key.inert or key.becomes):
+        return int(
+            value
+        )  # a size by which DeepSpeed tunes itself, often computed: 0.9 x hidden ** 2
     if value != int(value):
         raise ValueError(f"{path}={value!r}: expected {wanted}; did you mean {round(value)}?")
     return int(value)
@@ -105,8 +109,8 @@ def _without_quotes(value: Any) -> str:
 
 
 def asks(value: Any, key: Key) -> bool:
-    """Whether a `later` key asks for the capability that it names: an empty section and "enabled":
-    false do not.
+    """Whether a `later` key asks for the capability that it names. An empty section, "enabled": false
+    and a section of which nothing asks do not.
     """
     if is_unset(value):
         return False
@@ -117,7 +121,7 @@ def asks(value: Any, key: Key) -> bool:
     if isinstance(value, Mapping):
         if "enabled" in value:
             return not is_unset(value["enabled"]) and value["enabled"] is not False
-        return bool(value)
+        return any(asks(inside, key) for inside in value.values())
     return bool(value)
 
 

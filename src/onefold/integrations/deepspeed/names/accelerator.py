@@ -6,8 +6,19 @@ from typing import Any
 
 import torch
 
-from onefold.device import available, backend_name, default_device, device_count
+from onefold.device import (
+    MemoryFigures,
+    available,
+    backend_name,
+    default_device,
+    device_count,
+    free_memory,
+    memory_figures,
+    rng_state,
+    set_rng_state,
+)
 from onefold.integrations.deepspeed.names.communication import local_rank
+from onefold.memory.host import free_host_memory, total_host_memory
 
 
 class Accelerator:
@@ -39,6 +50,15 @@ class Accelerator:
     def communication_backend_name(self) -> str:
         return backend_name(default_device())
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"get_accelerator() has no {name!r} here: the name deepspeed is served by Onefold, whose"
+            " accelerator answers what scripts ask most. Use torch.accelerator."
+        )
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == self.device_name()
+
     def synchronize(self, device_index: int | None = None) -> None:
         if available():
             torch.accelerator.synchronize()
@@ -46,6 +66,50 @@ class Accelerator:
     def empty_cache(self) -> None:
         if available():
             torch.accelerator.memory.empty_cache()
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return self._figures().allocated
+
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        return self._figures().allocated_peak
+
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        return self._figures().reserved
+
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        return self._figures().reserved_peak
+
+    memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
+
+    def _figures(self) -> MemoryFigures:
+        """Of this rank's device; zeros without an accelerator."""
+        return memory_figures(self.device(_index())) or MemoryFigures(0, 0, 0, 0)
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        if available():
+            torch.accelerator.memory.reset_peak_memory_stats()
+
+    reset_max_memory_allocated = reset_max_memory_cached = reset_peak_memory_stats
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        return free_memory() if available() else free_host_memory()
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        if available():
+            return int(torch.accelerator.get_memory_info()[1])
+        return total_host_memory()
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        return tensor.pin_memory() if available() else tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return available() and tensor.is_pinned()
+
+    def range_push(self, msg: str) -> None:
+        """Nothing: torch's profiler names what runs."""
+
+    def range_pop(self) -> None:
+        """Nothing; see `range_push`."""
 
     def is_bf16_supported(self) -> bool:
         return True
@@ -56,8 +120,32 @@ class Accelerator:
     def supported_dtypes(self) -> list[torch.dtype]:
         return [torch.float32, torch.float16, torch.bfloat16]
 
+    def random(self) -> Any:
+        return torch.random
+
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def initial_seed(self) -> int:
+        return torch.initial_seed()
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        state = rng_state(self.device(_index()))
+        return torch.get_rng_state() if state is None else state
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        if available():
+            set_rng_state(new_state, self.device(_index()))
+        else:
+            torch.set_rng_state(new_state)
+
+
+def _index() -> int:
+    """This rank's device on its machine."""
+    return local_rank() % max(device_count(), 1) if available() else 0
 
 
 def get_accelerator() -> Accelerator:

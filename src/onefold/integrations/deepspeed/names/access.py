@@ -6,13 +6,14 @@ one-dimensional.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from onefold.optim.whole import optimizers_over
-from onefold.runtime.interval import disable_torch_function, spec_of
+from onefold.runtime.interval import disable_torch_function, dress, spec_of
 from onefold.runtime.operators.local import slice_of
 from onefold.runtime.parameter import ShardedParameter
 
@@ -107,13 +108,78 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if spec is not None and spec.start == spec.stop:
         return
     if held is None:
-        raise ValueError(
-            f"safe_set_full_optimizer_state: there is no state {optim_state_key!r} of this"
-            " parameter; states come into being with the first step."
-        )
+        raise _no_state("safe_set_full_optimizer_state", optim_state_key)
     with torch.no_grad():
         mine = value if spec is None else slice_of(value, spec)
         held.copy_(mine.reshape(held.shape))
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Give each parameter that has a gradient `update_func(whole gradient, parameter)` in place of
+    it; every rank the same.
+    """
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of the gradient.
+
+    Raises:
+        ValueError: there is no gradient, or it has another number of elements.
+    """
+    if param.grad is None:
+        raise ValueError(
+            "safe_set_local_grad: the parameter has no gradient: call it between backward and step."
+        )
+    _write_local("safe_set_local_grad", param.grad, value)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's elements of the master weights."""
+    _write_local("safe_set_local_fp32_param", param, value)
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
+    """Write this rank's elements of a state.
+
+    Raises:
+        ValueError: the optimizer has no such state yet, where this rank has elements of it.
+    """
+    held, spec = _state_of(param, optim_state_key), spec_of(param)
+    if held is None and spec is not None and spec.start == spec.stop:
+        return
+    if held is None:
+        raise _no_state("safe_set_local_optimizer_state", optim_state_key)
+    _write_local("safe_set_local_optimizer_state", held, value)
+
+
+def _write_local(call: str, held: Tensor, value: Tensor) -> None:
+    spec = spec_of(held)
+    with disable_torch_function():
+        own, plain = held.detach().as_subclass(Tensor), value.detach().as_subclass(Tensor)
+        if plain.numel() != own.numel():
+            raise ValueError(
+                f"{call} was given {plain.numel()} elements, expected the {own.numel()} that this"
+                " rank has."
+            )
+        plain = plain.to(own.device, own.dtype)
+        plain = plain.reshape(own.shape) if spec is None else plain.reshape(-1)
+    with torch.no_grad():
+        held.copy_(plain if spec is None else dress(plain, spec))
+
+
+def _no_state(call: str, key: str) -> ValueError:
+    return ValueError(
+        f"{call}: there is no state {key!r} of this parameter; states come into being with the"
+        " first step."
+    )
 
 
 def _check(call: str, param: nn.Parameter, value: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -50,6 +51,29 @@ def init_distributed(
 def get_rank(group: Any = None) -> int:
     """0 before there is a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """1 before there is a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return dist.group.WORLD
+
+
+def configure(*arguments: Any, **options: Any) -> None:
+    """Nothing: collectives are torch's, and not logged."""
+
+
+def log_summary(*arguments: Any, **options: Any) -> None:
+    """Say on the first rank that there is no log of collectives to sum up."""
+    if get_rank() == 0:
+        logging.getLogger("DeepSpeed").warning(
+            "log_summary: collectives are not logged under Onefold. `onefold plan` tells what a"
+            " step sends; docs/observe.md how a run is looked at."
+        )
 
 
 def get_local_rank() -> int:

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
-from onefold.integrations.deepspeed.names.meeting import leave, meet
 from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
+from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.interval import disable_torch_function
@@ -97,7 +97,7 @@ class GatheredParameters:
                 self._held.append((param, False, _Early(param)))
         early = [param for param, _, kept in self._held if isinstance(kept, _Early)]
         if early:
-            meet(lambda: f"GatheredParameters of {divided.shapes(early)} begins", early)
+            rendezvous(lambda: f"GatheredParameters of {divided.shapes(early)} begins", early)
             divided.gather(early)
         for engine, entries in _by_engine(fresh):
             self._gather(engine, entries)
@@ -142,7 +142,7 @@ class GatheredParameters:
         if early and error is not None:
             leave(error)
         elif early and writes:
-            meet(lambda: f"GatheredParameters of {divided.shapes(early)} ends", [])
+            rendezvous(lambda: f"GatheredParameters of {divided.shapes(early)} ends", [])
         with torch.no_grad():
             for param, nested, kept in held:
                 param.__dict__[_DEPTH] -= 1

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.integrations.deepspeed.names import divided
-from onefold.integrations.deepspeed.names.meeting import leave, meet
+from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.integrations.deepspeed.names.trl_digest import digest_by_parameter
 from onefold.integrations.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
@@ -38,7 +38,7 @@ class Init:
     | the end of the context                        | all are divided, in the configuration's dtype   |
 
     Every rank runs the same code inside: divisions are collective, and ranks that do not come to the
-    same raise (meeting.py). Parameters of another class than `nn.Parameter`, those on the meta
+    same raise (rendezvous.py). Parameters of another class than `nn.Parameter`, those on the meta
     device, and those that a weight is made of by torch's parametrizations (weight_norm) stay as they
     are: who reads such a weight gathers nothing. What may be done with divided parameters is in
     divided.py; `initialize` takes them over unit by unit.
@@ -127,7 +127,7 @@ class Init:
 
     def _gather(self, params: Sequence[nn.Parameter]) -> None:
         """Code uses divided parameters while the model is made."""
-        meet(lambda: f"a constructor reads or changes {divided.shapes(params)}", params)
+        rendezvous(lambda: f"a constructor reads or changes {divided.shapes(params)}", params)
         divided.gather(params)
         self._add(params)
 
@@ -136,7 +136,7 @@ class Init:
         self._whole += params
         if sum(_bytes(p) for p in self._whole) <= LIMIT + self._stuck:
             return
-        meet(lambda: "parameters are divided, to make others", self._whole)
+        rendezvous(lambda: "parameters are divided, to make others", self._whole)
         # Whoever has a view of its memory may still write there: rank 0's values count
         free = divided.agreed([_is_free(p) for p in self._whole])
         last = {id(p) for p in params}
@@ -153,7 +153,7 @@ class Init:
         """Divide what is whole, and cast all."""
         digest_by_parameter()
         if not _alone():
-            meet(lambda: "the model has been made", list(self._made.values()))
+            rendezvous(lambda: "the model has been made", list(self._made.values()))
         for param in self._made.values():
             if isinstance(param, nn.parameter.UninitializedParameter):
                 continue

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from onefold.integrations.deepspeed.lion import Lion
+
 
 def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any]]:
     """Parameter groups with those of their options that are in `options`."""
@@ -109,10 +111,8 @@ def DeepSpeedCPUAdagrad(
     return kind(_groups(model_params, inspect.signature(kind).parameters), **options)
 
 
-class DeepSpeedCPULion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023, arXiv:2302.06675, algorithm 2): steps by the sign of an interpolated
-    momentum.
-    """
+class DeepSpeedCPULion(Lion):
+    """Lion, over groups that may have options of other optimizers."""
 
     def __init__(
         self,
@@ -122,28 +122,8 @@ class DeepSpeedCPULion(torch.optim.Optimizer):
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        options = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        super().__init__(_groups(model_params, options), options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            rate, (beta1, beta2) = group["lr"], group["betas"]
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                state = self.state[param]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(param)
-                momentum = state["exp_avg"]
-                update = momentum.mul(beta1).add_(param.grad, alpha=1 - beta1).sign_()
-                param.mul_(1 - rate * group["weight_decay"]).add_(update, alpha=-rate)
-                momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
-        return loss
+        options = ("lr", "betas", "weight_decay")
+        super().__init__(_groups(model_params, options), lr, betas, weight_decay)
 
 
 class FusedLion(DeepSpeedCPULion):

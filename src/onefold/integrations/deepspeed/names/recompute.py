@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch.utils.checkpoint
+
+from onefold.integrations.deepspeed.names.logs import log_dist
 
 _configured = [False]
 
 
 def configure_checkpointing(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
-    """Noted, no more: `checkpoint` is torch's, and activations are offloaded by the recipe."""
+    """Noted, no more: `checkpoint` is torch's. Options that ask for something are said once.
+
+    Raises:
+        NotImplementedError: `mpu_`.
+    """
+    if mpu_ is not None:
+        raise NotImplementedError(
+            "checkpointing.configure(mpu_=...): other parallel axes than data are not built yet;"
+            " leave it out."
+        )
+    if asked := [name for name, value in options.items() if value]:
+        log_dist(
+            f"checkpointing.configure: {', '.join(asked)} without effect: checkpoint() is torch's;"
+            " Recipe.zero(offload_activations=...) moves what it keeps to the host",
+            ranks=[0],
+            level=logging.WARNING,
+        )
     _configured[0] = True
 
 

@@ -42,6 +42,8 @@ class ServedModule(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         full = f"{self.__name__}.{name}"
+        if name == "__all__":  # `from deepspeed.utils import *`
+            return [known for known in SERVED.get(self.__name__, {}) if not known.startswith("_")]
         if (where := SERVED.get(self.__name__, {}).get(name)) is not None:
             module, _, attribute = where.partition(":")
             inside = module if "." in module or module == "torch" else f"{_HERE}.{module}"
@@ -52,17 +54,22 @@ class ServedModule(ModuleType):
             return importlib.import_module(full)
         if name.startswith("__") and name.endswith("__"):  # Python's own questions
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        why = refusal(full)
-        raise AttributeError(
-            f"{full} is not served here: {why}."
-            if why is not None
-            else f"there is no {full} here: the name deepspeed is served by Onefold, which does not"
-            " have this one. docs/coming-from.md lists what is served."
-        )
+        raise AttributeError(_no(full))
 
     def __dir__(self) -> list[str]:
         below = {m.rpartition(".")[2] for m in modules() if m.rpartition(".")[0] == self.__name__}
         return sorted({*super().__dir__(), *SERVED.get(self.__name__, {}), *below})
+
+
+def _no(full: str) -> str:
+    """The sentence for a name that is not served."""
+    why = refusal(full)
+    return (
+        f"{full} is not served here: {why}."
+        if why is not None
+        else f"there is no {full} here: the name deepspeed is served by Onefold, which does not"
+        " have this one. docs/coming-from.md lists what is served."
+    )
 
 
 class _Loader(importlib.abc.Loader):
@@ -92,7 +99,10 @@ class Finder(importlib.metadata.DistributionFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname not in modules():
-            return None
+            if not fullname.startswith(f"{NAME}."):
+                return None
+            # Without `name=`: by that, `from deepspeed import x` knows an error to pass over
+            raise ModuleNotFoundError(_no(fullname))
         return importlib.machinery.ModuleSpec(
             fullname, _Loader(), origin="onefold", is_package=True
         )

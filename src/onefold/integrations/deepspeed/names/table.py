@@ -33,6 +33,10 @@ _ACCESS = {
         "safe_set_full_fp32_param",
         "safe_set_full_grad",
         "safe_set_full_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_grad",
+        "safe_set_local_optimizer_state",
+        "safe_update_full_grad_vectorized",
     )
 }
 _LEAVES = {
@@ -49,71 +53,103 @@ _LEAVES = {
 }
 _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _OF_TORCH = (
+    "ProcessGroup",
     "ReduceOp",
     "all_gather",
+    "all_gather_into_tensor",
     "all_gather_object",
     "all_reduce",
+    "all_to_all",
     "all_to_all_single",
     "barrier",
+    "batch_isend_irecv",
     "broadcast",
     "broadcast_object_list",
+    "destroy_process_group",
     "gather",
-    "get_world_size",
+    "get_backend",
+    "get_global_rank",
     "irecv",
     "is_available",
     "is_initialized",
     "isend",
+    "monitored_barrier",
     "new_group",
     "recv",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_tensor",
     "scatter",
     "send",
 )
 
+_COMM = {
+    "configure": "communication:configure",
+    "get_all_ranks_from_group": "torch.distributed:get_process_group_ranks",
+    "get_local_rank": "communication:get_local_rank",
+    "get_rank": "communication:get_rank",
+    "get_world_group": "communication:get_world_group",
+    "get_world_size": "communication:get_world_size",
+    "inference_all_reduce": "torch.distributed:all_reduce",
+    "init_distributed": "communication:init_distributed",
+    "log_summary": "communication:log_summary",
+    **{name: f"torch.distributed:{name}" for name in _OF_TORCH},
+}
+_CHECKPOINTING = {
+    "checkpoint": "recompute:checkpoint",
+    "configure": "recompute:configure_checkpointing",
+    "is_configured": "recompute:checkpointing_is_configured",
+    "non_reentrant_checkpoint": "recompute:checkpoint",
+    "reset": "recompute:reset_checkpointing",
+}
+_OPTIMIZERS = {
+    "adagrad": {"DeepSpeedCPUAdagrad": "cpu_adagrad"},
+    "adam": {"DeepSpeedCPUAdam": "cpu_adam", "FusedAdam": "fused_adam"},
+    "lion": {"DeepSpeedCPULion": "cpu_lion", "FusedLion": "fused_lion"},
+}
+
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
         "DeepSpeedEngine": _ENGINE,
+        "DeepSpeedOptimizer": "training:DeepSpeedOptimizer",
         "OnDevice": "accelerator:OnDevice",
         "__version__": "table:VERSION",
         "add_config_arguments": "onefold.integrations.deepspeed:add_config_arguments",
         "get_accelerator": "accelerator:get_accelerator",
         "init_distributed": "communication:init_distributed",
         "initialize": "training:initialize",
+        "log_dist": "logs:log_dist",
+        "logger": "logs:logger",
     },
     "deepspeed.accelerator": {"get_accelerator": "accelerator:get_accelerator"},
+    "deepspeed.accelerator.real_accelerator": {"get_accelerator": "accelerator:get_accelerator"},
     "deepspeed.checkpoint.utils": {
         "clone_tensors_for_torch_save": "data:clone_tensors_for_torch_save"
     },
-    "deepspeed.checkpointing": {
-        "checkpoint": "recompute:checkpoint",
-        "configure": "recompute:configure_checkpointing",
-        "is_configured": "recompute:checkpointing_is_configured",
-        "reset": "recompute:reset_checkpointing",
-    },
-    "deepspeed.comm": {
-        "get_local_rank": "communication:get_local_rank",
-        "get_rank": "communication:get_rank",
-        "init_distributed": "communication:init_distributed",
-        **{name: f"torch.distributed:{name}" for name in _OF_TORCH},
-    },
+    "deepspeed.checkpointing": _CHECKPOINTING,
+    "deepspeed.comm": _COMM,
+    "deepspeed.comm.comm": _COMM,
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "communication:ENVIRONMENT_FILE"},
-    "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": "optimizers:DeepSpeedCPUAdagrad"},
-    "deepspeed.ops.adam": {
-        "DeepSpeedCPUAdam": "optimizers:DeepSpeedCPUAdam",
-        "FusedAdam": "optimizers:FusedAdam",
+    **{
+        f"deepspeed.ops.{kind}": {name: f"optimizers:{name}" for name in names}
+        for kind, names in _OPTIMIZERS.items()
     },
-    "deepspeed.ops.lion": {
-        "DeepSpeedCPULion": "optimizers:DeepSpeedCPULion",
-        "FusedLion": "optimizers:FusedLion",
+    **{
+        f"deepspeed.ops.{kind}.{file}": {name: f"optimizers:{name}"}
+        for kind, names in _OPTIMIZERS.items()
+        for name, file in names.items()
     },
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer": "training:DeepSpeedOptimizer"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE},
     "deepspeed.runtime.lr_schedules": {
         "VALID_LR_SCHEDULES": "lr_schedules:VALID_LR_SCHEDULES",
         **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
     },
-    "deepspeed.runtime.utils": {"move_to_device": "data:move_to_device"},
+    "deepspeed.runtime.utils": {
+        "move_to_device": "data:move_to_device",
+        "see_memory_usage": "logs:see_memory_usage",
+    },
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
@@ -124,11 +160,17 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils": {
         **_ACCESS,
         **_LEAVES,
+        "OnDevice": "accelerator:OnDevice",
         "RepeatingLoader": "data:RepeatingLoader",
+        "instrument_w_nvtx": "logs:instrument_w_nvtx",
         "is_initialized": "torch.distributed:is_initialized",
         "log_dist": "logs:log_dist",
         "logger": "logs:logger",
     },
+    "deepspeed.utils.init_on_device": {"OnDevice": "accelerator:OnDevice"},
+    "deepspeed.utils.nvtx": {"instrument_w_nvtx": "logs:instrument_w_nvtx"},
+    "deepspeed.utils.tensor_fragment": _ACCESS,
+    "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.logging": {"log_dist": "logs:log_dist", "logger": "logs:logger"},
     "deepspeed.utils.zero_to_fp32": {
         name: f"whole_model:{name}"
@@ -147,21 +189,63 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 _OTHER_AXES = "other parallel axes than data are not built yet"
 _COMPILED = "Onefold has no compiled operators; the optimizers on the host are torch's own"
 _GENERATION = "generate under onefold.full_params(model) or onefold.keep_gathered(model)"
+_CONFIG = "onefold.integrations.deepspeed.recipe_from(config) reads a configuration"
+_ESTIMATE = 'print(onefold.plan(model, gpus=8, gpu="h100-80")) tells what each stage holds'
+_INSIDE = "it is inside DeepSpeed's engine; Onefold's has no such part"
+_LOOP = "monitors and profilers are not part of Onefold; log from your loop"
+_TILES = "Recipe.zero(tile=...) computes large weights in tiles, with the model as it is"
 
 #: Known and refused: {name: why}. A name that begins so is refused as well.
 REFUSED: Mapping[str, str] = {
+    "deepspeed.DeepSpeedConfig": _CONFIG,
     "deepspeed.DeepSpeedHybridEngine": _GENERATION,
+    "deepspeed.InferenceEngine": _GENERATION,
     "deepspeed.PipelineModule": _OTHER_AXES,
+    "deepspeed.add_tuning_arguments": "write the schedule into the configuration",
+    "deepspeed.autotuning": "tuning by trial runs is not built; onefold.plan compares stages",
+    "deepspeed.checkpoint.DeepSpeedCheckpoint": "onefold.load reads DeepSpeed's folders",
+    "deepspeed.checkpoint.ds_to_universal": (
+        "every checkpoint of engine.save_checkpoint loads on any number of ranks as it is"
+    ),
+    "deepspeed.checkpointing.get_cuda_rng_tracker": _OTHER_AXES,
+    "deepspeed.checkpointing.model_parallel_cuda_manual_seed": _OTHER_AXES,
+    "deepspeed.compression": "compression of models is not part of Onefold",
+    "deepspeed.elasticity": "a checkpoint loads on any number of ranks; nothing is to be planned",
     "deepspeed.inference": _GENERATION,
     "deepspeed.init_inference": _GENERATION,
+    "deepspeed.linear": (
+        "adapters are peft's; frozen weights rest encoded by Recipe.zero(frozen=...)"
+    ),
+    "deepspeed.module_inject": _GENERATION,
     "deepspeed.moe": _OTHER_AXES,
+    "deepspeed.monitor": _LOOP,
     "deepspeed.ops.__compatible_ops__": _COMPILED,
     "deepspeed.ops.aio": _COMPILED,
     "deepspeed.ops.lamb": "its update needs norms of whole matrices, and a rank holds a part of them",
+    "deepspeed.ops.op_builder": _COMPILED,
+    "deepspeed.ops.sparse_attention": _COMPILED,
+    "deepspeed.ops.transformer": _COMPILED,
     "deepspeed.pipe": _OTHER_AXES,
+    "deepspeed.profiling": _LOOP,
+    "deepspeed.runtime.bf16_optimizer": _INSIDE,
+    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.data_pipeline": "curricula and data routing are not part of Onefold",
+    "deepspeed.runtime.fp16": _INSIDE,
+    "deepspeed.runtime.hybrid_engine": _GENERATION,
+    "deepspeed.runtime.lr_schedules.add_tuning_arguments": "write the schedule into the configuration",
+    "deepspeed.runtime.pipe": _OTHER_AXES,
     "deepspeed.runtime.sequence_parallel": _OTHER_AXES,
+    "deepspeed.runtime.zero.MiCS_Init": "Recipe.zero(3, shard_group=...) divides inside groups",
+    "deepspeed.runtime.zero.TiledLinear": _TILES,
+    "deepspeed.runtime.zero.config": _CONFIG,
+    "deepspeed.runtime.zero.stage3": _ESTIMATE,
+    "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
+    "deepspeed.runtime.zero.tiling": _TILES,
+    "deepspeed.sequence": _OTHER_AXES,
     "deepspeed.tp_model_init": _OTHER_AXES,
     "deepspeed.utils.groups": _OTHER_AXES,
+    "deepspeed.zero.MiCS_Init": "Recipe.zero(3, shard_group=...) divides inside groups",
+    "deepspeed.zero.TiledLinear": _TILES,
 }
 
 

@@ -6,7 +6,6 @@ in, and some of it arrives late or in odd forms. So it is read more loosely:
 | they give                                            | here                                                  |
 |------------------------------------------------------|-------------------------------------------------------|
 | "zero_optimization.x": v at the top level            | counts where the section itself says nothing of x     |
-| a bucket size such as 3686.4                         | rounded down                                          |
 | "auto" for what does not decide the training         | counts as not set                                     |
 | a model in training mode and no optimizer            | an engine that only computes, as for reference models |
 | the very dict that they keep                         | is left as it was                                     |
@@ -27,7 +26,6 @@ import onefold
 from onefold.integrations.deepspeed.config import read_deepspeed, refuse_auto
 from onefold.integrations.deepspeed.config.auto import BATCH
 from onefold.integrations.deepspeed.config.file import loaded
-from onefold.integrations.deepspeed.config.keys import ZERO, ZERO_ALIASES
 from onefold.integrations.deepspeed.config.values import AUTO, is_unset
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.names.logs import logger
@@ -186,15 +184,6 @@ def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
             place = place.get(part) if isinstance(place, Mapping) else None
         if isinstance(place, Mapping) and not is_unset(place.get(last)):
             del out[name]
-    sections = [(out, "zero_optimization.")]
-    if isinstance(out.get("zero_optimization"), dict):
-        sections.append((out["zero_optimization"], ""))
-    for section, prefix in sections:
-        for name, value in section.items():
-            plain = name.removeprefix(prefix)
-            key = ZERO.get(ZERO_ALIASES.get(plain, plain)) if name.startswith(prefix) else None
-            if key is not None and key.kind == "count" and isinstance(value, float):
-                section[name] = int(value) if abs(value) != float("inf") else value
     return out
 
 

@@ -1,7 +1,8 @@
-"""Where ranks meet before they exchange parameters that no engine has: all have come to the same.
+"""A rendezvous of all ranks before they exchange parameters that no engine has: each has come to the
+same.
 
-    rank 0   reads a weight ──► meeting 7: "a constructor reads"    ─┐
-    rank 1   end of Init    ──► meeting 7: "the model has been made" ─┴─► they differ: both raise
+    rank 0   reads a weight ──► rendezvous 7: "a constructor reads"    ─┐
+    rank 1   end of Init    ──► rendezvous 7: "the model has been made" ─┴─► they differ: both raise
 
 The ranks count in the rendezvous store, so that a rank that came to something else is noticed before
 a collective waits for it. The last one that comes says whether all said the same; a rank that leaves
@@ -23,23 +24,23 @@ from torch import nn
 from onefold.comm import StallError
 from onefold.comm.stall import GRACE
 
-#: Meetings are counted alike on all ranks: each has come to all that were before.
+#: A rendezvous has the same number on every rank: each rank has come to all those before it.
 _count = itertools.count()
 _SAME, _DIFFER, _LEFT = b"same", b"differ", b"left:"
 
 
-class MeetingError(StallError):
+class RendezvousError(StallError):
     """Ranks did not do the same with parameters that were made under `zero.Init`."""
 
 
-def meet(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None:
+def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None:
     """Every rank has come to the same, with parameters of the same shapes.
 
     Args:
         doing: what this rank is about to do, for the message.
 
     Raises:
-        MeetingError: on every rank that has come: another one does something else, or has failed.
+        RendezvousError: on every rank that has come: another one does something else, or has failed.
     """
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
@@ -59,17 +60,17 @@ def meet(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None:
     if said == _SAME:
         return
     if said.startswith(_LEFT):
-        raise MeetingError(
+        raise RendezvousError(
             f"{said[len(_LEFT) :].decode()}, and on rank {dist.get_rank()} {doing()}: no rank can go"
             " on without the others."
         )
-    raise MeetingError(_different(store, place, doing()))
+    raise RendezvousError(_different(store, place, doing()))
 
 
 def leave(error: BaseException) -> None:
     """This rank comes no more: those that wait for it are told."""
     alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
-    if alone or isinstance(error, MeetingError):
+    if alone or isinstance(error, RendezvousError):
         return
     text = f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"[:500]
     with contextlib.suppress(RuntimeError):
@@ -92,7 +93,7 @@ def _wait(store: Any, key: str, doing: Callable[[], str]) -> bytes:
         store.wait([key], patience)
         return bytes(store.get(key))
     except RuntimeError as error:
-        raise MeetingError(
+        raise RendezvousError(
             f"on rank {dist.get_rank()} {doing()}, and for {patience.total_seconds():.0f} s other"
             " ranks did not come to the same. What is done with a model under deepspeed.zero.Init"
             f" every rank must do. (store: {str(error).splitlines()[0][:200]})"
