@@ -204,13 +204,13 @@ class EMA:
             where = "a forward pass" if engine.stack else outer
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
         tell_all(engine, _APPLIED, None)
-        engine.about_to_write()
+        engine.masters.about_to_write()
         self._exchange(engine)
-        self._inside, engine.copying = True, self._refuse
+        self._inside, engine.masters.copying = True, self._refuse
         try:
             yield model
         finally:
-            self._inside, copying, engine.copying = False, engine.copying, None
+            self._inside, copying, engine.masters.copying = False, engine.masters.copying, None
             if copying is not None and copying != self._refuse:
                 copying()  # a save behind the training copies the averages
             self._exchange(engine)
@@ -335,7 +335,7 @@ class EMA:
                 masters = new_masters(flat, engine.device)
                 share.change(masters[flat.own_interval], share.values[0])
                 if flat.shared:
-                    context = state_context(engine, unit.name)
+                    context = state_context(engine.resources, unit.name)
                     flat.holders.all_gather(masters, context, flat.index, move="state").wait()
                 flat.storage.store(masters)
             if any(share.on_disk for share in self._shares.values()):
@@ -344,7 +344,7 @@ class EMA:
 
     def _refuse(self) -> None:
         engine = self._engine()
-        engine.copying = self._refuse
+        engine.masters.copying = self._refuse
         raise RuntimeError(
             "the model's weights were to be written to (by an optimizer step, a load or"
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"

@@ -36,11 +36,13 @@ from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, R
 from onefold.runtime.notes import idle_notes, precision_notes
 from onefold.runtime.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
+from onefold.runtime.progress import Resources
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.start import compare_ranks, rank_0_needs_values, refuse_max_norm
 from onefold.runtime.steps import Step
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
+from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
 from onefold.tiling.cut import Cut, initializing, with_tiles
@@ -152,16 +154,18 @@ def shard(
             elsewhere.fetch(found.param for found in spec.found)
             unset += materialize(spec, specs, where, init, module, values, coming)
             without = (
-                without_value(engine, unit, coming) if values or engine.world_size == 1 else set()
+                without_value(engine.group, unit, coming)
+                if values or engine.world_size == 1
+                else set()
             )
             state.lay_out(engine, unit, coming | without)
             for entry in unit.entries:
                 if entry.slot.name in without:
                     engine.unset.add(entry)
-    from_rank_0(engine, list(module.buffers()), "state")
-    engine.buffers.find(module, recipe)
+    from_rank_0(engine.resources, list(module.buffers()), "state")
+    engine.buffers.find(module)
     _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
-    engine.start()
+    engine.start(_steps(engine))
     # On one rank activations alone need the hooks
     if not engine.unsharded or recipe.offload_activations is not None:
         for spec, unit in zip(specs, engine.units, strict=True):
@@ -282,61 +286,56 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def capabilities() -> Capabilities:
     """What the engine may be given beyond the core. Each is imported when it is asked for."""
 
-    def storage(flat: Flat, tiers: Tiers | None, encoded: bool, engine: Engine) -> Storage:
+    def storage(flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
         if encoded:
             from onefold.quant.encoded_storage import EncodedStorage
 
-            return EncodedStorage(flat, named(engine.recipe.frozen or ""))
+            return EncodedStorage(flat, named(shared.recipe.frozen or ""))
         if tiers is not None and tiers.optimizer is Tier.NVME:
             from onefold.offload.nvme_storage import NvmeStorage
 
-            return NvmeStorage(flat, tiers, engine)
+            return NvmeStorage(flat, tiers, shared)
         if tiers is not None:
             from onefold.offload.storage import HostStorage
 
-            return HostStorage(flat, tiers, engine)
+            return HostStorage(flat, tiers, shared)
         return InPlaceStorage(flat) if flat.unsharded else DeviceStorage(flat)
 
-    def gather(flat: Flat, engine: Engine) -> Gather:
+    def gather(flat: Flat, shared: Resources) -> Gather:
         spec = flat.spec
         if flat.storage.encoded:
             from onefold.quant.encoded_storage import EncodedStorage
             from onefold.quant.gathers import EncodedRestGather
 
             assert isinstance(flat.storage, EncodedStorage)
-            return EncodedRestGather(flat, flat.storage, engine.pool)
+            return EncodedRestGather(flat, flat.storage, shared.pool)
         if spec.gather_codec is not None:
             from onefold.quant.gathers import EncodedGather, EncodedSecondaryGather
 
             made = EncodedSecondaryGather if spec.has_secondary else EncodedGather
-            return made(flat, named(engine.recipe.parameters.codec or ""), engine.pool)
+            return made(flat, named(shared.recipe.parameters.codec or ""), shared.pool)
         if spec.has_secondary:
             return SecondaryGather(flat)
         return LocalGather(flat) if flat.whole_master else FlatGather(flat)
 
-    def reduce(flat: Flat, at: int, engine: Engine) -> Reduce:
-        group, codec = flat.hops[at].group, engine.residuals.codec
+    def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
+        group, codec = flat.hops[at].group, shared.residuals.codec
         if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.fake:
             from onefold.quant.reductions import EncodedReduce
 
-            return EncodedReduce(flat, at, engine.resources, engine.residuals, codec)
-        if engine.recipe.reduce == NATIVE and group.size > 1:
-            return (BackendAllReduce if flat.whole_master else BackendReduce)(
-                flat, at, engine.resources
-            )
+            return EncodedReduce(flat, at, shared, codec)
+        if shared.recipe.reduce == NATIVE and group.size > 1:
+            return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
         if group.native:
-            return RowsReduce(flat, at, engine.resources)
-        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, engine.resources)
+            return RowsReduce(flat, at, shared)
+        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, shared)
 
-    def step(engine: Engine) -> Step:
-        from onefold.offload.steps import StepsApart
-
-        return StepsApart(engine)
-
-    def activations(engine: Engine) -> Activations:
+    def activations(
+        units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]
+    ) -> Activations:
         from onefold.offload.engine_activations import HostActivations
 
-        return HostActivations(engine)
+        return HostActivations(units, shared, gathered)
 
     def named(name: str) -> Codec:
         from onefold.quant import codec
@@ -352,7 +351,7 @@ def capabilities() -> Capabilities:
             give_large_blocks_back()
         return Nvme(recipe.nvme, name=f"rank{rank}", threads=recipe.nvme_threads)
 
-    return Capabilities(storage, gather, reduce, step, activations, named, store)
+    return Capabilities(storage, gather, reduce, activations, named, store)
 
 
 def _open(
@@ -404,6 +403,12 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
             "move it to one device, or give shard() a device."
         )
     return with_index(devices.pop()) if devices else default_device()
+
+
+def _steps(engine: Engine) -> Step:
+    from onefold.offload.steps import StepsApart
+
+    return StepsApart(engine)
 
 
 def _close(engine: Engine) -> None:

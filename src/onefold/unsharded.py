@@ -81,7 +81,7 @@ def _ready(module: nn.Module) -> Engine:
     """Its engine, which can be taken from it."""
     engine = engine_of(module)
     unsharding.refuse_unless_possible(engine)
-    engine.about_to_write()
+    engine.masters.about_to_write()
     engine.transfers.check()
     return engine
 

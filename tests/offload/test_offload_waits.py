@@ -75,14 +75,14 @@ def test_the_thread_that_steps_behind_the_backward_pass_works_on_the_ranks_devic
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine = onefold.engine_of(model)
     seen: list[tuple[bool, int]] = []
-    before = engine.about_to_write
+    before = engine.masters.about_to_write
 
     def noted() -> None:
         main = threading.current_thread() is threading.main_thread()
         seen.append((main, torch.accelerator.current_device_index()))
         before()
 
-    engine.about_to_write = noted  # type: ignore[method-assign]
+    engine.masters.about_to_write = noted  # type: ignore[method-assign]
     for step in range(3):
         model(tokens_of(step).to("virtual:1")).backward()
         optimizer.step()

@@ -82,7 +82,7 @@ def left_in(model: nn.Module) -> list[str]:
     import onefold
 
     engine = onefold.engine_of(model)
-    engine.unset.look(engine)
+    engine.unset.look()
     return engine.unset.names()
 
 

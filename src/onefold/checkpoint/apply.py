@@ -108,7 +108,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
 def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
     """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
     items = reading.source.items()
-    engine.about_to_write()
+    engine.masters.about_to_write()
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         for unit in engine.units:
             for flat in unit.flats:
@@ -192,7 +192,7 @@ class StateReader:
         if flat.shared:
             # The wire may not know float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
-            context = state_context(self.engine, flat.unit_name)
+            context = state_context(self.engine.resources, flat.unit_name)
             flat.holders.all_gather(wire, context, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
@@ -200,7 +200,9 @@ class StateReader:
         if self.engine.rank == 0:
             for item, tensor in wanted.items():
                 self.read(item, 0, tensor.numel(), tensor)
-        self.engine.group.broadcast(list(wanted.values()), state_context(self.engine, "buffers"))
+        self.engine.group.broadcast(
+            list(wanted.values()), state_context(self.engine.resources, "buffers")
+        )
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
         """Elements [start, stop) into `out`, wherever it is; nothing after the first error."""

@@ -50,7 +50,7 @@ class Background:
         engine.settle = partial(_join, self._thread)  # the engine lets nothing go under it
         self._copying = copying
         if copying is not None:
-            engine.copying = copying.wait
+            engine.masters.copying = copying.wait
         self._stall_s = time.perf_counter() - begun
         self._thread.start()
 
@@ -70,7 +70,7 @@ class Background:
         self._error = error
         engine = self._engine()
         if engine is not None and self.tell_steps:
-            engine.progress.failure = engine.last_failure = error
+            engine.progress.failure = engine.progress.last_failure = error
 
     @property
     def stall_s(self) -> float:

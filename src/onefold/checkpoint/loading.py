@@ -34,7 +34,6 @@ from onefold.checkpoint.source import Item, Source, closed_on_error, read_by_ano
 from onefold.checkpoint.together import Said, Together, meet, raise_first, worded
 from onefold.checkpoint.values import decode
 from onefold.checkpoint.views import Prefetched
-from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state_contents import beside_parameters
@@ -102,7 +101,7 @@ def load(
     if model is None:
         return _without_model(Path(path), optimizer, *things.values())
     engine = engine_of(model)
-    refuse_changes(engine, "load")
+    engine.refuse_changes("load")
     meet(engine, "load")
     with contextlib.closing(_open(engine, Path(path))) as source:
         return _apply(engine, model, source, None, optimizer, things, strict, rng)
@@ -158,7 +157,7 @@ def load_async(
     """
     begun = time.perf_counter()
     engine = engine_of(model)
-    refuse_changes(engine, "load_async")
+    engine.refuse_changes("load_async")
     meet(engine, "load_async")
     with closed_on_error(_open(engine, Path(path))) as source, Together.of(engine).each_rank():
         ahead = Prefetched(engine, source.fitted(model), optimizer is not None)

@@ -118,7 +118,9 @@ class Lost:
         here = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
         if not self.feedback or here != (group.size, group.topology.inner, True):
             return None
-        wanted = {_item(engine, key): (key, n) for key, n in engine.residuals.spans().items()}
+        wanted = {
+            _item(engine, key): (key, n) for key, n in engine.residuals.spans(engine.units).items()
+        }
         known = source.items()
         mine = [i for i in known if i.kind == "residual" and i.name == str(engine.rank)]
         if any(i not in wanted or known[i].shape != (wanted[i][1],) for i in mine):

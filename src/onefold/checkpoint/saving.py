@@ -46,7 +46,6 @@ from onefold.checkpoint.parts import (
 )
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
-from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
 
@@ -140,13 +139,13 @@ def _begin(
 ) -> _Writing:  # fmt: skip
     """What needs the training to stand still, and the errors found before anything is written."""
     engine = engine_of(model)
-    refuse_changes(engine, "save")
+    engine.refuse_changes("save")
     meet(engine, call)
     together, target = Together.of(engine), Path(path).absolute()
     given = optimizers_of(optimizer)
     parts, copying = RankState(), None
     place: Unfinished | None = None
-    engine.unset.look(engine)
+    engine.unset.look()
     with contextlib.ExitStack() as on_error:
         # All ranks hear of all errors, and of the folder, before anything is written
         with together.each_rank():

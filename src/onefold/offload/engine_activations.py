@@ -8,6 +8,7 @@ same.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,9 @@ from onefold.memory import storage_of
 from onefold.offload.activations import ActivationStore
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.progress import Resources
+    from onefold.runtime.unit import Unit
 
 
 class HostActivations:
@@ -25,26 +28,32 @@ class HostActivations:
     device: then nothing happens.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._units, self._model = engine.units, engine.units[0].module
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        resources: Resources,
+        gathered: Mapping[int, tuple[Unit, Flat]],
+    ) -> None:
+        """`gathered`: the buffers that hold whole parameters at the time, by their storage."""
+        self._units, self._model = units, units[0].module
         self._hooks: saved_tensors_hooks | None = None
         self._passes = 0
         self._there: set[int] = set()  # storages that exist whatever is saved of them
-        there, gathered, entered = self._there, engine.gather.by_storage, engine.transfers.entered
+        there, transfers = self._there, resources.transfers
 
         def skip(t: torch.Tensor) -> bool:
             storage = storage_of(t)
             return storage in there or storage in gathered
 
-        budget = engine.recipe.offload_activations
+        budget = resources.recipe.offload_activations
         self.store = (
             ActivationStore(
-                engine.device,
+                resources.device,
                 budget,
                 skip=skip,
-                ledger=engine.memory,
-                host=engine.transfers.host,
-                moved=lambda move, nbytes: entered(move, "activations", nbytes),
+                ledger=resources.memory,
+                host=transfers.host,
+                moved=lambda move, nbytes: transfers.entered(move, "activations", nbytes),
             )
             if budget is not None
             else None

@@ -160,7 +160,7 @@ class InBackwardStepper:
         try:
             # Faces are taken off in this thread alone: the main thread goes on seeing them.
             with use_stream(computing), disable_torch_function(), torch.no_grad():
-                engine.about_to_write()
+                engine.masters.about_to_write()
                 engine.transfers.down.wait()
                 for optimizer in {
                     id(o): o for e in flat.entries if (o := self._owner(e)) is not None

@@ -32,9 +32,9 @@ from onefold.runtime.storage import state_shape
 from onefold.runtime.storageless import StatePlace, storageless
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
+    from onefold.runtime.progress import Resources
 
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
@@ -54,8 +54,8 @@ class NvmeStorage(OffloadStorage):
     in_place = False
     on_disk = True
 
-    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
-        super().__init__(flat, tiers, engine)
+    def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
+        super().__init__(flat, tiers, resources)
         self.gradients_on_disk = tiers.gradients is Tier.NVME
         self.reads_ahead = tiers.parameters is Tier.NVME
         self.regions: dict[str, Region] = {}

@@ -85,7 +85,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     if engine.on_disk:
         _flush(engine)
         agree_on_failure(
-            engine, engine.progress.failure, "before the step: nothing has been stepped"
+            engine.resources, engine.progress.failure, "before the step: nothing has been stepped"
         )
     error: BaseException | None = None
     groups = groups_of(optimizer)
@@ -105,7 +105,9 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     if engine.on_disk:
         try:
             agree_on_failure(
-                engine, error, "in the middle of the step: start again from the last checkpoint"
+                engine.resources,
+                error,
+                "in the middle of the step: start again from the last checkpoint",
             )
         except TierError:
             engine.transfers.broken = HALF

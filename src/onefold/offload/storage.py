@@ -34,9 +34,9 @@ from onefold.runtime.storage import Storage, refuse_written
 from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
+    from onefold.runtime.progress import Resources
 
 
 def state_kind(key: str, dtype: torch.dtype) -> str:
@@ -66,9 +66,9 @@ class OffloadStorage(Storage):
 
     offloaded = True
 
-    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
+    def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
         super().__init__(flat)
-        self.tiers, self.transfers, self.device = tiers, engine.transfers, engine.device
+        self.tiers, self.transfers, self.device = tiers, resources.transfers, resources.device
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
 
@@ -191,8 +191,8 @@ class OffloadStorage(Storage):
 class HostStorage(OffloadStorage):
     """Masters in (pinned) host memory, which the user's optimizer steps."""
 
-    def __init__(self, flat: Flat, tiers: Tiers, engine: Engine) -> None:
-        super().__init__(flat, tiers, engine)
+    def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
+        super().__init__(flat, tiers, resources)
         self._versions = -1  # what the masters' counters said when `rest` was last made of them
 
     def build(self, device: torch.device) -> torch.Tensor:

@@ -39,6 +39,7 @@ from onefold.runtime.entry import Entry
 from onefold.runtime.implementations import Chosen
 from onefold.runtime.operators import Stepping
 from onefold.runtime.parameter import bare, disable_torch_function, face
+from onefold.runtime.registry import engine_of_entry
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -75,7 +76,7 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
             if (
                 known is not None
                 and (entry := known()) is not None
-                and (engine := entry.engine()) is not None
+                and (engine := engine_of_entry(entry)) is not None
             ):
                 found.setdefault(engine, []).append(entry)
     return found
@@ -158,11 +159,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for engine in [
             e
             for e in _engines
-            if e.unsharded and (e.progress.failure is not None or e.copying is not None)
+            if e.unsharded and (e.progress.failure is not None or e.masters.copying is not None)
         ]:
             mine = {id(entry.param) for entry in engine.entries}
             if any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
-                engine.about_to_write()
+                engine.masters.about_to_write()
                 if engine.progress.failure is not None:
                     engine.tell_failure()
         _show_again(optimizer)  # a step that raised never came to its end

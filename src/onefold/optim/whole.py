@@ -148,7 +148,7 @@ def _wholes(
         part = known.get(entry.number, {}).get(key)
         if part is not None and b > a:
             full[a:b].copy_(part)
-    gather_whole(engine, flat, full)
+    gather_whole(engine.resources, flat, full)
     return [(entry, flat.view(full, entry).clone()) for entry in entries]
 
 

@@ -274,8 +274,8 @@ def _traced(
 
 def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
     """A sentence about buffers that weigh something on the wire, which no stage makes lighter."""
-    buffers = Buffers()
-    buffers.find(module, recipe)
+    buffers = Buffers(recipe)
+    buffers.find(module)
     if machine.ranks > 1 and buffers.nbytes >= _HEAVY_BUFFERS:
         yield (
             f"buffers: rank 0 sends {buffers.nbytes / 2**20:,.1f} MiB of them to each other rank"

@@ -197,7 +197,7 @@ def _save_prompt(
     from safetensors.torch import save_file
 
     engine = engine_of(model)
-    engine.unset.look(engine)
+    engine.unset.look()
     engine.unset.refuse("save_adapters() would write")
     name = _adapter(model, adapter)
     encoder, together = model.prompt_encoder, Together.of(engine)

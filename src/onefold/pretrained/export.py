@@ -81,7 +81,7 @@ def export(
         CheckpointError: on every rank: there is something at `folder`, no room, no permission.
     """
     engine = engine_of(model)
-    engine.unset.look(engine)
+    engine.unset.look()
     engine.unset.refuse("export() would write")
     outline = Outline.of(model)
     if dtype == "master":

@@ -23,7 +23,6 @@ from onefold.layout import overlap
 from onefold.memory import GATHERED
 from onefold.pretrained.merged import Merging
 from onefold.recipe.options import bytes_of
-from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
@@ -119,8 +118,8 @@ def stream_params(
     if engine.stack or engine.progress.backward_open:
         raise RuntimeError("stream_params was called inside a pass of the model; call it outside.")
     if not engine.unsharded:
-        refuse_changes(engine, "stream_params")
-    engine.unset.look(engine)
+        engine.refuse_changes("stream_params")
+    engine.unset.look()
     engine.unset.refuse("stream_params() would give")
     merging = Merging.of(model) if merge_adapters else None
     said = tell_all(engine, "stream_params()", (limit, str(dtype), merge_adapters))
@@ -317,5 +316,5 @@ def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
                 if (theirs := part(peer, group.rank)) is not None:
                     recvs.append((peer, theirs))
     return group.exchange(
-        sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+        sends, recvs, state_context(engine.resources, flat.unit_name), flat.index, move="state"
     )

@@ -20,17 +20,14 @@ from onefold.runtime.reductions import PartsSending, Reduce, Reduction, Sending
 
 if TYPE_CHECKING:
     from onefold.runtime.progress import Resources
-    from onefold.runtime.residuals import Residuals
 
 
 class EncodedReduce(Reduce):
     """One hop whose parts are encoded. Encoded parts begin at multiples of 16 bytes."""
 
-    def __init__(
-        self, flat: Flat, at: int, resources: Resources, residuals: Residuals, codec: Codec
-    ) -> None:
+    def __init__(self, flat: Flat, at: int, resources: Resources, codec: Codec) -> None:
         super().__init__(flat, at, resources)
-        self.codec, self.residuals = codec, residuals
+        self.codec, self.residuals = codec, resources.residuals
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         group, codec, name, first = self.group, self.codec, r.unit.name, r.span[0]

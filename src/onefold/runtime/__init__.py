@@ -11,7 +11,7 @@ commands.
 | Where does a shard rest?                    | `storage`, `placement`, `transfers`, `on_disk`, `storageless`               |
 | Who steps it?                               | `steps`, `stand_ins`, `implementations`                                     |
 | Which copies are out of date?               | `stale`, `refresh`, `write_counters`, `forward_writes`, `residuals`         |
-| What is a parameter between passes?         | `parameter`, `parameter_values`, `interval`, `operators`                    |
+| What is a parameter between passes?         | `parameter`, `parameter_values`, `interval`, `operators`, `owning_engine`   |
 | What is its gradient to its user?           | `gradient_hooks`, `trained`, `unreduced`                                    |
 | What does a forward pass see and leave?     | `handles`, `escaping`, `nested`, `outside`, `functional`, `keep_gathered`   |
 | Which other passes are there?               | `recomputation`, `differentiate`                                            |

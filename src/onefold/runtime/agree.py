@@ -28,40 +28,44 @@ from onefold.memory.tier_error import TierError
 from onefold.runtime.unit import at_the_turn
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.gather import Gatherer
+    from onefold.runtime.progress import Resources
+    from onefold.runtime.reduce import Reducer
     from onefold.runtime.unit import Unit
 
 _TOLD = 512  # bytes of a message about what went wrong
 
 
-def agree_and_finish(engine: Engine, used: set[int]) -> None:
+def agree_and_finish(
+    resources: Resources, gather: Gatherer, reduce: Reducer, used: set[int]
+) -> None:
     """Exchange which parameters were used and which orders were seen; then set the gradients.
 
     Raises:
         StallError: the ranks launched different moves on a native backend: what they received is
             not what they asked for.
     """
-    group = engine.group
-    late = {u.index for u in engine.units if u.late}
-    gathered = set(engine.gather.backward_log)
+    group, progress, units = resources.group, resources.progress, reduce.units
+    late = {u.index for u in units if u.late}
+    gathered = set(gather.backward_log)
     orders = [
         zlib.crc32(repr(log).encode())
-        for log in (engine.gather.forward_log, engine.gather.backward_log, engine.reduce.log)
+        for log in (gather.forward_log, gather.backward_log, reduce.log)
     ]
     walked, launched = both(struct.pack("<III", *orders)), both(group.launched())
-    sizes = (1, len(engine.entries), len(engine.units), len(engine.units))
+    sizes = (1, len(reduce.unit_of), len(units), len(units))
     parts = [
         walked,
         launched,
         *map(
             _bits,
-            ({0} if engine.progress.failure is not None else set(), used, late, gathered),
+            ({0} if progress.failure is not None else set(), used, late, gathered),
             sizes,
         ),
     ]
-    context = CollectiveContext("control", "(end of backward)", engine.step, "backward")
+    context = CollectiveContext("control", "(end of backward)", progress.step, "backward")
     anywhere = group.any_of(b"".join(parts), context)
-    group.heard = engine.step
+    group.heard = progress.step
     found, at = [], 0
     for part in parts:
         found.append(anywhere[at : at + len(part)])
@@ -71,17 +75,15 @@ def agree_and_finish(engine: Engine, used: set[int]) -> None:
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
         _members(int.from_bytes(bits, "little")) for bits in found[2:]
     )
-    engine.failure_agreed = bool(failed)
-    engine.reduce.finish(used_anywhere)
+    progress.failure_agreed = bool(failed)
+    reduce.finish(used_anywhere)
     if late_anywhere:
-        engine.reduce.second_round(sorted(late_anywhere), used_anywhere)
-    if alike(found[0]) and not (
-        engine.reduce.learned and (engine.gather.learned or not engine.gather.sharded)
-    ):
-        _learn(engine, gathered_anywhere)
+        reduce.second_round(sorted(late_anywhere), used_anywhere)
+    if alike(found[0]) and not (reduce.learned and (gather.learned or not gather.sharded)):
+        _learn(gather, reduce, gathered_anywhere)
 
 
-def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> None:
+def agree_on_failure(resources: Resources, error: BaseException | None, when: str) -> None:
     """Ranks tell each other what went wrong with a disk, if anything did. Collective.
 
     Raises:
@@ -91,8 +93,8 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
     said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
     payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
-    told = engine.group.exchange_control(
-        payload, CollectiveContext("control", "(NVMe)", engine.step, "optimizer")
+    told = resources.group.exchange_control(
+        payload, CollectiveContext("control", "(NVMe)", resources.progress.step, "optimizer")
     )
     messages = [
         (rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore"))
@@ -100,17 +102,16 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     ]
     wrong = [(rank, message) for rank, message in messages if message]
     if wrong:
-        engine.progress.failure, engine.failure_agreed = None, False
-        engine.transfers.forget_writes()
+        resources.progress.failure, resources.progress.failure_agreed = None, False
+        resources.transfers.forget_writes()
         rank, message = wrong[0]
-        raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error
+        raise TierError(f"rank {resources.group.ranks[rank]}, {when}: {message}") from error
 
 
-def _learn(engine: Engine, gathered: set[int]) -> None:
+def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
     """All ranks walked the same way: make it the order of the next steps. Units not seen keep a
     place: a later step may use them.
     """
-    gather, reduce = engine.gather, engine.reduce
     if gather.forward_log:
         # Used forward, but their backward reads no parameter
         needless = set(gather.forward_log) - gathered
@@ -120,7 +121,7 @@ def _learn(engine: Engine, gathered: set[int]) -> None:
             gather.backward_log, unseen, gather.forward_order, gather.units
         )
         gather.learned = True
-        if engine.recipe.reshard_after_forward:
+        if gather.recipe.reshard_after_forward:
             first = [gather.units[i] for i in gather.backward_log]
             gather.kept_at_turn = frozenset(
                 u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first)

@@ -1,84 +1,144 @@
-"""The end of a backward pass, good or bad."""
+"""The backward passes of one engine: when one begins, and its end, good or bad."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from onefold.runtime import differentiate
 from onefold.runtime.agree import agree_and_finish
 from onefold.runtime.interval import disable_torch_function
 from onefold.runtime.unreduced import show_unreduced
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.capabilities import Activations
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.gather import Gatherer
+    from onefold.runtime.progress import Resources
+    from onefold.runtime.reduce import Reducer
+    from onefold.runtime.spans import Spans
+    from onefold.runtime.steps import Step
+    from onefold.runtime.write_counters import ForwardPass
 
 
-def _end_differentiating(engine: Engine) -> None:
-    """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to
-    reduce, nothing to agree on.
+def in_autograd() -> bool:
+    """Whether a backward pass is running in this thread (a forward pass then is a
+    recomputation).
     """
-    engine.progress.backward_open = engine.progress.differentiating = False
-    if not engine.progress.creates_graph:
-        _close_graphs(engine)
-    engine.reached.clear()
-    engine.gather.end_backward()
-    engine.activations.end_backward()
-    engine.memory.look()
+    return torch._C._current_graph_task_id() != -1
 
 
-def _close_graphs(engine: Engine) -> None:
-    """The backward pass has used up the graphs of the passes that it came to; of one pass, if
-    none was noticed.
+class Backward:
+    """Opens a backward pass at the first thing that happens in it, and ends it when autograd is
+    through.
+
+    Attributes:
+        reached: passes whose outputs the one under way has come to.
     """
-    closed = [p for p in dict.fromkeys(engine.reached) if p.open]
-    for each in closed:
-        each.open = False
-    engine.progress.open_graphs = max(
-        0, engine.progress.open_graphs - (len(closed) if engine.reached else 1)
-    )
-    engine.progress.root_graphs = max(
-        0, engine.progress.root_graphs - (sum(p.of_root for p in closed) if engine.reached else 1)
-    )
-    engine.reached.clear()
 
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        resources: Resources,
+        gather: Gatherer,
+        reduce: Reducer,
+        steps: Step,
+        activations: Activations,
+        spans: Spans,
+    ) -> None:
+        self.entries, self.resources, self.progress = entries, resources, resources.progress
+        self.gather, self.reduce, self.steps = gather, reduce, steps
+        self.activations, self.spans = activations, spans
+        self.reached: list[ForwardPass] = []
 
-def end_backward(engine: Engine) -> None:
-    with disable_torch_function(), torch.no_grad():
-        if engine.progress.differentiating:
-            _end_differentiating(engine)
-            return
-        engine.reduce.collect()
-        engine.gather.join_rest_of_backward()
-        used = engine.reduce.used
-        if used and not engine.progress.deferring:
-            engine.reduce.launch_rest()
-            agree_and_finish(engine, used)
-            engine.progress.step += 1
-            engine.reduced_since_gather = True
-        engine.outside_graphs = False
-        if used:
-            _close_graphs(engine)
-        if engine.progress.deferring or engine.progress.holding:
-            show_unreduced(engine.reduce)
-        engine.steps.join()
-        engine.progress.backward_open = False
-        engine.gather.end_backward()
-        engine.activations.end_backward()
-        engine.transfers.down.wait()  # what the user finds in `.grad` is there
-        engine.memory.look()
-        engine.transfers.host.look()
-        for unit in engine.units:
-            unit.waiting = set()
+    def event(self, accumulates: bool = False) -> None:
+        """Something of this engine happens in a backward pass: open it, and ask to be called at its
+        end.
 
+        `accumulates`: what happens is that a parameter has its gradient.
+        """
+        progress = self.progress
+        if not progress.backward_open and in_autograd():
+            with disable_torch_function():
+                progress.differentiating = not (
+                    accumulates or differentiate.accumulates(self.entries)
+                )
+                progress.backward_open, progress.creates_graph = True, torch.is_grad_enabled()
+                self.gather.begin_backward()
+                if not progress.differentiating:
+                    self.reduce.begin_backward()
+                self.spans.begin_backward()
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        elif accumulates and progress.differentiating:
+            # The gradients of a re-entrant checkpoint, which nothing had announced
+            progress.differentiating = False
+            self.gather.foresee_backward()
+            self.reduce.begin_backward()
 
-def reset(engine: Engine) -> None:
-    """Clean up after a forward or backward pass that raised."""
-    if not engine.progress.differentiating:
-        engine.reduce.drop()
-    engine.progress.backward_open = engine.progress.differentiating = False
-    engine.progress.open_graphs = engine.progress.root_graphs = 0
-    engine.reached.clear()
-    engine.outside_graphs = False
-    engine.gather.end_backward()
-    engine.activations.end_backward()
+    def _end(self) -> None:
+        progress, reduce = self.progress, self.reduce
+        memory, transfers = self.resources.memory, self.resources.transfers
+        with disable_torch_function(), torch.no_grad():
+            if progress.differentiating:
+                self._end_differentiating()
+                return
+            reduce.collect()
+            self.gather.join_rest_of_backward()
+            used = reduce.used
+            if used and not progress.deferring:
+                reduce.launch_rest()
+                agree_and_finish(self.resources, self.gather, reduce, used)
+                progress.step += 1
+                progress.reduced_since_gather = True
+            progress.outside_graphs = False
+            if used:
+                self._close_graphs()
+            if progress.deferring or progress.holding:
+                show_unreduced(reduce)
+            self.steps.join()
+            progress.backward_open = False
+            self.gather.end_backward()
+            self.activations.end_backward()
+            transfers.down.wait()  # what the user finds in `.grad` is there
+            memory.look()
+            transfers.host.look()
+            for unit in reduce.units:
+                unit.waiting = set()
+
+    def _end_differentiating(self) -> None:
+        """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to
+        reduce, nothing to agree on.
+        """
+        self.progress.backward_open = self.progress.differentiating = False
+        if not self.progress.creates_graph:
+            self._close_graphs()
+        self.reached.clear()
+        self.gather.end_backward()
+        self.activations.end_backward()
+        self.resources.memory.look()
+
+    def _close_graphs(self) -> None:
+        """The backward pass has used up the graphs of the passes that it came to; of one pass, if
+        none was noticed.
+        """
+        progress, closed = self.progress, [p for p in dict.fromkeys(self.reached) if p.open]
+        for each in closed:
+            each.open = False
+        graphs, of_root = (len(closed), sum(p.of_root for p in closed)) if self.reached else (1, 1)
+        progress.open_graphs = max(0, progress.open_graphs - graphs)
+        progress.root_graphs = max(0, progress.root_graphs - of_root)
+        self.reached.clear()
+
+    def reset(self) -> None:
+        """Clean up after a forward or backward pass that raised."""
+        progress = self.progress
+        if not progress.differentiating:
+            self.reduce.drop()
+        progress.backward_open = progress.differentiating = False
+        progress.open_graphs = progress.root_graphs = 0
+        self.reached.clear()
+        progress.outside_graphs = False
+        self.gather.end_backward()
+        self.activations.end_backward()

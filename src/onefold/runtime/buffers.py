@@ -26,7 +26,7 @@ from onefold.recipe import Recipe
 from onefold.runtime.interval import ShardedParameterError, spec_of
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.progress import Resources
 
 
 class Buffers:
@@ -37,19 +37,18 @@ class Buffers:
         due: the next pass over the model begins with rank 0's buffers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recipe: Recipe) -> None:
+        self._wanted = recipe.sync_buffers
         self._tables: list[dict[str, torch.Tensor | None]] = []
         self.due = True
 
-    def find(self, module: nn.Module, recipe: Recipe) -> None:
+    def find(self, module: nn.Module) -> None:
         """Follow the buffers of `module` that the recipe names."""
-        if recipe.sync_buffers is False:
+        if self._wanted is False:
             return
         norms = nn.modules.batchnorm._NormBase
         self._tables = [
-            m._buffers
-            for m in module.modules()
-            if recipe.sync_buffers is True or isinstance(m, norms)
+            m._buffers for m in module.modules() if self._wanted is True or isinstance(m, norms)
         ]
 
     def close(self) -> None:
@@ -71,17 +70,18 @@ class Buffers:
         """Bytes of one message: what rank 0 sends to each other rank."""
         return sum(map(_nbytes, self.tensors()))
 
-    def before_pass(self, engine: Engine) -> None:
+    def before_pass(self, resources: Resources) -> None:
         """A pass over the model begins."""
-        if not self.due or engine.world_size == 1:
+        if not self.due or resources.group.size == 1:
             return
         tensors = self.tensors()
         nbytes = sum(map(_nbytes, tensors))
         if not nbytes:
             return
-        engine.memory.add(STAGING, nbytes, "buffers")
-        from_rank_0(engine, tensors, "forward")
-        engine.memory.add(STAGING, -nbytes, "buffers")
+        memory = resources.memory
+        memory.add(STAGING, nbytes, "buffers")
+        from_rank_0(resources, tensors, "forward")
+        memory.add(STAGING, -nbytes, "buffers")
 
     def after_pass(self, synchronized: bool) -> None:
         """A pass over the model ended well; `synchronized`: with gradients that the ranks will
@@ -91,20 +91,20 @@ class Buffers:
 
 
 @torch.no_grad()
-def from_rank_0(engine: Engine, tensors: list[torch.Tensor], phase: str) -> None:
+def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -> None:
     """Rank 0's values into everybody's `tensors`, in one message. Collective; waits."""
-    group, sizes = engine.group, list(map(_nbytes, tensors))
+    group, device, sizes = resources.group, resources.device, list(map(_nbytes, tensors))
     if group.size == 1 or not sum(sizes):
         return
     # Ranks whose buffers differ in number, shape or dtype never take each other's for something
     # else: their messages do not meet.
     number = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()) & 0x7FFF
     if group.rank == 0:
-        message = torch.cat([_as_bytes(_once(t)).to(engine.device) for t in tensors])
+        message = torch.cat([_as_bytes(_once(t)).to(device) for t in tensors])
     else:
-        message = torch.empty(sum(sizes), dtype=torch.uint8, device=engine.device)
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     group.from_first(
-        message, CollectiveContext("state", "buffers", engine.step, phase), number
+        message, CollectiveContext("state", "buffers", resources.progress.step, phase), number
     ).wait()
     if group.rank == 0 or group.fake:
         return

@@ -6,12 +6,12 @@ and hands its maker over.
 | where does a shard rest                               | `Storage`          | `Capabilities.storage`     |
 | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
 | how do partial gradients become sums                  | `Reduce`           | `Capabilities.reduce`      |
-| who steps a shard, and when                           | `Step`             | `Capabilities.step`        |
 | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
 | how is an interval written as fewer bytes             | `comm.codec.Codec` | `Capabilities.codec`       |
 | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
 
-The engine and its parts import none of those who answer.
+The engine and its parts import none of those who answer. Who steps a shard, and when (`Step` in
+runtime/steps.py), works with the whole engine, and is given to `Engine.start`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from onefold.recipe import Recipe
 
 if TYPE_CHECKING:
     from onefold.layout import Tiers
-    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
     from onefold.runtime.gathers import Gather
+    from onefold.runtime.progress import Resources
     from onefold.runtime.reductions import Reduce
-    from onefold.runtime.steps import Step
     from onefold.runtime.storage import Storage
+    from onefold.runtime.unit import Unit
 
 
 class Transfer(Protocol):
@@ -85,10 +85,9 @@ class Activations(Protocol):
 class Capabilities:
     """The makers. See the table of this module."""
 
-    storage: Callable[[Flat, Tiers | None, bool, Engine], Storage]  # (..., rests encoded, ...)
-    gather: Callable[[Flat, Engine], Gather]
-    reduce: Callable[[Flat, int, Engine], Reduce]  # (flat buffer, hop, engine)
-    step: Callable[[Engine], Step]
-    activations: Callable[[Engine], Activations]
+    storage: Callable[[Flat, Tiers | None, bool, Resources], Storage]  # (..., rests encoded, ...)
+    gather: Callable[[Flat, Resources], Gather]
+    reduce: Callable[[Flat, int, Resources], Reduce]  # (flat buffer, hop, ...)
+    activations: Callable[[list[Unit], Resources, dict[int, tuple[Unit, Flat]]], Activations]
     codec: Callable[[str], Codec]
     store: Callable[[Recipe, int, bool], Store]  # (recipe, rank, the device has streams)

@@ -14,15 +14,15 @@ from onefold.memory import storage_of
 from onefold.runtime.parameter import WRAPPED
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
+    from onefold.runtime.unit import Unit
 
 _MODULES_A_PASS = 64
 
 
-def check_in_place(engine: Engine) -> None:
+def check_in_place(units: Iterable[Unit]) -> None:
     """Raise RuntimeError if the model was moved or cast after shard()."""
-    for unit in engine.units:
+    for unit in units:
         for flat in unit.flats:
             if flat.unsharded:
                 continue
@@ -96,22 +96,19 @@ class Structure:
         self._remember(root)
         return True
 
+    def refuse_changes(self, call: str) -> None:
+        """Before `call` reads or writes values by the parameters that `shard()` found: are they
+        those of the model?
 
-def refuse_changes(engine: Engine, call: str) -> None:
-    """Before `call` reads or writes values by the parameters that `shard()` found: are they those
-    of the model?
-
-    Raises:
-        RuntimeError: the model has others now; the message names them.
-    """
-    root = engine.units[0].module()
-    if root is None or engine.stack or engine.whole_depth:
-        return
-    if said := changes(root, engine.entries):
-        raise RuntimeError(
-            f"{call} of a model that has other parameters than when it was sharded: {said}. "
-            "Change its structure before shard(), or inside `with onefold.unsharded(model):`."
-        )
+        Raises:
+            RuntimeError: the model has others now; the message names them.
+        """
+        root = self._root()
+        if root is not None and (said := changes(root, self._entries)):
+            raise RuntimeError(
+                f"{call} of a model that has other parameters than when it was sharded: {said}. "
+                "Change its structure before shard(), or inside `with onefold.unsharded(model):`."
+            )
 
 
 def changes(root: nn.Module, entries: Iterable[Entry]) -> str:

@@ -12,12 +12,13 @@ readers: see [Note: nobody reads a reused buffer] in memory/pool.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.entry import Entry
 
 
 TRANSFORMS = (
@@ -60,9 +61,9 @@ def _leaves(value: Any) -> Any:
     return value if entry is None else entry.compute
 
 
-def accumulates(engine: Engine) -> bool:
-    """Inside a backward pass: whether it will bring any of the engine's parameters a gradient, as
-    far as its own graph tells.
+def accumulates(entries: Iterable[Entry]) -> bool:
+    """Inside a backward pass: whether it will bring any of `entries` a gradient, as far as its own
+    graph tells.
 
     (A re-entrant checkpoint runs a backward pass of its own inside: its gradients are not
     foreseen.)
@@ -70,7 +71,7 @@ def accumulates(engine: Engine) -> bool:
     refuse_transforms()
     return any(
         _will_run(torch.autograd.graph.get_gradient_edge(entry.compute).node)
-        for entry in engine.entries
+        for entry in entries
         if entry.active
     )
 

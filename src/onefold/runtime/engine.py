@@ -30,9 +30,9 @@ from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
-from onefold.runtime import differentiate, functional
+from onefold.runtime import functional
 from onefold.runtime.agree import agree_on_failure
-from onefold.runtime.backward import end_backward, reset
+from onefold.runtime.backward import Backward, in_autograd
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Capabilities
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
@@ -45,12 +45,13 @@ from onefold.runtime.gradient_hooks import IN_BACKWARD
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.placement import offloaded_units
-from onefold.runtime.progress import Progress, Resources
+from onefold.runtime.progress import MasterAccess, Progress, Resources
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import refresh
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
-from onefold.runtime.stale import all_written, look_at, look_for_writes
+from onefold.runtime.stale import Copies
+from onefold.runtime.steps import Step
 from onefold.runtime.trained import follow_trainable, follow_trainable_of
 from onefold.runtime.transfers import Transfers
 from onefold.runtime.unit import State, Unit, bind
@@ -63,13 +64,6 @@ from onefold.runtime.unreduced import (
 from onefold.runtime.unset import Unset
 from onefold.runtime.whole import whole_masters
 from onefold.runtime.write_counters import ForwardPass, WriteCounters
-
-
-def in_autograd() -> bool:
-    """Whether a backward pass is running in this thread (a forward pass then is a
-    recomputation).
-    """
-    return torch._C._current_graph_task_id() != -1
 
 
 class Engine:
@@ -117,14 +111,26 @@ class Engine:
             self.memory,
             paged=bool(offloaded) and Tier.NVME in (recipe.parameters.tier, recipe.optimizer.tier),
         )
-        self.residuals = Residuals(self)
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
         self.progress = Progress(recipe, self.group)
+        # Who is copying masters while others want to write to them
+        self.masters = MasterAccess(self.transfers, self.progress)
+        codec = capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
+        self.residuals = Residuals(recipe, codec, self.group, device, memory, self.progress)
         self.resources = Resources(
-            recipe, self.group, self.memory, self.pool, self.transfers, self.progress
+            recipe,
+            self.group,
+            device,
+            memory,
+            self.pool,
+            self.transfers,
+            capabilities,
+            self.residuals,
+            self.masters,
+            self.progress,
         )
-        self.units = bind(specs, self, offloaded)
+        self.units = bind(specs, self.resources, self, offloaded)
         self.entries = [e for u in self.units for e in u.entries]
         self.unit_of: dict[int, Unit] = {}
         for unit in self.units:
@@ -137,45 +143,41 @@ class Engine:
         self.stack: list[tuple[Unit, bool, bool]] = []
         # Whose whole parameters other modules used in this pass
         self.borrowed_units: list[Unit] = []
-        self.write_counters = WriteCounters(self)
+        self.write_counters = WriteCounters(self.entries)
         self.current_pass = ForwardPass(self.write_counters)
         self.recorded: Recorded | None = None  # of the pass under way
         self.is_root_pass = False
+        self.started = False
         self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
         self.part: object = None  # whoever called a part of the root by itself
-        # Passes whose outputs the backward pass under way has come to
-        self.reached: list[ForwardPass] = []
-        # Operations with gradients outside a forward pass (runtime/outside.py), since the last
-        # backward pass
-        self.outside_graphs = False
         self.whole_depth = 0
         self.whole_write = False
-        self.optimizer_seen = self.stepped = self.reduced_since_gather = False
-        self.buffers = Buffers()
+        self.buffers = Buffers(recipe)
         # What was on the meta device and has no value yet: empty in a run that goes
-        self.unset = Unset()
+        self.unset = Unset(self.group, self.progress)
         # What onefold.unsharded needs: the hooks on modules, what else shard() was given (group,
         # units, init), who closes the engine.
         self.handles: list[Any] = []
         self.given: tuple[Any, Any, Any] = (None, None, None)
         self.finalizer: Any = None
-        # What work behind the training has failed with last, whether somebody was told or not
-        self.last_failure: BaseException | None = None
-        self.failure_agreed = False
-        self.settle: Callable[[], None] | None = None  # waits for that work
-        # Waits until masters and states may be written to
-        self.copying: Callable[[], None] | None = None
-        self.steps = capabilities.step(self)
+        # Waits for work behind the training (a save), so that its failure is known
+        self.settle: Callable[[], None] | None = None
 
-    def start(self) -> None:
-        """Everything is bound: create what works on it."""
+    def start(self, steps: Step) -> None:
+        """Everything is bound: create what works on it. `steps`: who steps the shards that the
+        user's optimizer does not.
+        """
+        self.steps = steps
+        self.reduce: Reducer  # below: it needs the gatherer, which tells it of units passed over
         self.gather = Gatherer(
             self.units,
             self.resources,
             self.backward_event,
             lambda units: self.reduce.passed_over(units),
         )
-        self.activations = self.capabilities.activations(self)
+        self.activations = self.capabilities.activations(
+            self.units, self.resources, self.gather.by_storage
+        )
         self.reduce = Reducer(
             self.units,
             self.resources,
@@ -185,6 +187,19 @@ class Engine:
             self.write_counters,
             self.backward_event,
         )
+        self.copies = Copies(
+            self.units, self.entries, self.progress, self.gather, self.write_counters
+        )
+        self.backward = Backward(
+            self.entries,
+            self.resources,
+            self.gather,
+            self.reduce,
+            self.steps,
+            self.activations,
+            self.spans,
+        )
+        self.started = True
         root = self.units[0].module()
         assert root is not None
         self.structure = Structure(root, self.entries)
@@ -202,9 +217,13 @@ class Engine:
                 self.recipe.chunk,
                 round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),
             )
-        self.memory.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.DEVICE)
+        self.memory.probes[GRADIENTS] = partial(
+            gradient_bytes, self.units, self.resources, Tier.DEVICE
+        )
         if self.offloaded_flats:
-            self.transfers.host.probes[GRADIENTS] = partial(gradient_bytes, self, Tier.HOST)
+            self.transfers.host.probes[GRADIENTS] = partial(
+                gradient_bytes, self.units, self.resources, Tier.HOST
+            )
         self.memory.reset_peak()
 
     def close(self, but_group: bool = False) -> None:
@@ -216,7 +235,8 @@ class Engine:
         self.progress.closed = True
         if self.settle is not None:
             self.settle()
-        self.steps.close()
+        if self.started:
+            self.steps.close()
         if not but_group:
             self.group.close()
         self.transfers.close()
@@ -235,8 +255,10 @@ class Engine:
         self.unset.close()
         self.pool.drain()
         self.memory.probes.clear()
-        self.activations.close()
-        del self.gather, self.reduce, self.steps
+        self.transfers.host.probes.clear()
+        if self.started:
+            self.activations.close()
+            del self.gather, self.reduce, self.steps, self.copies, self.backward
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -295,7 +317,7 @@ class Engine:
                 # A re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
             if self.unset:
-                self.unset.refuse_in(self, unit)
+                self.unset.refuse_in(unit)
             self.gather.acquire(unit, backward=recompute)
             if recompute:
                 unit.replayed = self.gather.reached
@@ -352,26 +374,30 @@ class Engine:
 
     def _begin_pass(self, is_root: bool) -> None:
         if self.progress.backward_open:  # a backward pass raised and never came to its end
-            reset(self)
-        self.unset.look(self)
+            self.backward.reset()
+        self.unset.look()
         self.is_root_pass, self.raised_in = is_root, None
         self.progress.graded = torch.is_grad_enabled()
         self.transfers.check()
         self.memory.look()
         self.transfers.host.look()
-        check_in_place(self)
+        check_in_place(self.units)
         if (
             self.structure.look(everywhere=self.step < 2)
             and (root := self.units[0].module()) is not None
         ):
-            self.buffers.find(root, self.recipe)
+            self.buffers.find(root)
         if self.step < 2:
             check_not_wrapped(self.units[0].module())
-        look_for_writes(self)  # by what was trainable when the optimizer stepped
+        self.copies.look_for_writes()  # by what was trainable when the optimizer stepped
         # A look in between (a reference pass with adapters off) leaves open graphs as they are
         if torch.is_grad_enabled() or self.progress.open_graphs == 0:
             follow_trainable(self.reduce)
-        if torch.is_grad_enabled() and self.progress.open_graphs == 0 and not self.outside_graphs:
+        if (
+            torch.is_grad_enabled()
+            and self.progress.open_graphs == 0
+            and not self.progress.outside_graphs
+        ):
             for u in self.units:
                 u.calls = 0
         if self.is_root_pass and self.buffers.due:
@@ -380,7 +406,7 @@ class Engine:
         self.gather.begin_forward(self.is_root_pass)
         refresh(self.gather)
         if self.is_root_pass:
-            self.buffers.before_pass(self)
+            self.buffers.before_pass(self.resources)
             self.unset.remember()
 
     def _end_pass(self, aborted: bool) -> None:
@@ -418,24 +444,50 @@ class Engine:
             self.borrowed_units.append(unit)
         return entry.compute
 
-    def begin_outside(self, unit: Unit) -> None:
-        """An operation with gradients outside a forward pass is about to use the unit's whole
-        parameters. See runtime/outside.py.
+    # -- outside a pass, with gradients: runtime/outside.py ----------------------------------------
+
+    @property
+    def in_pass(self) -> bool:
+        """A forward or backward pass of the model is under way."""
+        return bool(self.stack) or (self.progress.backward_open and not self.whole_depth)
+
+    @property
+    def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
+        """Whose whole parameters lie in which memory, by its address."""
+        return self.gather.by_storage
+
+    def begin_outside(self, entry: Entry) -> Unit:
+        """An operation with gradients outside a forward pass is about to use the whole parameters
+        of the unit that is returned.
         """
+        unit = self.unit_of[entry.number]
         # A backward pass raised and never came to its end
         if self.progress.backward_open and not in_autograd():
-            reset(self)
-        if not self.outside_graphs:
-            self.outside_graphs = True
-            check_in_place(self)
-        if self.stepped or (self.reduced_since_gather and not self.optimizer_seen):
-            look_for_writes(self)
-        else:
-            look_at(self, unit)
+            self.backward.reset()
+        if not self.progress.outside_graphs:
+            self.progress.outside_graphs = True
+            check_in_place(self.units)
+        self.copies.look_before_use(unit)
         follow_trainable_of(self.reduce, unit)
         if unit.resident and unit.state is State.STALE:
             self.gather.launch(unit)
         unit.calls += 1
+        return unit
+
+    def gather_outside(self, unit: Unit) -> bool:
+        """Its whole parameters are here. True if that took a gather of its own, after which it is
+        to be released. Collective at stage 3.
+        """
+        alone = unit.ungathered
+        if alone:
+            self.gather.launch(unit)
+        self.gather.wait(unit)
+        return alone
+
+    def release_outside(self, unit: Unit) -> None:
+        self.gather.release(unit)
+
+    # -- what parameters ask besides ---------------------------------------------------------------
 
     def agree_on_overflow(self, found: torch.Tensor) -> None:
         """`found`, one number that is above 0 where this rank's gradients are not finite, becomes
@@ -473,7 +525,7 @@ class Engine:
             self.gather.reached += 1
             current_pass.backward_reached(root)
             if root and current_pass.open:
-                self.reached.append(current_pass)
+                self.backward.reached.append(current_pass)
             with disable_torch_function():
                 self.backward_event()
                 if early and not self.gather.is_done(unit):
@@ -487,7 +539,7 @@ class Engine:
 
     def make_stale(self) -> None:
         """The masters have been written to: every resident copy is out of date."""
-        all_written(self)
+        self.copies.all_written()
 
     def optimizer_is_stepping(self) -> None:
         """Called before an optimizer over these parameters steps."""
@@ -495,15 +547,17 @@ class Engine:
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
         if not self.progress.backward_open:
             self.gather.release_at_turn()
-        self.about_to_write()
+        self.masters.about_to_write()
         self.transfers.check()
-        if self.failure_agreed and self.on_disk and self.world_size > 1:
+        if self.progress.failure_agreed and self.on_disk and self.world_size > 1:
             agree_on_failure(
-                self,
-                self.progress.failure or self.last_failure,
+                self.resources,
+                self.progress.failure or self.progress.last_failure,
                 "before the step: nothing has been stepped",
             )
-        elif self.failure_agreed or (self.progress.failure is not None and self.world_size == 1):
+        elif self.progress.failure_agreed or (
+            self.progress.failure is not None and self.world_size == 1
+        ):
             self.tell_failure()
         if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
             return
@@ -516,64 +570,27 @@ class Engine:
                 " `onefold.no_sync(model)`."
             )
 
-    def about_to_write(self) -> None:
-        """Masters or states are going to change: wait for who is copying them."""
-        copying, self.copying = self.copying, None
-        if copying is not None:
-            copying()
-        self.transfers.up.wait()  # copies up may still read masters on the host
-
-    def before_write(self, flat: Flat, seen: bool = False) -> None:
-        """Wait for copies of the masters of `flat` that are under way: code outside a step is going
-        to write to them, or (`seen`) takes a view that it may write to. The host waits if they are
-        in its memory, or a save is copying them.
-        """
-        if self.closed:
-            return
-        if self.copying is not None and not seen:
-            self.about_to_write()
-        else:
-            flat.storage.before_write()
-
     def tell_failure(self) -> None:
         """Raise what work behind the training has failed with, if nobody was told yet."""
         if self.settle is not None:
             self.settle()  # another rank's may have failed first
-        failure = self.progress.failure or self.last_failure
-        self.progress.failure, self.failure_agreed = None, False
+        failure = self.progress.failure or self.progress.last_failure
+        self.progress.failure, self.progress.failure_agreed = None, False
         if failure is not None:
             raise failure
 
     def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
         """Called after an optimizer over the parameters of `entries` has stepped."""
-        self.optimizer_seen = self.stepped = True
+        self.progress.optimizer_seen = self.progress.stepped = True
         self.write_counters.stepped(entries)
 
     # -- backward ----------------------------------------------------------------------------------
 
     def backward_event(self, accumulates: bool = False) -> None:
-        """Something of this engine happens in a backward pass: open it, and ask to be called at its
-        end.
-
-        `accumulates`: what happens is that a parameter has its gradient.
+        """Something of this engine happens in a backward pass; `accumulates`: a parameter has its
+        gradient.
         """
-        if not self.progress.backward_open and in_autograd():
-            with disable_torch_function():
-                self.progress.differentiating = not (accumulates or differentiate.accumulates(self))
-                self.progress.backward_open, self.progress.creates_graph = (
-                    True,
-                    torch.is_grad_enabled(),
-                )
-                self.gather.begin_backward()
-                if not self.progress.differentiating:
-                    self.reduce.begin_backward()
-                self.spans.begin_backward()
-            torch.autograd.Variable._execution_engine.queue_callback(partial(end_backward, self))
-        elif accumulates and self.progress.differentiating:
-            # The gradients of a re-entrant checkpoint, which nothing had announced
-            self.progress.differentiating = False
-            self.gather.foresee_backward()
-            self.reduce.begin_backward()
+        self.backward.event(accumulates)
 
     # -- other -------------------------------------------------------------------------------------
 
@@ -585,11 +602,18 @@ class Engine:
         finally:
             self.progress.sync = before
 
+    def refuse_changes(self, call: str) -> None:
+        """Before `call` reads or writes values by the parameters that `shard()` found: raise
+        RuntimeError if the model has others by now.
+        """
+        if not self.stack and not self.whole_depth:
+            self.structure.refuse_changes(call)
+
     def whole(self, entry: Entry) -> torch.Tensor:
         if self.unset:
-            self.unset.look(self)
+            self.unset.look()
             self.unset.refuse_entry(entry)
-        return entry.flat.view(whole_masters(self, entry.flat), entry).clone()
+        return entry.flat.view(whole_masters(self.resources, entry.flat), entry).clone()
 
     def summary(self) -> str:
         """The recipe and the units as a readable table; padding as a share of the elements."""

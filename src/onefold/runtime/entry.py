@@ -15,8 +15,8 @@ from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
+    from onefold.runtime.owning_engine import OwningEngine
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -91,7 +91,9 @@ class Entry:
         "unreduced",
     )  # fmt: skip
 
-    def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
+    def __init__(
+        self, found: Found, slot: Slot, index: int, flat: Flat, engine: OwningEngine
+    ) -> None:
         self.slot, self.index, self.names = slot, index, found.names
         # What it is of the parameter that leaves the process: all of it, or the elements of one
         # tile

@@ -44,7 +44,8 @@ from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.progress import Resources
     from onefold.runtime.reductions import Reduce
 
 
@@ -72,11 +73,12 @@ class Flat:
         found: list[Found],
         dtypes: Dtypes,
         index: int,
-        engine: Engine,
+        resources: Resources,
+        engine: OwningEngine,
         tiers: Tiers | None = None,
         encoded: bool = False,
     ) -> None:
-        recipe, group = engine.recipe, engine.group
+        recipe, group, made = resources.recipe, resources.group, resources.capabilities
         self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.group, self.rank, self.size = group, group.rank, group.size
@@ -87,7 +89,7 @@ class Flat:
             recipe,
             group.topology,
             group.rank,
-            engine.capabilities.codec,
+            made.codec,
             trainable=found[0].param.requires_grad,
             stored=encoded,
             tiers=tiers,
@@ -113,10 +115,10 @@ class Flat:
         self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
         # Sums go on to who holds them too
         self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
-        self.storage: Storage = engine.capabilities.storage(self, tiers, encoded, engine)
-        self.gather: Gather = engine.capabilities.gather(self, engine)
+        self.storage: Storage = made.storage(self, tiers, encoded, resources)
+        self.gather: Gather = made.gather(self, resources)
         self.reduces: tuple[Reduce, ...] = tuple(
-            engine.capabilities.reduce(self, at, engine) for at in range(len(self.hops))
+            made.reduce(self, at, resources) for at in range(len(self.hops))
         )
         # Who has which part of what parameters show; None where every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.engine import Engine, in_autograd
+from onefold.runtime.backward import in_autograd
+from onefold.runtime.engine import Engine
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import disable_torch_function, infos, refuse_pickling
 from onefold.runtime.unit import Unit
@@ -134,14 +135,14 @@ def guard_unset(engine: Engine, module: nn.Module) -> None:
 
     def on_save(*_: Any) -> None:
         if (e := seen()) is not None and e.unset and not (e.whole_depth or e.closed):
-            e.unset.look_alone(e)  # rank 0 may be here alone
+            e.unset.look_alone()  # rank 0 may be here alone
             e.unset.refuse("state_dict() would hold")
 
     def on_use(part: nn.Module, *_: Any) -> None:
         if (e := seen()) is None or not e.unset or e.closed:
             handles.pop(id(part)).remove()
         elif not e.whole_depth:
-            e.unset.look_alone(e)
+            e.unset.look_alone()
             e.unset.refuse_of(part)
 
     for part in module.modules():

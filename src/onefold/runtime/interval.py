@@ -17,6 +17,7 @@ happens to hold: all ranks answer it alike, so all of them communicate, or none.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +27,8 @@ from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.flat import Flat
+    from onefold.runtime.owning_engine import OwningEngine
 
 # Inside it sharded parameters and intervals are plain tensors over local memory
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -48,22 +49,25 @@ class Owners:
 
     __slots__ = ("_engine", "_flat", "bounds", "index", "position")
 
-    def __init__(self, flat: Flat, engine: Engine) -> None:
-        group, topology = flat.owners_group, engine.group.topology
-        everybody = range(engine.group.size)
-        positions = everybody if group is engine.group else topology.intra_group(engine.group.rank)
+    def __init__(self, flat: Flat, engine: OwningEngine) -> None:
+        group, everybody = flat.owners_group, flat.group
+        positions: Sequence[int] = (
+            range(everybody.size)
+            if group is everybody
+            else everybody.topology.intra_group(everybody.rank)
+        )
         self.bounds = tuple(flat.owned_by(p) for p in positions)
         self.position, self.index = group.rank, flat.index
         self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
 
-    def meet(self, subject: str) -> tuple[Engine, Group]:
+    def meet(self, subject: str) -> tuple[OwningEngine, Group]:
         """The engine, and the ranks that own the parts.
 
         Raises:
             ShardedParameterError: the model is gone.
         """
         engine, flat = self._engine(), self._flat()
-        if engine is None or flat is None or engine.closed:
+        if engine is None or flat is None or engine.progress.closed:
             raise ShardedParameterError(
                 f"{subject} is one rank's part of a parameter whose model is gone: nothing can make"
                 " it whole."
@@ -71,10 +75,10 @@ class Owners:
         return engine, flat.owners_group
 
     def before_write(self) -> None:
-        """See `Engine.before_write`."""
+        """See `MasterAccess.before_write`."""
         engine, flat = self._engine(), self._flat()
         if engine is not None and flat is not None:
-            engine.before_write(flat)
+            engine.masters.before_write(flat)
 
 
 class IntervalSpec:
@@ -123,8 +127,8 @@ class IntervalSpec:
         context = CollectiveContext(
             "state",
             f"{what} of {self.name!r}, which every rank must call",
-            engine.step,
-            engine.phase,
+            engine.progress.step,
+            engine.progress.phase,
         )
         full = torch.empty(self.numel, dtype=local.dtype, device=engine.device)
         raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
@@ -147,8 +151,8 @@ class IntervalSpec:
         context = CollectiveContext(
             "control",
             f"{what} of {self.name!r}, which every rank must call",
-            engine.step,
-            engine.phase,
+            engine.progress.step,
+            engine.progress.phase,
         )
         return group.gather_values(values.to(engine.device), context)
 

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.stale import look_for_writes
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -65,7 +64,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
     try:
         with disable_torch_function(), torch.no_grad():
             engine.transfers.check()
-            look_for_writes(engine)
+            engine.copies.look_for_writes()
             gather.gather_kept()
             for index in gather.kept_gathered:
                 gather.wait(engine.units[index])

@@ -28,9 +28,9 @@ from onefold.runtime.recomputation import is_checkpoint
 from onefold.runtime.write_counters import ForwardPass
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
+    from onefold.runtime.owning_engine import OwningEngine
     from onefold.runtime.unit import Unit
 
 
@@ -39,47 +39,34 @@ class _Place:
 
     __slots__ = ("engine", "flat", "offset", "size", "stride", "unit")
 
-    def __init__(self, engine: Engine, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
+    def __init__(self, engine: OwningEngine, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
         self.engine, self.unit, self.flat = engine, unit, flat
         self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
 
     def read(self) -> torch.Tensor:
         self.engine.backward_event()
         with disable_torch_function(), torch.no_grad():
-            gathered = _gather(self.engine, self.unit)
+            gathered = self.engine.gather_outside(self.unit)
             assert self.flat.full is not None
             out = self.flat.full.as_strided(self.size, self.stride, self.offset).clone()
             if gathered:
-                self.engine.gather.release(self.unit)
+                self.engine.release_outside(self.unit)
         return out
-
-
-def _gather(engine: Engine, unit: Unit) -> bool:
-    """The unit's whole parameters are here. True if that took a gather of its own, after which it
-    is to be released.
-    """
-    if unit.ungathered:
-        engine.gather.launch(unit)
-        engine.gather.wait(unit)
-        return True
-    engine.gather.wait(unit)
-    return False
 
 
 def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
     """`func` over the whole parameters of `entries`, which the arguments hold, with gradients. See
     this module. Collective at stage 3.
     """
-    used: list[tuple[Engine, Unit, bool]] = []
+    used: list[tuple[OwningEngine, Unit, bool]] = []
     with disable_torch_function():
         for entry in entries:
             engine = entry.engine()
             assert engine is not None
-            unit = engine.unit_of[entry.number]
-            engine.begin_outside(unit)
+            unit = engine.begin_outside(entry)
             if all(u is not unit for _, u, _ in used):
-                used.append((engine, unit, _gather(engine, unit)))
-        by_storage = {k: v for engine, _, _ in used for k, v in engine.gather.by_storage.items()}
+                used.append((engine, unit, engine.gather_outside(unit)))
+        by_storage = {k: v for engine, _, _ in used for k, v in engine.gathered_buffers.items()}
         owner = {id(unit): engine for engine, unit, _ in used}
         args, kwargs = _substituted(args), _substituted(kwargs)
         with _saving(by_storage, owner):
@@ -87,7 +74,7 @@ def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[
             out = _copied(out, by_storage, {id(entry.compute) for entry in entries})
         for engine, unit, gathered in used:
             if gathered:
-                engine.gather.release(unit)
+                engine.release_outside(unit)
         for engine in {id(e): e for e, _, _ in used}.values():
             _watch(engine, out)
     return out
@@ -111,7 +98,7 @@ def _substituted(value: Any) -> Any:
 
 
 def _saving(
-    by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, Engine]
+    by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, OwningEngine]
 ) -> saved_tensors_hooks:
     """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves
     tensors besides.
@@ -156,14 +143,14 @@ def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]
     return out
 
 
-def _watch(engine: Engine, out: Any) -> None:
+def _watch(engine: OwningEngine, out: Any) -> None:
     """A backward pass through `out` is one of this engine's, and must find the parameters as they
     were.
     """
     current_pass = ForwardPass(engine.write_counters)
 
     def backward_reached(_: torch.Tensor) -> None:
-        if not engine.closed:
+        if not engine.progress.closed:
             current_pass.backward_reached(True)
             with disable_torch_function():
                 engine.backward_event()

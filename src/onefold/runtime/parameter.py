@@ -59,8 +59,8 @@ from onefold.runtime.parameter_values import (
 from onefold.runtime.storageless import seen_storageless, storageless_error
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
+    from onefold.runtime.owning_engine import OwningEngine
 
 __all__ = [
     "ShardInfo",
@@ -138,12 +138,12 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _in_own_pass(engine: Engine) -> bool:
+def _in_own_pass(engine: OwningEngine) -> bool:
     """In a pass of the parameter's own model: another's is looked at from outside."""
-    return bool(engine.stack) or (engine.progress.backward_open and not engine.whole_depth)
+    return engine.in_pass
 
 
-def _computing(engine: Engine) -> bool:
+def _computing(engine: OwningEngine) -> bool:
     return engine.computing
 
 
@@ -327,7 +327,7 @@ dispatched_by[0] = dispatch
 
 
 def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
-    """See `Engine.before_write`."""
+    """See `MasterAccess.before_write`."""
     for t in _flatten((args, kwargs)):
         if isinstance(t, ShardedParameter):
             before_write(t, seen)
@@ -494,7 +494,7 @@ def _flatten(value: Any) -> list[Any]:
 
 
 def _substitute(
-    func: Any, args: Any, kwargs: Any, wanted: Callable[[Engine], bool] = _computing
+    func: Any, args: Any, kwargs: Any, wanted: Callable[[OwningEngine], bool] = _computing
 ) -> tuple[Any, Any]:
     """The arguments with each sharded parameter of a model that is `wanted` replaced by its whole
     parameter, gathered if need be.

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def before_write(param: Any, seen: bool) -> None:
-    """See `Engine.before_write`."""
+    """See `MasterAccess.before_write`."""
     entry = param.__dict__["_onefold_entry"]()
     if entry is not None and (engine := entry.engine()) is not None:
-        engine.before_write(entry.flat, seen)
+        engine.masters.before_write(entry.flat, seen)
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:

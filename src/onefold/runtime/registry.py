@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from onefold.runtime.engine import Engine
+from onefold.runtime.entry import Entry
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -50,6 +51,12 @@ def mend(module: nn.Module) -> None:
 
 def is_sharded(module: nn.Module) -> bool:
     return module in _engines
+
+
+def engine_of_entry(entry: Entry) -> Engine | None:
+    """The engine that a sharded parameter belongs to; None if its model is gone."""
+    engine = entry.engine()
+    return engine if isinstance(engine, Engine) else None
 
 
 def engine_of(module: nn.Module) -> Engine:

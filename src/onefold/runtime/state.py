@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from onefold.memory import GATHERED
-from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
@@ -28,7 +27,7 @@ def scatter_masters(
     engine: Engine, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
 ) -> None:
     """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
-    group, context = engine.group, state_context(engine, flat.unit_name)
+    group, context = engine.group, state_context(engine.resources, flat.unit_name)
     with torch.no_grad():
         if group.rank == 0:
             assert full is not None
@@ -58,9 +57,9 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
             "full_params was entered inside a forward pass of the model; enter it outside."
         )
     if write:
-        engine.about_to_write()
+        engine.masters.about_to_write()
     elif engine.unset and not engine.whole_depth:
-        engine.unset.look(engine)
+        engine.unset.look()
         engine.unset.refuse("full_params() would show")
     if engine.whole_depth:  # nested: the outer one has gathered
         if write and not engine.whole_write:
@@ -71,7 +70,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         yield
         return
     if not engine.unsharded:
-        refuse_changes(engine, "full_params")
+        engine.refuse_changes("full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
     # Parameters in tiles: the tiles lie one behind another, so that there is a whole to see
     joint: dict[str, torch.Tensor] = {}
@@ -81,7 +80,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
             for flat in unit.flats:
                 if flat.unsharded:
                     continue
-                full = whole_masters(engine, flat)
+                full = whole_masters(engine.resources, flat)
                 held.append((unit, flat, None if flat.tiled else full))
                 engine.memory.add(
                     GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
@@ -113,7 +112,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 )
             if write:
                 engine.make_stale()
-                engine.unset.look(engine)
+                engine.unset.look()
         if wrong:
             raise ValueError(wrong)
 

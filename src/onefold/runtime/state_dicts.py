@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from onefold.runtime.buffers import refuse_parts
-from onefold.runtime.checks import refuse_changes
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
@@ -37,10 +36,10 @@ from onefold.runtime.whole import new_masters, put_elements, state_context
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
     """Whole tensors on the host of rank 0; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.unsharded:
-        refuse_changes(engine, "full_state_dict")
+        engine.refuse_changes("full_state_dict")
         for name, buffer in module.named_buffers():
             refuse_parts(name, buffer)  # on every rank, not on the one that writes them
-    engine.unset.look(engine)
+    engine.unset.look()
     engine.unset.refuse("full_state_dict() would hold")
     return whole_state_dict(engine, module, _masters_of)
 
@@ -112,8 +111,8 @@ def load_full_state_dict(
     """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See
     `onefold.load_full_state_dict`.
     """
-    refuse_changes(engine, "load_full_state_dict")
-    engine.about_to_write()
+    engine.refuse_changes("load_full_state_dict")
+    engine.masters.about_to_write()
     try:
         held, changed = contents_and_changes(engine, module)
     except ValueError:  # of a hook that needs values
@@ -302,4 +301,4 @@ def _load_buffers(
     for name, buffer in buffers.items():
         if engine.rank == 0 and name in state:
             buffer.copy_(state[name])
-    engine.group.broadcast(list(buffers.values()), state_context(engine, "buffers"))
+    engine.group.broadcast(list(buffers.values()), state_context(engine.resources, "buffers"))

@@ -112,7 +112,7 @@ def to_first(
             elif group.rank == peer:
                 sends.append((0, read(a, b).to(engine.device).contiguous()))
         group.exchange(
-            sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+            sends, recvs, state_context(engine.resources, flat.unit_name), flat.index, move="state"
         ).wait()
         for (a, b), (_, part) in zip(landing, recvs, strict=True):
             assert out is not None
@@ -153,7 +153,7 @@ def from_first(
             part = torch.empty(b - a, dtype=dtype, device=engine.device)
             recvs.append((0, part))
         group.exchange(
-            sends, recvs, state_context(engine, flat.unit_name), flat.index, move="state"
+            sends, recvs, state_context(engine.resources, flat.unit_name), flat.index, move="state"
         ).wait()
         if a < b and part is not None:
             put(a, b, part.to(dtype))

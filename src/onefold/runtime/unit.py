@@ -35,7 +35,8 @@ from onefold.runtime.tile import WeightTile
 from onefold.runtime.units import Found, UnitSpec
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.progress import Resources
 
 
 class State(enum.Enum):
@@ -149,13 +150,19 @@ class Unit:
         self.state = state
 
 
-def bind(specs: Sequence[UnitSpec], engine: Engine, offloaded: Collection[int]) -> list[Unit]:
+def bind(
+    specs: Sequence[UnitSpec],
+    resources: Resources,
+    engine: OwningEngine,
+    offloaded: Collection[int],
+) -> list[Unit]:
     """The units of `specs`, with a flat buffer for each kind of their parameters: of one dtype,
-    trained or not, encoded at rest or not. `offloaded`: the indices of those whose state is.
+    trained or not, encoded at rest or not. `engine` is the one that parameters ask; `offloaded`:
+    the indices of those whose state is.
 
     A unit has eight numbers for its flat buffers; those beyond them are behind all units'.
     """
-    recipe, more = engine.recipe, itertools.count(8 * len(specs) + 1)
+    recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
         kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
@@ -169,7 +176,7 @@ def bind(specs: Sequence[UnitSpec], engine: Engine, offloaded: Collection[int]) 
             number = 8 * index + i if i < 8 else next(more)
             tiers = Tiers.of(trainable, recipe) if index in offloaded and not encoded else None
             name = spec.name or "(root)"
-            flats.append(Flat(name, of_kind, dtypes, number, engine, tiers, encoded))
+            flats.append(Flat(name, of_kind, dtypes, number, resources, engine, tiers, encoded))
         units.append(Unit(spec.name, index, spec.module, flats))
     return units
 

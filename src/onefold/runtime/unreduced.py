@@ -7,7 +7,7 @@ other change would reach one rank's part of one rank's gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,10 +19,11 @@ from onefold.runtime.interval import disable_torch_function, get_grad
 from onefold.runtime.storageless import is_storageless
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
+    from onefold.runtime.progress import Resources
     from onefold.runtime.reduce import Reducer
+    from onefold.runtime.unit import Unit
 
 
 def show_unreduced(reduce: Reducer) -> None:
@@ -152,16 +153,16 @@ def _drop_held(reduce: Reducer, entry: Entry) -> None:
         flat.held[run][a - span[0] : b - span[0]].zero_()
 
 
-def gradient_bytes(engine: Engine, tier: Tier) -> int:
+def gradient_bytes(units: Sequence[Unit], resources: Resources, tier: Tier) -> int:
     """Bytes of gradients on a tier that wait for the optimizer: reduced ones, and on the device
     whole ones that wait for the boundary.
     """
-    ledger = engine.memory if tier is Tier.DEVICE else engine.transfers.host
+    ledger = resources.memory if tier is Tier.DEVICE else resources.transfers.host
     # Buffers are on their way between owners: the ledger's own count is right
-    if engine.progress.backward_open:
+    if resources.progress.backward_open:
         return ledger.held(GRADIENTS)
     with disable_torch_function():
-        here = [f for u in engine.units for f in u.flats if f.storage.gradient_tier is tier]
+        here = [f for u in units for f in u.flats if f.storage.gradient_tier is tier]
         reduced = sum(
             unique_bytes(
                 [get_grad(e.param) for f in here for e in f.entries if e.unreduced is None]
@@ -170,10 +171,7 @@ def gradient_bytes(engine: Engine, tier: Tier) -> int:
     if tier is not Tier.DEVICE:
         return reduced
     waiting = [
-        b
-        for u in engine.units
-        for flat in u.flats
-        for b in (*flat.grads.values(), *flat.held.values())
+        b for u in units for flat in u.flats for b in (*flat.grads.values(), *flat.held.values())
     ]
     return reduced + sum(b.numel() * b.element_size() for b in waiting)
 

@@ -25,8 +25,9 @@ from onefold.comm import CollectiveContext
 from onefold.runtime.parameter import disable_torch_function
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
+    from onefold.comm import Group
     from onefold.runtime.entry import Entry
+    from onefold.runtime.progress import Progress
     from onefold.runtime.unit import Unit
 
 #: How a sentence tells to go on.
@@ -71,7 +72,8 @@ class Unset:
     the table that holds each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: Group, progress: Progress) -> None:
+        self._group, self._progress = group, progress
         self._entries: dict[int, Entry] = {}
         # Table, key, number of the unit
         self._buffers: dict[str, tuple[dict[str, torch.Tensor | None], str, int]] = {}
@@ -116,26 +118,26 @@ class Unset:
         for name in [name for name in self._buffers if name in names]:
             del self._buffers[name]
 
-    def look(self, engine: Engine) -> None:
+    def look(self) -> None:
         """Find what was given a value by other ways. Collective, while anything is left."""
         if not self:
             return
-        mine = self._still(engine)
-        if engine.world_size == 1 or engine.group.fake:
+        mine = self._still()
+        if self._group.size == 1 or self._group.fake:
             self._keep(mine)
             return
         payload = torch.tensor(mine, dtype=torch.uint8)
-        said = engine.group.exchange_control(
-            payload, CollectiveContext("control", "(unset)", engine.step, "state")
+        said = self._group.exchange_control(
+            payload, CollectiveContext("control", "(unset)", self._progress.step, "state")
         )
         together = torch.stack(said).amin(0).tolist()  # any rank's part of a parameter tells
         first = said[0].tolist()  # rank 0's buffers become everybody's
         self._keep([*together[: len(self._entries)], *first[len(self._entries) :]])
 
-    def look_alone(self, engine: Engine) -> None:
+    def look_alone(self) -> None:
         """The same by what this rank holds."""
         if self:
-            self._keep(self._still(engine))
+            self._keep(self._still())
 
     def remember(self) -> None:
         """Buffers were written to by the engine itself: that gives them no value."""
@@ -144,7 +146,7 @@ class Unset:
             if tensor is not None and hasattr(tensor, "_onefold_unset"):
                 tensor._onefold_unset = tensor._version
 
-    def _still(self, engine: Engine) -> list[int]:
+    def _still(self) -> list[int]:
         """1 for each, in order, that has no value as far as this rank sees."""
         with disable_torch_function(), torch.no_grad():
             entries = [_entry_is_unset(entry) for entry in self._entries.values()]
@@ -166,11 +168,9 @@ class Unset:
 
     # -- use ---------------------------------------------------------------------------------------
 
-    def refuse_in(self, engine: Engine, unit: Unit) -> None:
+    def refuse_in(self, unit: Unit) -> None:
         """Raise UnsetError if the forward pass of a unit would use something that is left."""
-        names = [
-            e.part.names[0] for number, e in self._entries.items() if engine.unit_of[number] is unit
-        ]
+        names = [e.part.names[0] for e in self._entries.values() if e.flat in unit.flats]
         names += [name for name, (_, _, index) in self._buffers.items() if index == unit.index]
         self._refuse(names, f"the forward pass of {unit.name!r} uses")
 
@@ -224,7 +224,7 @@ def _entry_is_unset(entry: Entry) -> bool:
     return a == b or _all_nan(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
 
 
-def without_value(engine: Engine, unit: Unit, coming: Collection[str]) -> set[str]:
+def without_value(group: Group, unit: Unit, coming: Collection[str]) -> set[str]:
     """The parameters of a unit, by their first name, that rank 0 has no value for and that nobody
     brings. Collective.
     """
@@ -232,11 +232,11 @@ def without_value(engine: Engine, unit: Unit, coming: Collection[str]) -> set[st
         int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None)
         for entry in unit.entries
     ]
-    if mine and engine.world_size > 1 and not engine.group.fake:
+    if mine and group.size > 1 and not group.fake:
         payload = torch.tensor(mine, dtype=torch.uint8)
-        mine = engine.group.exchange_control(
-            payload, CollectiveContext("control", "(unset)", 0, "state")
-        )[0].tolist()
+        mine = group.exchange_control(payload, CollectiveContext("control", "(unset)", 0, "state"))[
+            0
+        ].tolist()
     return {entry.slot.name for entry, unset in zip(unit.entries, mine, strict=True) if unset}
 
 

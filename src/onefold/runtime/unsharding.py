@@ -63,7 +63,7 @@ def make_plain(engine: Engine) -> None:
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                full = None if flat.unsharded else whole_masters(engine, flat)
+                full = None if flat.unsharded else whole_masters(engine.resources, flat)
                 for entry in flat.entries if full is not None else ():
                     gradient_hooks.give_back(entry)
                     entry.param.grad = None

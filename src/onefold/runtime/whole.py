@@ -10,14 +10,14 @@ from onefold.comm import CollectiveContext
 from onefold.runtime.interval import disable_torch_function
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
+    from onefold.runtime.progress import Resources
 
 
-def state_context(engine: Engine, unit_name: str) -> CollectiveContext:
+def state_context(resources: Resources, unit_name: str) -> CollectiveContext:
     """What errors and the ledger say of a move of parameters or states of a unit."""
-    return CollectiveContext("state", unit_name, engine.step, "state")
+    return CollectiveContext("state", unit_name, resources.progress.step, "state")
 
 
 def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
@@ -34,18 +34,18 @@ def put_elements(masters: torch.Tensor, entry: Entry, x: int, y: int, values: to
     masters[at + x : at + y].copy_(values)
 
 
-def gather_whole(engine: Engine, flat: Flat, full: torch.Tensor) -> torch.Tensor:
+def gather_whole(resources: Resources, flat: Flat, full: torch.Tensor) -> torch.Tensor:
     """`full` ([numel], with this rank's [owned] in place) with those of all ranks. Collective."""
-    owners, context = flat.owners_group, state_context(engine, flat.unit_name)
+    owners, context = flat.owners_group, state_context(resources, flat.unit_name)
     owners.all_gather(full, context, flat.index, move="state").wait()
     return full
 
 
-def whole_masters(engine: Engine, flat: Flat) -> torch.Tensor:
+def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
     """A new buffer [numel] with all masters of `flat`, the same on every rank. Collective."""
-    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=engine.device)
+    full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=resources.device)
     with disable_torch_function(), torch.no_grad():
         if flat.whole_master:
             return full.copy_(flat.storage.load())
         full[flat.owned[0] : flat.owned[1]].copy_(flat.storage.load())
-        return gather_whole(engine, flat, full)
+        return gather_whole(resources, flat, full)

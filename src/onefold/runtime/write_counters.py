@@ -15,8 +15,7 @@ refreshed, and so does what a second optimizer does not step.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,6 @@ import torch
 from onefold.runtime.interval import disable_torch_function, get_grad
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.entry import Entry
 
 
@@ -33,15 +31,15 @@ class WriteCounters:
     that touched it.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = weakref.ref(engine)
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries  # the engine's own list, which it clears when it closes
         self.count = 0
         # Parameters that got a gradient on some rank since they were last stepped
         self.graded: set[int] = set()
 
     def stepped(self, entries: Iterable[Entry]) -> None:
-        """An optimizer over `entries` has stepped: those with a gradient were written to, as far as other
-        ranks own them too.
+        """An optimizer over `entries` has stepped: those with a gradient were written to, as far as
+        other ranks own them too.
         """
         self.count += 1
         for entry in entries:
@@ -69,12 +67,9 @@ class WriteCounters:
         Raises:
             RuntimeError: values that were computed with after write `since` are gone.
         """
-        engine = self._engine()
-        if engine is None:
-            return
         written = {
             id(e.compute): e
-            for e in engine.entries
+            for e in self._entries
             if e.last_write > since and e.flat.overwritten_since(e.last_write)
         }
         node = torch._C._current_autograd_node()

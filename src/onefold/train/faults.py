@@ -57,7 +57,8 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
-from onefold.runtime.engine import Engine, in_autograd
+from onefold.runtime.backward import in_autograd
+from onefold.runtime.engine import Engine
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameter import disable_torch_function
 from onefold.train.prepare import Run

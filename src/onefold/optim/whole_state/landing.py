@@ -91,7 +91,7 @@ def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         if not scattered and not outline.special:
             return None
         for each in outline.engines:
-            each.about_to_write()
+            each.masters.about_to_write()
             each.transfers.check()
         given: Mapping[str, Any] = state_dict
         if scattered:  # what is no tensor of elements is said, the rest is sent

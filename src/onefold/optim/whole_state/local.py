@@ -49,7 +49,7 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
         )
     with disable_torch_function():
         for engine in Outline.of(optimizer).engines:
-            engine.about_to_write()
+            engine.masters.about_to_write()
     with _only_local(optimizer):
         optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != LOCAL})
 

@@ -15,6 +15,7 @@ from torch.optim.optimizer import Optimizer
 import onefold.quant.moments as moments
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
+from onefold.runtime.registry import engine_of_entry
 
 #: Whose parameters optimizers are looked through for.
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -70,7 +71,7 @@ class Outline:
                 number = len(out.objects)
                 out.objects.append(p)
                 entry = known.get(id(p))
-                engine = entry.engine() if entry is not None else None
+                engine = engine_of_entry(entry) if entry is not None else None
                 if entry is None or engine is None:
                     params.append(Param([number], [], tuple(p.shape)))
                     continue
@@ -128,7 +129,7 @@ def moment_policy(optimizer: Optimizer, entry: Entry) -> moments.MomentPolicy | 
 
 
 def engine_of(entry: Entry) -> Engine:
-    engine = entry.engine()
+    engine = engine_of_entry(entry)
     assert engine is not None
     return engine
 

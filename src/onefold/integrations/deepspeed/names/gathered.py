@@ -31,6 +31,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.interval import disable_torch_function
 from onefold.runtime.parameter import ShardedParameter, bare, face
+from onefold.runtime.registry import engine_of_entry
 from onefold.runtime.whole import whole_masters
 
 _DEPTH = "_onefold_gathered"
@@ -107,10 +108,10 @@ class GatheredParameters:
         if self.modifier_rank is not None:
             _refuse_unwritable(entries)
         if engine.unset:
-            engine.unset.look(engine)
+            engine.unset.look()
         all_of_it = len(entries) == len(engine.entries)
         for flat, wanted in _by_flat(entries):
-            full = whole_masters(engine, flat)
+            full = whole_masters(engine.resources, flat)
             for entry in wanted:
                 engine.unset.refuse_entry(entry)
                 whole = flat.view(full, entry)
@@ -208,7 +209,7 @@ def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]
     for param in params:
         entry = _entry_of(param)
         assert entry is not None
-        engine = entry.engine()
+        engine = engine_of_entry(entry)
         assert engine is not None
         entries.setdefault(id(engine), (engine, []))[1].append(entry)
     yield from entries.values()
