@@ -4,7 +4,7 @@ commands.
 | question                                    | files, in the order to read them                                            |
 |---------------------------------------------|-----------------------------------------------------------------------------|
 | Which blocks are units, and what are they?  | `units`, `unit`, `flat`, `entry`                                            |
-| What happens in a step?                     | `engine`, `hooks`, `order`, `progress`, `capabilities`                      |
+| What happens in a step?                     | `engine`, `hooks`, `forward`, `order`, `progress`, `capabilities`           |
 | How does the whole of a unit come together? | `gather` (when), `gathers` (how), `whole`                                   |
 | How do gradients become this rank's sums?   | `reduce` (when), `reductions` and `native_reductions` (how), `hops`         |
 | What ends a backward pass?                  | `backward`, `agree`                                                         |

@@ -30,24 +30,19 @@ from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
-from onefold.runtime import functional
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.backward import Backward, in_autograd
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Capabilities
-from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
+from onefold.runtime.checks import Structure, check_in_place
 from onefold.runtime.entry import Entry
-from onefold.runtime.escaping import copied_out
 from onefold.runtime.flat import Flat
-from onefold.runtime.forward_writes import keep_writes
-from onefold.runtime.gather import Gatherer, Recorded
+from onefold.runtime.forward import Forward
+from onefold.runtime.gather import Gatherer
 from onefold.runtime.gradient_hooks import IN_BACKWARD
-from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.placement import offloaded_units
 from onefold.runtime.progress import MasterAccess, Progress, Resources
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.refresh import refresh
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.spans import Span, Spans
 from onefold.runtime.stale import Copies
@@ -63,7 +58,7 @@ from onefold.runtime.unreduced import (
 )
 from onefold.runtime.unset import Unset
 from onefold.runtime.whole import whole_masters
-from onefold.runtime.write_counters import ForwardPass, WriteCounters
+from onefold.runtime.write_counters import WriteCounters
 
 
 class Engine:
@@ -138,18 +133,10 @@ class Engine:
                 entry.number = len(self.unit_of)
                 self.unit_of[entry.number] = unit
         self.unsharded = all(flat.unsharded for u in self.units for flat in u.flats)
-        # Open forward passes of units: (unit, inside a backward pass, outermost of its pass over
-        # the model).
+        # Open forward passes of units, see `Forward.stack`
         self.stack: list[tuple[Unit, bool, bool]] = []
-        # Whose whole parameters other modules used in this pass
-        self.borrowed_units: list[Unit] = []
         self.write_counters = WriteCounters(self.entries)
-        self.current_pass = ForwardPass(self.write_counters)
-        self.recorded: Recorded | None = None  # of the pass under way
-        self.is_root_pass = False
         self.started = False
-        self.raised_in: tuple[str, str] | None = None  # (unit, phase) of the last pass that raised
-        self.part: object = None  # whoever called a part of the root by itself
         self.whole_depth = 0
         self.whole_write = False
         self.buffers = Buffers(recipe)
@@ -203,6 +190,21 @@ class Engine:
         root = self.units[0].module()
         assert root is not None
         self.structure = Structure(root, self.entries)
+        self.forward = Forward(
+            self.units,
+            self.resources,
+            self.gather,
+            self.reduce,
+            self.backward,
+            self.copies,
+            self.activations,
+            self.buffers,
+            self.unset,
+            self.structure,
+            self.write_counters,
+            self.spans,
+            self.stack,
+        )
         follow_trainable(self.reduce)
         for unit in self.units:
             for flat in unit.flats:
@@ -258,7 +260,7 @@ class Engine:
         self.transfers.host.probes.clear()
         if self.started:
             self.activations.close()
-            del self.gather, self.reduce, self.steps, self.copies, self.backward
+            del self.gather, self.reduce, self.steps, self.copies, self.backward, self.forward
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -294,155 +296,11 @@ class Engine:
         """It has let go of everything."""
         return self.progress.closed
 
-    def enter(self, unit: Unit, part: bool = False) -> bool:
-        """The forward pass of a unit's module begins. True if it begins a pass over the model
-        (inputs are to be cast).
-
-        `part`: it is not the unit's module but a part of it that is called by itself.
-        """
-        with disable_torch_function():
-            recompute = in_autograd()
-            outermost = not self.stack and not recompute
-            if outermost:
-                self.recorded = Recorded()
-                self._begin_pass(is_root=unit.index == 0 and not part)
-            if not self.stack:
-                self.current_pass = ForwardPass(self.write_counters)
-            self.stack.append((unit, recompute, outermost))
-            ForwardDepth.value += 1
-            unit.depth += 1
-            if recompute:
-                self.backward_event()
-            elif torch.is_grad_enabled() or self.progress.graded:
-                # A re-entrant checkpoint runs its part of the pass without gradients
-                unit.calls += 1
-            if self.unset:
-                self.unset.refuse_in(unit)
-            self.gather.acquire(unit, backward=recompute)
-            if recompute:
-                unit.replayed = self.gather.reached
-            if unit.depth == 1:
-                functional.swap_in(unit)
-            self.spans.enter()
-            return outermost
-
-    def leave(self, unit: Unit, output: Any) -> Any:
-        """The forward pass of a unit's module has ended well. Returns what it is to return: copies
-        of what lies in gathered buffers.
-        """
-        with disable_torch_function():
-            recompute, outermost = self._pop()
-            self.spans.leave(unit.name, self.phase, keep=self.memory.record)
-            if outermost:
-                output = copied_out(output, self.gather.by_storage)
-            if torch.is_grad_enabled():
-                self._watch(unit, output, root=not self.stack)
-            if unit.depth == 0 and not recompute:
-                self._keep_writes(unit)
-            if outermost:  # what other modules wrote to, perhaps behind the unit's own forward pass
-                for borrowed in self.borrowed_units:
-                    self._keep_writes(borrowed)
-            if unit.depth == 0 and (not recompute or unit.looks_up_only):
-                self.gather.after_forward(unit, output)
-            if outermost:
-                self._end_pass(aborted=False)
-            return output
-
-    def _keep_writes(self, unit: Unit) -> None:
-        if unit.state is State.GATHERED and not self.group.fake:
-            with torch.no_grad():
-                keep_writes(unit)
-
-    def abort(self, unit: Unit) -> None:
-        """The forward pass of a unit's module raised."""
-        with disable_torch_function():
-            while any(u is unit for u, _, _ in self.stack):
-                # The innermost unit comes first
-                self.raised_in = self.raised_in or (unit.name, self.phase)
-                _, outermost = self._pop()
-                self.spans.leave(unit.name, self.phase, keep=False)
-                if outermost:
-                    self._end_pass(aborted=True)
-
-    def _pop(self) -> tuple[bool, bool]:
-        unit, recompute, outermost = self.stack.pop()
-        ForwardDepth.value -= 1
-        unit.depth -= 1
-        if unit.depth == 0:
-            functional.swap_out(unit)
-        return recompute, outermost
-
-    def _begin_pass(self, is_root: bool) -> None:
-        if self.progress.backward_open:  # a backward pass raised and never came to its end
-            self.backward.reset()
-        self.unset.look()
-        self.is_root_pass, self.raised_in = is_root, None
-        self.progress.graded = torch.is_grad_enabled()
-        self.transfers.check()
-        self.memory.look()
-        self.transfers.host.look()
-        check_in_place(self.units)
-        if (
-            self.structure.look(everywhere=self.step < 2)
-            and (root := self.units[0].module()) is not None
-        ):
-            self.buffers.find(root)
-        if self.step < 2:
-            check_not_wrapped(self.units[0].module())
-        self.copies.look_for_writes()  # by what was trainable when the optimizer stepped
-        # A look in between (a reference pass with adapters off) leaves open graphs as they are
-        if torch.is_grad_enabled() or self.progress.open_graphs == 0:
-            follow_trainable(self.reduce)
-        if (
-            torch.is_grad_enabled()
-            and self.progress.open_graphs == 0
-            and not self.progress.outside_graphs
-        ):
-            for u in self.units:
-                u.calls = 0
-        if self.is_root_pass and self.buffers.due:
-            self.buffers.tensors()  # it refuses parts, while nothing is on its way yet
-        self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
-        self.gather.begin_forward(self.is_root_pass)
-        refresh(self.gather)
-        if self.is_root_pass:
-            self.buffers.before_pass(self.resources)
-            self.unset.remember()
-
-    def _end_pass(self, aborted: bool) -> None:
-        self.borrowed_units.clear()
-        self.gather.end_forward(self.is_root_pass, aborted)
-        if self.is_root_pass and not aborted:
-            self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)
-        self.activations.end_forward()
-        if torch.is_grad_enabled() and not aborted:
-            self.progress.open_graphs += 1
-            self.progress.root_graphs += self.is_root_pass
-            self.current_pass.open, self.current_pass.of_root = True, self.is_root_pass
-        recorded, self.recorded = self.recorded, None
-        if recorded is not None:
-            self.gather.release_when_gone(recorded)
-
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See
         runtime/parameter.py.
         """
-        unit = self.unit_of[entry.number]
-        if self.unset:
-            self.unset.refuse_entry(entry)
-        recompute = in_autograd()
-        if recompute:
-            self.backward_event()
-        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.claimed:
-            unit.calls += 1
-        self.gather.acquire(unit, backward=recompute)
-        unit.sticky = True
-        if recompute:
-            # A checkpoint inside the unit's module, which its hooks do not see
-            unit.replayed = self.gather.reached
-        elif all(u is not unit for u in self.borrowed_units):
-            self.borrowed_units.append(unit)
-        return entry.compute
+        return self.forward.use(entry)
 
     # -- outside a pass, with gradients: runtime/outside.py ----------------------------------------
 
@@ -508,32 +366,6 @@ class Engine:
         )
         found.fill_(values.max().to(found.device))
         self.residuals.forget_if(found)
-
-    def _watch(self, unit: Unit, output: Any, root: bool) -> None:
-        """Ask autograd to say when the backward pass comes to this unit's output (in time to gather
-        ahead of use).
-        """
-        early = not unit.resident and not unit.looks_up_only
-        if not root and not early:
-            return
-
-        current_pass, recorded = self.current_pass, self.recorded
-
-        def backward_reached(_: torch.Tensor, recorded: Recorded | None = recorded) -> None:
-            if self.closed:
-                return
-            self.gather.reached += 1
-            current_pass.backward_reached(root)
-            if root and current_pass.open:
-                self.backward.reached.append(current_pass)
-            with disable_torch_function():
-                self.backward_event()
-                if early and not self.gather.is_done(unit):
-                    self.gather.acquire(unit, backward=True)
-
-        for t in tensors_in(output):
-            if t.grad_fn is not None:  # a leaf would keep the hook of every pass
-                t.register_hook(backward_reached)
 
     # -- between steps -----------------------------------------------------------------------------
 

@@ -46,20 +46,20 @@ class _AroundUnit(_Hooks):
         if self.engine.whole_depth or self.engine.closed:
             return None
         self.left = False
-        outermost = self.engine.enter(self.unit)
+        outermost = self.engine.forward.enter(self.unit)
         return self.cast(args, kwargs) if outermost else None
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
         if self.engine.whole_depth or self.engine.closed:
             return None
-        output = self.engine.leave(self.unit, output)
+        output = self.engine.forward.leave(self.unit, output)
         self.left = True
         return output
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
         # Runs after `after`, and also when the forward pass raised: then nothing has left.
         if not self.left and self.engine.stack and not self.engine.closed:
-            self.engine.abort(self.unit)
+            self.engine.forward.abort(self.unit)
 
 
 class _AroundPart(_Hooks):
@@ -69,20 +69,20 @@ class _AroundPart(_Hooks):
         engine = self.engine
         if engine.stack or engine.whole_depth or engine.closed or in_autograd():
             return None
-        engine.part = self
-        engine.enter(self.unit, part=True)
+        engine.forward.part = self
+        engine.forward.enter(self.unit, part=True)
         return self.cast(args, kwargs)
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if self.engine.part is not self or len(self.engine.stack) != 1:
+        if self.engine.forward.part is not self or len(self.engine.stack) != 1:
             return None
-        self.engine.part = None
-        return self.engine.leave(self.unit, output)
+        self.engine.forward.part = None
+        return self.engine.forward.leave(self.unit, output)
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
-        if self.engine.part is self and len(self.engine.stack) == 1:  # it raised
-            self.engine.part = None
-            self.engine.abort(self.unit)
+        if self.engine.forward.part is self and len(self.engine.stack) == 1:  # it raised
+            self.engine.forward.part = None
+            self.engine.forward.abort(self.unit)
 
 
 def install(engine: Engine, unit: Unit, module: nn.Module) -> None:

@@ -1,0 +1,253 @@
+"""The forward passes of one engine: what happens when a unit's module is called, and has returned.
+
+    a module is called      `enter`    acquire the unit's parameters; the outermost begins a pass over the model
+    it returns, or raises   `leave`, `abort`    release them; the outermost ends the pass
+    code uses a parameter of another unit inside    `use`
+
+A recomputation inside a backward pass comes here too. It is no pass of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from onefold.runtime import functional
+from onefold.runtime.backward import Backward, in_autograd
+from onefold.runtime.buffers import Buffers
+from onefold.runtime.capabilities import Activations
+from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
+from onefold.runtime.entry import Entry
+from onefold.runtime.escaping import copied_out
+from onefold.runtime.forward_writes import keep_writes
+from onefold.runtime.gather import Gatherer, Recorded
+from onefold.runtime.nested import tensors_in
+from onefold.runtime.parameter import ForwardDepth, disable_torch_function
+from onefold.runtime.progress import Resources
+from onefold.runtime.reduce import Reducer
+from onefold.runtime.refresh import refresh
+from onefold.runtime.spans import Spans
+from onefold.runtime.stale import Copies
+from onefold.runtime.trained import follow_trainable
+from onefold.runtime.unit import State, Unit
+from onefold.runtime.unset import Unset
+from onefold.runtime.write_counters import ForwardPass, WriteCounters
+
+
+class Forward:
+    """See this module.
+
+    Attributes:
+        stack: open forward passes of units: (unit, inside a backward pass, outermost of its pass
+            over the model).
+        raised_in: (unit, phase) of the last pass that raised.
+        part: whoever called a part of the root by itself.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        resources: Resources,
+        gather: Gatherer,
+        reduce: Reducer,
+        backward: Backward,
+        copies: Copies,
+        activations: Activations,
+        buffers: Buffers,
+        unset: Unset,
+        structure: Structure,
+        write_counters: WriteCounters,
+        spans: Spans,
+        stack: list[tuple[Unit, bool, bool]],
+    ) -> None:
+        self.units, self.resources, self.progress = units, resources, resources.progress
+        self.gather, self.reduce, self.backward = gather, reduce, backward
+        self.copies, self.activations, self.buffers = copies, activations, buffers
+        self.unset, self.structure, self.spans = unset, structure, spans
+        self.write_counters, self.stack = write_counters, stack
+        self.raised_in: tuple[str, str] | None = None
+        self.part: object = None
+        # Whose whole parameters other modules used in this pass
+        self._borrowed: list[Unit] = []
+        self._current = ForwardPass(write_counters)
+        self._recorded: Recorded | None = None  # of the pass under way
+        self._over_model = False
+
+    def enter(self, unit: Unit, part: bool = False) -> bool:
+        """The forward pass of a unit's module begins. True if it begins a pass over the model
+        (inputs are to be cast).
+
+        `part`: it is not the unit's module but a part of it that is called by itself.
+        """
+        with disable_torch_function():
+            recompute = in_autograd()
+            outermost = not self.stack and not recompute
+            if outermost:
+                self._recorded = Recorded()
+                self._begin_pass(is_root=unit.index == 0 and not part)
+            if not self.stack:
+                self._current = ForwardPass(self.write_counters)
+            self.stack.append((unit, recompute, outermost))
+            ForwardDepth.value += 1
+            unit.depth += 1
+            if recompute:
+                self.backward.event()
+            elif torch.is_grad_enabled() or self.progress.graded:
+                # A re-entrant checkpoint runs its part of the pass without gradients
+                unit.calls += 1
+            if self.unset:
+                self.unset.refuse_in(unit)
+            self.gather.acquire(unit, backward=recompute)
+            if recompute:
+                unit.replayed = self.gather.reached
+            if unit.depth == 1:
+                functional.swap_in(unit)
+            self.spans.enter()
+            return outermost
+
+    def leave(self, unit: Unit, output: Any) -> Any:
+        """The forward pass of a unit's module has ended well. Returns what it is to return: copies
+        of what lies in gathered buffers.
+        """
+        with disable_torch_function():
+            recompute, outermost = self._pop()
+            self.spans.leave(unit.name, self.progress.phase, keep=self.resources.memory.record)
+            if outermost:
+                output = copied_out(output, self.gather.by_storage)
+            if torch.is_grad_enabled():
+                self._watch(unit, output, root=not self.stack)
+            if unit.depth == 0 and not recompute:
+                self._keep_writes(unit)
+            if outermost:  # what other modules wrote to, perhaps behind the unit's own forward pass
+                for borrowed in self._borrowed:
+                    self._keep_writes(borrowed)
+            if unit.depth == 0 and (not recompute or unit.looks_up_only):
+                self.gather.after_forward(unit, output)
+            if outermost:
+                self._end_pass(aborted=False)
+            return output
+
+    def _keep_writes(self, unit: Unit) -> None:
+        if unit.state is State.GATHERED and not self.resources.group.fake:
+            with torch.no_grad():
+                keep_writes(unit)
+
+    def abort(self, unit: Unit) -> None:
+        """The forward pass of a unit's module raised."""
+        with disable_torch_function():
+            while any(u is unit for u, _, _ in self.stack):
+                # The innermost unit comes first
+                self.raised_in = self.raised_in or (unit.name, self.progress.phase)
+                _, outermost = self._pop()
+                self.spans.leave(unit.name, self.progress.phase, keep=False)
+                if outermost:
+                    self._end_pass(aborted=True)
+
+    def _pop(self) -> tuple[bool, bool]:
+        unit, recompute, outermost = self.stack.pop()
+        ForwardDepth.value -= 1
+        unit.depth -= 1
+        if unit.depth == 0:
+            functional.swap_out(unit)
+        return recompute, outermost
+
+    def _begin_pass(self, is_root: bool) -> None:
+        if self.progress.backward_open:  # a backward pass raised and never came to its end
+            self.backward.reset()
+        self.unset.look()
+        self._over_model, self.raised_in = is_root, None
+        self.progress.graded = torch.is_grad_enabled()
+        self.resources.transfers.check()
+        self.resources.memory.look()
+        self.resources.transfers.host.look()
+        check_in_place(self.units)
+        if (
+            self.structure.look(everywhere=self.progress.step < 2)
+            and (root := self.units[0].module()) is not None
+        ):
+            self.buffers.find(root)
+        if self.progress.step < 2:
+            check_not_wrapped(self.units[0].module())
+        self.copies.look_for_writes()  # by what was trainable when the optimizer stepped
+        # A look in between (a reference pass with adapters off) leaves open graphs as they are
+        if torch.is_grad_enabled() or self.progress.open_graphs == 0:
+            follow_trainable(self.reduce)
+        if (
+            torch.is_grad_enabled()
+            and self.progress.open_graphs == 0
+            and not self.progress.outside_graphs
+        ):
+            for u in self.units:
+                u.calls = 0
+        if self._over_model and self.buffers.due:
+            self.buffers.tensors()  # it refuses parts, while nothing is on its way yet
+        self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
+        self.gather.begin_forward(self._over_model)
+        refresh(self.gather)
+        if self._over_model:
+            self.buffers.before_pass(self.resources)
+            self.unset.remember()
+
+    def _end_pass(self, aborted: bool) -> None:
+        self._borrowed.clear()
+        self.gather.end_forward(self._over_model, aborted)
+        if self._over_model and not aborted:
+            self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)
+        self.activations.end_forward()
+        if torch.is_grad_enabled() and not aborted:
+            self.progress.open_graphs += 1
+            self.progress.root_graphs += self._over_model
+            self._current.open, self._current.of_root = True, self._over_model
+        recorded, self._recorded = self._recorded, None
+        if recorded is not None:
+            self.gather.release_when_gone(recorded)
+
+    def use(self, entry: Entry) -> nn.Parameter:
+        """The whole parameter for code in a forward pass that does not own it. See
+        runtime/parameter.py.
+        """
+        unit = self.reduce.unit_of[entry.number]
+        if self.unset:
+            self.unset.refuse_entry(entry)
+        recompute = in_autograd()
+        if recompute:
+            self.backward.event()
+        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.claimed:
+            unit.calls += 1
+        self.gather.acquire(unit, backward=recompute)
+        unit.sticky = True
+        if recompute:
+            # A checkpoint inside the unit's module, which its hooks do not see
+            unit.replayed = self.gather.reached
+        elif all(u is not unit for u in self._borrowed):
+            self._borrowed.append(unit)
+        return entry.compute
+
+    def _watch(self, unit: Unit, output: Any, root: bool) -> None:
+        """Ask autograd to say when the backward pass comes to this unit's output (in time to gather
+        ahead of use).
+        """
+        early = not unit.resident and not unit.looks_up_only
+        if not root and not early:
+            return
+
+        current_pass, recorded = self._current, self._recorded
+
+        def backward_reached(_: torch.Tensor, recorded: Recorded | None = recorded) -> None:
+            if self.progress.closed:
+                return
+            self.gather.reached += 1
+            current_pass.backward_reached(root)
+            if root and current_pass.open:
+                self.backward.reached.append(current_pass)
+            with disable_torch_function():
+                self.backward.event()
+                if early and not self.gather.is_done(unit):
+                    self.gather.acquire(unit, backward=True)
+
+        for t in tensors_in(output):
+            if t.grad_fn is not None:  # a leaf would keep the hook of every pass
+                t.register_hook(backward_reached)
