@@ -107,6 +107,26 @@ def test_what_gathers_and_reduces_knows_no_engine(file: str) -> None:
     assert not any("engine" in module for module in modules), file
 
 
+def test_what_the_engine_is_made_of_does_not_name_it() -> None:
+    """Not even for its type: it takes what it works with, and parameters see the engine that they
+    belong to as an `OwningEngine` (runtime/owning_engine.py).
+    """
+    import grimp
+
+    graph = grimp.build_graph("onefold", exclude_type_checking_imports=True, cache_dir=None)
+    parts = graph.find_upstream_modules("onefold.runtime.engine")
+    assert {"onefold.runtime.forward", "onefold.runtime.flat", "onefold.comm.group"} <= parts
+    wrong = []
+    for module in parts:
+        path = ROOT / "src" / Path(*module.split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "onefold.runtime.engine":
+                wrong.append(module)
+    wrong = [module for module in wrong if module not in ("onefold", "onefold.runtime")]
+    assert not wrong, wrong
+
+
 def rooms() -> set[str]:
     """The rooms of the package: its folders, and its files by name."""
     folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").is_file()}

@@ -218,7 +218,7 @@ class HostStorage(OffloadStorage):
     def store(self, values: torch.Tensor) -> None:
         if not self.numel:
             return
-        # No copy up reads them: who gives new values has waited (`Engine.about_to_write`)
+        # No copy up reads them: who gives new values has waited (`MasterAccess.about_to_write`)
         if storage_of(values) != storage_of(self.shown):
             self.shown.copy_(values)
         self.masters_written()
