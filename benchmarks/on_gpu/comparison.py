@@ -53,8 +53,11 @@ def compared(options: argparse.Namespace) -> dict[str, list[Comparison]]:
         )
 
     gpus = 2 if options.tiny else torch.cuda.device_count() if options.device == "cuda" else 0
+    # gloo, which ranks on CPUs speak, has no sums of its own
     natives = tuple(
-        side for side in ("onefold-2-native", turns_worker.NATIVE) if turns_worker.known(side)
+        side
+        for side in ("onefold-2-native", turns_worker.NATIVE)
+        if turns_worker.known(side) and options.device != "cpu"
     )
     deepspeed = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
     alone = ("plain", "fsdp2", *STAGES, *deepspeed)

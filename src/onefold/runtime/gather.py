@@ -222,7 +222,13 @@ class Gatherer:
             for index in self.backward_order
             if self.units[index].ungathered or index in self.awaiting_backward
         ]
-        self.backward_cursor = Cursor(order) if self.progress.root_graphs else None
+        self.backward_cursor = cursor = Cursor(order) if self.progress.root_graphs else None
+        if cursor is not None and self.learned:
+            # A re-entrant checkpoint has computed again before anything told of gradients: what it
+            # gathered on demand, on every rank, and has released again is not to be joined
+            for index in self.backward_log:
+                cursor.reach(index)
+                cursor.use(index)
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass: join what other ranks may still gather."""

@@ -39,11 +39,16 @@ class Handle:
             self.watch.maybe_release(self.unit)
 
 
-def saving(gather: Gatherer) -> saved_tensors_hooks:
-    """Inside, what autograd saves of gathered buffers is saved as handles; the rest as before."""
+def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_hooks:
+    """Inside, what autograd saves of gathered buffers is saved as handles; the rest as before.
+
+    `recomputed_alike`: a recomputation of what runs inside comes by here as well. Else a checkpoint
+    around it must see gathered buffers itself, see [Note: a checkpoint around a pass].
+    """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
-    by_storage, recomputed = gather.by_storage, is_checkpoint(outer_pack)
+    by_storage = gather.by_storage
+    recomputed = is_checkpoint(outer_pack) and not recomputed_alike
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None

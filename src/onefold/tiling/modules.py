@@ -82,7 +82,11 @@ class Tile(WeightTile):
         """`use(weight)`."""
         known = self._gatherer if torch.is_grad_enabled() else None
         gatherer = known() if known is not None else None
-        with saving(gatherer) if gatherer is not None else contextlib.nullcontext():
+        with (
+            saving(gatherer, recomputed_alike=True)
+            if gatherer is not None
+            else contextlib.nullcontext()
+        ):
             return use(self.weight)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
