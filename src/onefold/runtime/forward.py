@@ -1,8 +1,8 @@
 """The forward passes of one engine: what happens when a unit's module is called, and has returned.
 
-    a module is called      `enter`    acquire the unit's parameters; the outermost begins a pass over the model
-    it returns, or raises   `leave`, `abort`    release them; the outermost ends the pass
-    code uses a parameter of another unit inside    `use`
+    a module is called                       `enter`            acquire the unit's parameters; the outermost begins a pass over the model
+    it returns, or raises                    `leave`, `abort`   release them; the outermost ends the pass
+    its code uses another unit's parameter   `use`              acquire that unit too, until the pass ends
 
 A recomputation inside a backward pass comes here too. It is no pass of its own.
 """

@@ -4,8 +4,8 @@ The engine is `Engine` (runtime/engine.py); parameters lie below it and refer to
 
 | code                                              | asks for                                                  |
 |---------------------------------------------------|-----------------------------------------------------------|
-| in a pass of the model, with a sharded parameter  | `computing`, `use`                                        |
-| between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `gathered_buffers`  |
+| in a pass of the model, with a sharded parameter  | `computing`, `in_pass`, `use`                             |
+| between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `backward_event`    |
 | between passes, that reads or writes values       | `whole`, `masters`                                        |
 | torch.amp.GradScaler                              | `agree_on_overflow`                                       |
 """

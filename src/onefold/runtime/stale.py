@@ -76,9 +76,8 @@ class Copies:
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
             versions = sum(written(e.param) for e in flat.entries)
-            stepped = trained and _stepped(
-                flat
-            )  # looked at on every rank, whatever its counters say
+            # Looked at on every rank, whatever its counters say
+            stepped = trained and _stepped(flat)
             written_to = versions != flat.versions or stepped
             flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
             if written_to:
