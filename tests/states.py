@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.optim import Optimizer
 
-from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function
 
 
 def held(optimizer: Optimizer) -> list[Tensor]:

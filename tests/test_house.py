@@ -109,7 +109,7 @@ def test_what_gathers_and_reduces_knows_no_engine(file: str) -> None:
 
 def test_what_the_engine_is_made_of_does_not_name_it() -> None:
     """Not even for its type: it takes what it works with, and parameters see the engine that they
-    belong to as an `OwningEngine` (runtime/owning_engine.py).
+    belong to as an `OwningEngine` (runtime/parameters/owning_engine.py).
     """
     import grimp
 

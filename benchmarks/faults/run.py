@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.checkpoint.tensorfile import bytes_of
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 
 WORDS, LENGTH = 97, 8
 

@@ -23,7 +23,7 @@ from benchmarks.page_cache import cached_bytes, page_cache_bytes
 from benchmarks.peers import adapters, model, probes
 from benchmarks.peers.settings import Setting
 from benchmarks.peers.worker import join_over_gloo, leave, read_job
-from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function
 
 MIB = 1 << 20
 

@@ -37,10 +37,10 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.on_disk import OnDisk
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state_dicts import ReadEntry, whole_state_dict
-from onefold.runtime.stream import from_first, tell_all
+from onefold.runtime.state.dicts import ReadEntry, whole_state_dict
+from onefold.runtime.state.stream import from_first, tell_all
 from onefold.runtime.unit import Unit
 from onefold.runtime.whole import new_masters, state_context
 

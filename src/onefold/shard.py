@@ -23,7 +23,6 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
 from onefold.recipe.rows import NATIVE
-from onefold.runtime import elsewhere, state, state_dicts
 from onefold.runtime import keep_gathered as kept_gathered
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.capabilities import Activations, Capabilities, Store
@@ -31,15 +30,18 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
-from onefold.runtime.materialize import has_meta, materialize, modules_of, tie
 from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
 from onefold.runtime.notes import idle_notes, precision_notes
-from onefold.runtime.parameter import ShardedParameter
+from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
 from onefold.runtime.progress import Resources
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
-from onefold.runtime.start import compare_ranks, rank_0_needs_values, refuse_max_norm
+from onefold.runtime.state import dicts as state_dicts
+from onefold.runtime.state import elsewhere
+from onefold.runtime.state import values as state
+from onefold.runtime.state.materialize import has_meta, materialize, modules_of, tie
+from onefold.runtime.state.start import compare_ranks, rank_0_needs_values, refuse_max_norm
 from onefold.runtime.steps import Step
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.unit import Unit

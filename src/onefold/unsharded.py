@@ -11,9 +11,9 @@ from torch import nn
 
 from onefold.comm import CollectiveContext
 from onefold.optim import unwatch, whole
-from onefold.runtime import unsharding
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of, is_sharded, spoil, unregister
+from onefold.runtime.state import unsharding
 from onefold.shard import shard
 
 

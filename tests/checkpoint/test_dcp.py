@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from models import TinyGPT, tokens_of
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 
 Whole = dict[str, Any]  # "name" or "name/state key" -> the whole tensor

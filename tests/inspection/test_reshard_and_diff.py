@@ -23,7 +23,7 @@ from onefold.inspection import reshard as resharding
 from onefold.inspection.diff import Difference, Tolerance, differences
 from onefold.inspection.reshard import reshard
 from onefold.inspection.verify import examine
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 from ranks import run_ranks
 from saved import Run, copied
 

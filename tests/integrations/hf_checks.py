@@ -200,7 +200,7 @@ def around(folder: str) -> list[str]:
 
     import onefold
     import onefold.hf
-    from onefold.runtime import state_dicts
+    from onefold.runtime.state import dicts as state_dicts
 
     start(folder)
     wrong: list[str] = []

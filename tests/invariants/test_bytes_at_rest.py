@@ -29,7 +29,7 @@ from torch import nn
 
 import states
 from models import TinyMLP, features_of
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 
 WIDTH, DEPTH = 384, 8  # 8 blocks of 1.2 MB x 2 in fp32: 18.9 MB

@@ -12,7 +12,7 @@ import torch
 
 import states
 from models import TinyGPT, tokens_of
-from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function
 from ranks import run_ranks
 
 #: (stage, options of Recipe.zero) by name.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from models import TinyMLP, features_of
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import STAGES, MLPCase, differences, fresh, train_reference, train_sharded
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import onefold
-import onefold.runtime.stream as stream
+import onefold.runtime.state.stream as stream
 from models import features_of
 from moments_runs import Net, unlike
 from ranks import outcomes_of, run_ranks

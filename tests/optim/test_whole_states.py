@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-import onefold.runtime.stream as stream
+import onefold.runtime.state.stream as stream
 from models import features_of
 from moments_runs import Net, close, train, unlike
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import outcomes_of, run_ranks
 
 TILE = 8000  # bytes: the larger weights of `Net` are cut into several

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-from onefold.runtime.interval import ShardedParameterError
+from onefold.runtime.parameters.interval import ShardedParameterError
 from ranks import run_ranks
 
 STALL_TIMEOUT = 20.0

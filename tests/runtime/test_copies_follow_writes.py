@@ -13,7 +13,7 @@ from torch import nn
 
 import onefold
 from models import TinyMLP, features_of
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 
 RECIPES: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 import onefold
 from models import features_of
-from onefold.runtime.interval import ShardedParameterError
+from onefold.runtime.parameters.interval import ShardedParameterError
 from ranks import run_ranks
 from trials import Case, differences, train_reference, train_sharded
 

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from models import TinyMLP, features_of
-from onefold.runtime import operators
-from onefold.runtime.interval import (
+from onefold.runtime.parameters import operators
+from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,
     ShardedParameterError,
@@ -27,8 +27,8 @@ from onefold.runtime.interval import (
     local_part,
     spec_of,
 )
-from onefold.runtime.operators import names as known
-from onefold.runtime.operators import refusals
+from onefold.runtime.parameters.operators import names as known
+from onefold.runtime.parameters.operators import refusals
 from ranks import run_ranks
 
 SAMPLES = 1  # of each operator; `--all`: 5

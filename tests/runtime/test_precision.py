@@ -442,7 +442,7 @@ def test_a_plan_of_a_bf16_model_computes_in_bf16() -> None:
 def shown_as_declared(stage: int) -> list[str]:
     """A bf16 model whose masters are fp32: what scripts ask of its parameters between steps."""
     import onefold
-    from onefold.runtime.interval import local_part
+    from onefold.runtime.parameters.interval import local_part
 
     torch.manual_seed(0)
     model: Any = onefold.shard(

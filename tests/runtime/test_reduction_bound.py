@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.layout import Topology
 from onefold.quant import codec, reduction_bound
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 
 SHAPES = ((37, 11), (300,), (64, 70), (5,), (1, 1000))

@@ -315,7 +315,7 @@ def test_a_whole_parameter_is_an_ordinary_one(stage: int) -> None:
 
 
 def attributes(stage: int) -> list[str]:
-    from onefold.runtime.interval import local_part
+    from onefold.runtime.parameters.interval import local_part
 
     model, before = sharded_gpt(stage)
     problems, held = [], {}

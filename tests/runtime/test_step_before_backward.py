@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import STAGES
 

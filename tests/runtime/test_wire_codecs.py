@@ -15,7 +15,7 @@ import onefold
 from invariants.test_same_numbers import Run as Accumulating
 from models import TinyGPT, tokens_of
 from onefold.memory import RESIDUALS
-from onefold.runtime.interval import local_part
+from onefold.runtime.parameters.interval import local_part
 from ranks import run_ranks
 from trials import GPTCase, differences, train_sharded
 

@@ -620,7 +620,7 @@ def test_state_dicts_know_no_tiles(ranks: int, tied: bool) -> None:
 
 def looks_at_weights() -> list[str]:
     import onefold
-    from onefold.runtime.parameter import ShardedParameterError
+    from onefold.runtime.parameters.parameter import ShardedParameterError
 
     model: Any = TinyGPT()
     hooked: list[tuple[int, ...]] = []

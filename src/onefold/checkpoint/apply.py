@@ -28,8 +28,8 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.on_disk import OnDisk
-from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.state_contents import beside_parameters
+from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.state.contents import beside_parameters
 from onefold.runtime.whole import new_masters, state_context
 
 #: Elements read at a time where they cannot go to their place directly.

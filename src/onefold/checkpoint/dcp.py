@@ -33,9 +33,9 @@ from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
 from onefold.runtime.entry import Entry
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state_contents import contents
+from onefold.runtime.state.contents import contents
 
 # Options of a parameter group that a checkpoint does not decide.
 _OWN = ("params", "param_names", *LOCAL_OPTIONS)

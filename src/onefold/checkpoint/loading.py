@@ -36,7 +36,7 @@ from onefold.checkpoint.values import decode
 from onefold.checkpoint.views import Prefetched
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state_contents import beside_parameters
+from onefold.runtime.state.contents import beside_parameters
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ from onefold.device import has_streams, memory_figures, synchronize
 from onefold.observe import Recording, record
 from onefold.observe.trace import covered
 from onefold.recipe import Recipe
-from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.shard import engine_of
 
 

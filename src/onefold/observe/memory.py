@@ -21,7 +21,7 @@ from onefold.device import memory_figures
 from onefold.memory import MemoryLedger
 from onefold.plan.schema import MOVED
 from onefold.runtime.engine import Engine
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 
 _STATUS = Path("/proc/self/status")
 

@@ -35,7 +35,7 @@ from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.unit import Unit
 
 #: Units whose step is under way or waits, beyond which the backward pass waits. See [Note:

@@ -1,6 +1,6 @@
 """Shards whose masters and states rest in files on NVMe, stepped chunk by chunk (offload/step.py).
 
-The optimizer's parameters are storageless between steps (runtime/storageless.py): of a shape and a
+The optimizer's parameters are storageless between steps (runtime/parameters/storageless.py): of a shape and a
 dtype, without memory.
 """
 
@@ -28,8 +28,8 @@ from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
 from onefold.runtime.on_disk import OnDisk
+from onefold.runtime.parameters.storageless import StatePlace, storageless
 from onefold.runtime.storage import state_shape
-from onefold.runtime.storageless import StatePlace, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -45,9 +45,9 @@ from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
+from onefold.runtime.parameters.storageless import StatePlace, is_storageless
 from onefold.runtime.stand_ins import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
-from onefold.runtime.storageless import StatePlace, is_storageless
 from onefold.runtime.unreduced import unique_bytes
 
 #: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.

@@ -29,9 +29,9 @@ from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of
-from onefold.runtime.parameter_values import written
+from onefold.runtime.parameters.storageless import storageless
+from onefold.runtime.parameters.values import written
 from onefold.runtime.storage import Storage, refuse_written
-from onefold.runtime.storageless import storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -17,7 +17,7 @@ import torch
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.storage import Storage
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from onefold.runtime.interval import spec_of
+from onefold.runtime.parameters.interval import spec_of
 
 _verdicts: weakref.WeakKeyDictionary[Optimizer, str | None] = weakref.WeakKeyDictionary()
 #: {class: {all that a trial of it depends on: its verdict}}, so that the second optimizer of a

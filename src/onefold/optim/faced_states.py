@@ -2,7 +2,7 @@
 parameters have it.
 
     inside `step()`, and to the engine     plain tensors of this rank's elements          `PlainStates`: a defaultdict as torch's own
-    to code of the user's                  intervals (runtime/interval.py)                `FacedStates`: dressed when they are asked for
+    to code of the user's                  intervals (`Interval`)                                  `FacedStates`: dressed when they are asked for
 
 So `optimizer.state[p]["exp_avg"].norm()` is that of the whole, `.zero_()` writes this rank's
 elements, `.shape` is the parameter's. A rank that owns nothing of a parameter shows empty intervals
@@ -22,7 +22,13 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.quant.moments import torchao_format
 from onefold.recipe.moments import FORMATS, SIGNED, packed
-from onefold.runtime.interval import Interval, IntervalSpec, disable_torch_function, dress, spec_of
+from onefold.runtime.parameters.interval import (
+    Interval,
+    IntervalSpec,
+    disable_torch_function,
+    dress,
+    spec_of,
+)
 
 _enabled = torch._C._is_torch_function_enabled
 

@@ -27,7 +27,7 @@ from onefold.pretrained.hf_names import Layout, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
 from onefold.pretrained.streams import Progress, Sheet
 from onefold.runtime.registry import engine_of
-from onefold.runtime.state_contents import unguarded
+from onefold.runtime.state.contents import unguarded
 
 FILES = "adapter_model"
 #: What peft puts before the names of a model that it wraps.

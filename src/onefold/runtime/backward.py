@@ -9,18 +9,18 @@ import torch
 
 from onefold.runtime import differentiate
 from onefold.runtime.agree import agree_and_finish
-from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.unreduced import show_unreduced
 
 if TYPE_CHECKING:
     from onefold.runtime.capabilities import Activations
     from onefold.runtime.entry import Entry
     from onefold.runtime.gather import Gatherer
+    from onefold.runtime.parameters.write_counters import ForwardPass
     from onefold.runtime.progress import Resources
     from onefold.runtime.reduce import Reducer
     from onefold.runtime.spans import Spans
     from onefold.runtime.steps import Step
-    from onefold.runtime.write_counters import ForwardPass
 
 
 def in_autograd() -> bool:

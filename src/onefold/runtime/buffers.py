@@ -23,7 +23,7 @@ from torch import nn
 from onefold.comm import CollectiveContext
 from onefold.memory import STAGING
 from onefold.recipe import Recipe
-from onefold.runtime.interval import ShardedParameterError, spec_of
+from onefold.runtime.parameters.interval import ShardedParameterError, spec_of
 
 if TYPE_CHECKING:
     from onefold.runtime.progress import Resources

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from onefold.memory import storage_of
-from onefold.runtime.parameter import WRAPPED
+from onefold.runtime.parameters.parameter import WRAPPED
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -39,7 +39,8 @@ from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.gradient_hooks import IN_BACKWARD
+from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
+from onefold.runtime.parameters.write_counters import WriteCounters
 from onefold.runtime.placement import offloaded_units
 from onefold.runtime.progress import MasterAccess, Progress, Resources
 from onefold.runtime.reduce import Reducer
@@ -58,7 +59,6 @@ from onefold.runtime.unreduced import (
 )
 from onefold.runtime.unset import Unset
 from onefold.runtime.whole import whole_masters
-from onefold.runtime.write_counters import WriteCounters
 
 
 class Engine:
@@ -298,11 +298,11 @@ class Engine:
 
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See
-        runtime/parameter.py.
+        runtime/parameters/parameter.py.
         """
         return self.forward.use(entry)
 
-    # -- outside a pass, with gradients: runtime/outside.py ----------------------------------------
+    # -- outside a pass, with gradients: runtime/parameters/outside.py ----------------------------------------
 
     @property
     def in_pass(self) -> bool:

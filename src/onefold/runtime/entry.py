@@ -16,7 +16,7 @@ from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
-    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.parameters.owning_engine import OwningEngine
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -121,7 +121,9 @@ class Entry:
         # What `.grad` shows of a gradient that is not reduced yet
         self.unreduced: torch.Tensor | None = None
         self.number = 0  # among all entries of the engine
-        self.last_write = 0  # the last write to its master, see runtime/write_counters.py
+        self.last_write = (
+            0  # the last write to its master, see runtime/parameters/write_counters.py
+        )
 
     def accounted(self, position: int | None = None) -> tuple[int, int]:
         """The elements, counted from the first, that this rank (or that at `position`) answers

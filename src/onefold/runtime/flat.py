@@ -34,17 +34,17 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, overlap
-from onefold.runtime import gradient_hooks
 from onefold.runtime.entry import Entry, Whole, point
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
-from onefold.runtime.interval import IntervalSpec, Owners, dispatches, over
-from onefold.runtime.parameter import ShardedParameter, ShardInfo, faced_class
+from onefold.runtime.parameters import gradient_hooks
+from onefold.runtime.parameters.interval import IntervalSpec, Owners, dispatches, over
+from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
-    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.parameters.owning_engine import OwningEngine
     from onefold.runtime.progress import Resources
     from onefold.runtime.reductions import Reduce
 

@@ -25,7 +25,8 @@ from onefold.runtime.escaping import copied_out
 from onefold.runtime.forward_writes import keep_writes
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import ForwardDepth, disable_torch_function
+from onefold.runtime.parameters.parameter import ForwardDepth, disable_torch_function
+from onefold.runtime.parameters.write_counters import ForwardPass, WriteCounters
 from onefold.runtime.progress import Resources
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import refresh
@@ -34,7 +35,6 @@ from onefold.runtime.stale import Copies
 from onefold.runtime.trained import follow_trainable
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.unset import Unset
-from onefold.runtime.write_counters import ForwardPass, WriteCounters
 
 
 class Forward:
@@ -207,7 +207,7 @@ class Forward:
 
     def use(self, entry: Entry) -> nn.Parameter:
         """The whole parameter for code in a forward pass that does not own it. See
-        runtime/parameter.py.
+        runtime/parameters/parameter.py.
         """
         unit = self.reduce.unit_of[entry.number]
         if self.unset:

@@ -41,7 +41,7 @@ from onefold.runtime.gathers import Beside
 from onefold.runtime.handles import saving
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.order import Cursor, backwards
-from onefold.runtime.parameter_values import written
+from onefold.runtime.parameters.values import written
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import nn
 from onefold.runtime.backward import in_autograd
 from onefold.runtime.engine import Engine
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.parameter import disable_torch_function, infos, refuse_pickling
+from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
 from onefold.runtime.unit import Unit
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

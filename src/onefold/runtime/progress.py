@@ -36,7 +36,7 @@ class Progress:
             itself.
         open_graphs, root_graphs: forward passes with gradients that no backward pass has followed,
             and those of them over the whole model.
-        outside_graphs: operations with gradients outside a forward pass (runtime/outside.py) have
+        outside_graphs: operations with gradients outside a forward pass (runtime/parameters/outside.py) have
             run since the last backward pass.
         optimizer_seen: an optimizer over these parameters has stepped once. stepped: one has since
             copies of the masters were last compared with them (runtime/stale.py).

@@ -30,20 +30,20 @@ import torch
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.runtime import gradient_hooks
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.interval import disable_torch_function, get_grad, set_grad
+from onefold.runtime.parameters import gradient_hooks
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.reductions import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
 from onefold.runtime.unreduced import take_unreduced
 
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
+    from onefold.runtime.parameters.write_counters import WriteCounters
     from onefold.runtime.progress import Resources
     from onefold.runtime.spans import Spans
     from onefold.runtime.steps import Step
-    from onefold.runtime.write_counters import WriteCounters
 
 
 #: Gradients of so few bytes wait for others of their unit, as long as those that wait have no more

@@ -16,10 +16,10 @@ from onefold.memory import storage_of
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.parameter_values import written
+from onefold.runtime.parameters.values import written
+from onefold.runtime.parameters.write_counters import WriteCounters
 from onefold.runtime.progress import Progress
 from onefold.runtime.unit import State, Unit
-from onefold.runtime.write_counters import WriteCounters
 
 
 class Copies:

@@ -35,7 +35,7 @@ from onefold.runtime.tile import WeightTile
 from onefold.runtime.units import Found, UnitSpec
 
 if TYPE_CHECKING:
-    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.parameters.owning_engine import OwningEngine
     from onefold.runtime.progress import Resources
 
 

@@ -15,8 +15,8 @@ import torch
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS
 from onefold.recipe import Tier
-from onefold.runtime.interval import disable_torch_function, get_grad
-from onefold.runtime.storageless import is_storageless
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad
+from onefold.runtime.parameters.storageless import is_storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.comm import Group

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.runtime.interval import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

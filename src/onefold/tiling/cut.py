@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from onefold.layout import Dtypes, round_up
 from onefold.recipe import Recipe
-from onefold.runtime.parameter import ShardedParameterError
+from onefold.runtime.parameters.parameter import ShardedParameterError
 from onefold.runtime.units import Found, parameters_of
 from onefold.tiling.modules import EmbeddingTile, Tile, Tiled, in_tiles, instance, tile_of
 from onefold.tiling.weight import joint

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from onefold.memory import storage_of
-from onefold.runtime.operators import METADATA, name_of
-from onefold.runtime.parameter import (
+from onefold.runtime.parameters.operators import METADATA, name_of
+from onefold.runtime.parameters.parameter import (
     ForwardDepth,
     ShardedParameter,
     ShardedParameterError,
@@ -123,7 +123,7 @@ def copy_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
 
 
 def _computing() -> bool:
-    """Whether sharded parameters are whole to code that runs now, see runtime/parameter.py."""
+    """Whether sharded parameters are whole to code that runs now, see runtime/parameters/parameter.py."""
     return bool(ForwardDepth.value) or (
         torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
     )

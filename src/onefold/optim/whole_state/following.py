@@ -2,7 +2,7 @@
 
 [Note: how an optimizer is found] torch's hooks on `state_dict` are an optimizer's own, and a script
 that resumes calls `load_state_dict` right behind the constructor. `Optimizer.add_param_group` asks
-each parameter whether it is a leaf: a sharded one sees who asks (runtime/parameter.py). Optimizers
+each parameter whether it is a leaf: a sharded one sees who asks (runtime/parameters/parameter.py). Optimizers
 made before `shard()` are looked for once among Python's objects, if anything but the model refers
 to its parameters; any other is met at its first step.
 """
@@ -24,7 +24,7 @@ from onefold.optim.whole_state.bringing import after_state_dict
 from onefold.optim.whole_state.landing import before_load, set_landed
 from onefold.optim.whole_state.outline import Outline, engines, in_another_format
 from onefold.runtime.engine import Engine
-from onefold.runtime.parameter import disable_torch_function, leaf_asked_by
+from onefold.runtime.parameters.parameter import disable_torch_function, leaf_asked_by
 
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step nothing sharded

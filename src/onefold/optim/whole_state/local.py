@@ -13,8 +13,8 @@ from torch.optim.optimizer import Optimizer
 import onefold.optim.faced_states as faced_states
 from onefold.optim.whole_state.landing import LOCAL
 from onefold.optim.whole_state.outline import Outline, locally
-from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.stream import dist_rank
+from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.state.stream import dist_rank
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from onefold.optim.whole import optimizers_over
-from onefold.runtime.interval import disable_torch_function, dress, spec_of
-from onefold.runtime.operators.local import slice_of
-from onefold.runtime.parameter import ShardedParameter
+from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
+from onefold.runtime.parameters.operators.local import slice_of
+from onefold.runtime.parameters.parameter import ShardedParameter
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import spec_of
-from onefold.runtime.operators.names import LEAF, READ, READ_VIEWS
-from onefold.runtime.operators.refusals import refusal
+from onefold.runtime.parameters.interval import spec_of
+from onefold.runtime.parameters.operators.names import LEAF, READ, READ_VIEWS
+from onefold.runtime.parameters.operators.refusals import refusal
 
 
 def whole_of(value: Any, what: str) -> Any:

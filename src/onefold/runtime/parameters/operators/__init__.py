@@ -1,4 +1,4 @@
-"""What an operation does that is given an interval (runtime/interval.py), or a sharded parameter
+"""What an operation does that is given an interval (runtime/parameters/interval.py), or a sharded parameter
 outside a forward pass without gradients.
 
 | operation                                            | what happens                                                      | traffic       |
@@ -31,16 +31,16 @@ up in torch's own schemas: what writes to nothing and returns no view is reading
 else is refused.
 """
 
-from onefold.runtime.operators.dispatch import (
+from onefold.runtime.parameters.operators.dispatch import (
     compute,
     is_about_itself,
     name_of,
     writes_in_place,
 )
-from onefold.runtime.operators.local import Stepping, slice_of
-from onefold.runtime.operators.metadata import META, METADATA
-from onefold.runtime.operators.names import OF_ANOTHERS_KIND, words
-from onefold.runtime.operators.reductions import norms_of
+from onefold.runtime.parameters.operators.local import Stepping, slice_of
+from onefold.runtime.parameters.operators.metadata import META, METADATA
+from onefold.runtime.parameters.operators.names import OF_ANOTHERS_KIND, words
+from onefold.runtime.parameters.operators.reductions import norms_of
 
 __all__ = [
     "META",

@@ -6,7 +6,7 @@ other shapes (one fused weight as three). Such hooks are run on whole tensors, o
 in the modules' places while torch goes through them. What has only to know names (checkpoints, which
 call a parameter what its module calls it) looks at the state dict of the intervals, and where a hook
 has made something else of them, at that of whole parameters without memory (`contents`, in
-runtime/state_contents.py).
+runtime/state/contents.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.parameter import disable_torch_function
-from onefold.runtime.state_contents import (
+from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.state.contents import (
     as_parameters,
     contents_and_changes,
     own_state_dict,
     showing,
 )
-from onefold.runtime.stream import from_first, tell_all, to_first
+from onefold.runtime.state.stream import from_first, tell_all, to_first
 from onefold.runtime.whole import new_masters, put_elements, state_context
 
 

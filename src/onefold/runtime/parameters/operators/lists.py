@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, spec_of
-from onefold.runtime.operators.local import broadcast_shape, dressed, part_of
-from onefold.runtime.operators.reductions import norms_of
-from onefold.runtime.operators.whole import read_whole, whole_of
+from onefold.runtime.parameters.interval import IntervalSpec, spec_of
+from onefold.runtime.parameters.operators.local import broadcast_shape, dressed, part_of
+from onefold.runtime.parameters.operators.reductions import norms_of
+from onefold.runtime.parameters.operators.whole import read_whole, whole_of
 
 
 def on_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, dress, note_given_out, spec_of
-from onefold.runtime.operators.names import OF_ANOTHERS_KIND, WRITTEN
-from onefold.runtime.operators.refusals import mismatch, tensors_among
-from onefold.runtime.operators.whole import read_whole, whole_of
+from onefold.runtime.parameters.interval import IntervalSpec, dress, note_given_out, spec_of
+from onefold.runtime.parameters.operators.names import OF_ANOTHERS_KIND, WRITTEN
+from onefold.runtime.parameters.operators.refusals import mismatch, tensors_among
+from onefold.runtime.parameters.operators.whole import read_whole, whole_of
 
 
 class Stepping:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, dress, spec_of
-from onefold.runtime.operators.local import broadcast_shape, elementwise, given_out
-from onefold.runtime.operators.names import LEAF
-from onefold.runtime.operators.refusals import refusal
-from onefold.runtime.operators.whole import read_whole, whole_of, write_whole
+from onefold.runtime.parameters.interval import IntervalSpec, dress, spec_of
+from onefold.runtime.parameters.operators.local import broadcast_shape, elementwise, given_out
+from onefold.runtime.parameters.operators.names import LEAF
+from onefold.runtime.parameters.operators.refusals import refusal
+from onefold.runtime.parameters.operators.whole import read_whole, whole_of, write_whole
 
 
 def view_of(func: Any, name: str, args: Any, kwargs: Any) -> Any:

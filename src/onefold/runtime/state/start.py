@@ -10,7 +10,7 @@ from torch import nn
 from onefold.comm import CollectiveContext
 from onefold.recipe import Recipe
 from onefold.runtime.engine import Engine
-from onefold.runtime.materialize import has_meta
+from onefold.runtime.state.materialize import has_meta
 from onefold.runtime.units import UnitSpec
 
 _START = CollectiveContext("control", "(start)", 0, "state")

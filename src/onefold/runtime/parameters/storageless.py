@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, spec_of
-from onefold.runtime.operators import META, name_of
+from onefold.runtime.parameters.interval import IntervalSpec, spec_of
+from onefold.runtime.parameters.operators import META, name_of
 
 
 class StoragelessError(RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, spec_of
+from onefold.runtime.parameters.interval import IntervalSpec, spec_of
 
 
 def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:

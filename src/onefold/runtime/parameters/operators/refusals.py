@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, spec_of
-from onefold.runtime.operators.names import VIEWS
+from onefold.runtime.parameters.interval import IntervalSpec, ShardedParameterError, spec_of
+from onefold.runtime.parameters.operators.names import VIEWS
 
 
 def tensors_among(value: Any) -> list[torch.Tensor]:

@@ -6,9 +6,14 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import ShardedParameterError, disable_torch_function, dress, spec_of
-from onefold.runtime.operators.lists import on_lists, unscale
-from onefold.runtime.operators.local import (
+from onefold.runtime.parameters.interval import (
+    ShardedParameterError,
+    disable_torch_function,
+    dress,
+    spec_of,
+)
+from onefold.runtime.parameters.operators.lists import on_lists, unscale
+from onefold.runtime.parameters.operators.local import (
     draw,
     draw_like,
     elementwise,
@@ -17,8 +22,8 @@ from onefold.runtime.operators.local import (
     like_another,
     on_locals,
 )
-from onefold.runtime.operators.metadata import META, metadata_of
-from onefold.runtime.operators.names import (
+from onefold.runtime.parameters.operators.metadata import META, metadata_of
+from onefold.runtime.parameters.operators.names import (
     DRAWN,
     DRAWN_LIKE,
     DUNDERS,
@@ -33,10 +38,16 @@ from onefold.runtime.operators.names import (
     VIEWS,
     WRITTEN,
 )
-from onefold.runtime.operators.reductions import reduce_to_number
-from onefold.runtime.operators.refusals import refusal, subject_of, tensors_among
-from onefold.runtime.operators.views import expanded, get_item, set_item, view_of
-from onefold.runtime.operators.whole import as_number, only_reads, read_whole, whole_of, write_whole
+from onefold.runtime.parameters.operators.reductions import reduce_to_number
+from onefold.runtime.parameters.operators.refusals import refusal, subject_of, tensors_among
+from onefold.runtime.parameters.operators.views import expanded, get_item, set_item, view_of
+from onefold.runtime.parameters.operators.whole import (
+    as_number,
+    only_reads,
+    read_whole,
+    whole_of,
+    write_whole,
+)
 
 _names: dict[Any, str] = {}
 

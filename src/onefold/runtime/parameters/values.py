@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.runtime.interval import (
+from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
     dress,
@@ -15,12 +15,12 @@ from onefold.runtime.interval import (
     set_grad,
     spec_of,
 )
-from onefold.runtime.operators import slice_of
-from onefold.runtime.storageless import Storageless, storageless
+from onefold.runtime.parameters.operators import slice_of
+from onefold.runtime.parameters.storageless import Storageless, storageless
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry
-    from onefold.runtime.parameter import ShardInfo
+    from onefold.runtime.parameters.parameter import ShardInfo
 
 
 def before_write(param: Any, seen: bool) -> None:

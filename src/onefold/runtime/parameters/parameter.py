@@ -11,8 +11,8 @@ face of the whole: shape, number of elements and every attribute that somebody p
 | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
 | any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape, dtype: no gather)              |
 | code inside a backward pass of the model          | the same; but `.data`, detach() and what writes in place: the interval            |
-| code outside, with gradients                      | the whole parameter, gathered for the operation (runtime/outside.py)              |
-| code outside, without; `.data`, `.grad`, detach() | an interval with the face of the whole (runtime/interval.py, runtime/operators.py) |
+| code outside, with gradients                      | the whole parameter, gathered for the operation (`outside`)                       |
+| code outside, without; `.data`, `.grad`, detach() | an interval with the face of the whole (`interval`, `operators`)                 |
 
 `parameter.onefold` holds name, logical shape, this rank's interval and `gather()`.
 """
@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import nn
 
-from onefold.runtime import differentiate, gradient_hooks
-from onefold.runtime.interval import (
+from onefold.runtime import differentiate
+from onefold.runtime.parameters import gradient_hooks
+from onefold.runtime.parameters.interval import (
     GivenOut,
     ShardedParameterError,
     disable_torch_function,
@@ -38,7 +39,7 @@ from onefold.runtime.interval import (
     set_grad,
     spec_of,
 )
-from onefold.runtime.operators import (
+from onefold.runtime.parameters.operators import (
     OF_ANOTHERS_KIND,
     compute,
     is_about_itself,
@@ -46,8 +47,9 @@ from onefold.runtime.operators import (
     words,
     writes_in_place,
 )
-from onefold.runtime.outside import compute_outside
-from onefold.runtime.parameter_values import (
+from onefold.runtime.parameters.outside import compute_outside
+from onefold.runtime.parameters.storageless import seen_storageless, storageless_error
+from onefold.runtime.parameters.values import (
     before_write,
     dropped_grad,
     give_data,
@@ -56,11 +58,10 @@ from onefold.runtime.parameter_values import (
     seen_data,
     seen_grad,
 )
-from onefold.runtime.storageless import seen_storageless, storageless_error
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry
-    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.parameters.owning_engine import OwningEngine
 
 __all__ = [
     "ShardInfo",

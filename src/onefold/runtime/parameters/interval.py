@@ -5,7 +5,7 @@
     rank 1      holds [10, 24)                                1 1   1 ... 1     1 ... 1
 
 `p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so is what
-element-wise work makes of them. What an operation on one does is decided in runtime/operators.py.
+element-wise work makes of them. What an operation on one does is decided in runtime/parameters/operators.py.
 Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of the local
 elements.
 
@@ -28,7 +28,7 @@ from onefold.layout import overlap
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
-    from onefold.runtime.owning_engine import OwningEngine
+    from onefold.runtime.parameters.owning_engine import OwningEngine
 
 # Inside it sharded parameters and intervals are plain tensors over local memory
 disable_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -169,7 +169,7 @@ def spec_of(value: Any) -> IntervalSpec | None:
 
 
 #: What an operation on an interval does: (function, arguments, keyword arguments).
-#: runtime/parameter.py, which makes intervals, sets it.
+#: runtime/parameters/parameter.py, which makes intervals, sets it.
 dispatched_by: list[Any] = [None]
 
 

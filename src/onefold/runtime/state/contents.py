@@ -1,5 +1,5 @@
 """What a module's own state dict holds: by name, and which of it are parameters. Local. See [Note: hooks
-of state dicts] in runtime/state_dicts.py.
+of state dicts] in runtime/state/dicts.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.tile import first_tiles
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.interval import ShardedParameterError
+from onefold.runtime.parameters.interval import ShardedParameterError
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.interval import disable_torch_function, get_grad
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.interval import IntervalSpec, ShardedParameterError, dress, spec_of
-from onefold.runtime.operators.names import words
-from onefold.runtime.operators.refusals import subject_of
+from onefold.runtime.parameters.interval import IntervalSpec, ShardedParameterError, dress, spec_of
+from onefold.runtime.parameters.operators.names import words
+from onefold.runtime.parameters.operators.refusals import subject_of
 
 
 def _size(spec: IntervalSpec, _: Any, dim: int | None = None) -> Any:

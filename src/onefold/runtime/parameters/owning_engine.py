@@ -22,8 +22,8 @@ from onefold.runtime.progress import MasterAccess, Progress
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
+    from onefold.runtime.parameters.write_counters import WriteCounters
     from onefold.runtime.unit import Unit
-    from onefold.runtime.write_counters import WriteCounters
 
 
 class OwningEngine(Protocol):

@@ -1,0 +1,12 @@
+"""What a parameter is to its user's code between passes: its shape is the whole's, its data and its
+gradient are this rank's interval.
+
+| question                                            | files, in the order to read them |
+|-----------------------------------------------------|----------------------------------|
+| What does a parameter show?                         | `parameter`, `values`            |
+| What is an interval, and what may be done with it?  | `interval`, `operators`          |
+| What if its shard has no storage on the device?     | `storageless`                    |
+| What if it is used outside of a forward pass?       | `outside`                        |
+| Who hears of its gradient, and of writes to it?     | `gradient_hooks`, `write_counters` |
+| What does a parameter ask of the engine?            | `owning_engine`                  |
+"""
