@@ -2,8 +2,8 @@
 parameters have it.
 
     inside `step()`, and to the engine     plain tensors of this rank's elements          `PlainStates`: a defaultdict as torch's own
-    to code of the user's                  intervals (`Interval`)                                  `FacedStates`: dressed when they are asked for
-
+    inside `step()`, and to the engine   plain tensors of this rank's elements    `PlainStates`: a defaultdict as torch's own
+    to code of the user's                intervals (`Interval`)                   `FacedStates`: dressed when they are asked for
 So `optimizer.state[p]["exp_avg"].norm()` is that of the whole, `.zero_()` writes this rank's
 elements, `.shape` is the parameter's. A rank that owns nothing of a parameter shows empty intervals
 under the keys that its other parameters have, so that all ranks come to the same collectives. What
