@@ -8,7 +8,7 @@ commands.
 | How does the whole of a unit come together? | `gather` (when), `gathers` (how), `whole`                                 |
 | How do gradients become this rank's sums?   | `reduce` (when), `reductions` and `native_reductions` (how), `hops`       |
 | What ends a backward pass?                  | `backward`, `agree`                                                       |
-| Where does a shard rest?                    | `storage`, `placement`, `transfers`, `on_disk`                            |
+| Where is a shard stored?                    | `storage`, `placement`, `transfers`, `on_disk`                            |
 | Who steps it?                               | `steps`, `stand_ins`, `implementations`                                   |
 | Which copies are out of date?               | `stale`, `refresh`, `forward_writes`, `residuals`                         |
 | Which parameters train, and what waits?     | `trained`, `unreduced`                                                    |
@@ -16,8 +16,8 @@ commands.
 | Which other passes are there?               | `recomputation`, `differentiate`                                          |
 | What else is looked at, told and kept?      | `checks`, `notes`, `buffers`, `unset`, `spans`, `registry`                |
 
-Two packages stand for themselves: `parameters`, what a parameter is to its user's code, and `state`,
-the values of a whole model between passes.
+Two subpackages: `parameters` is what a user's code sees of a parameter; `state` reads and writes the
+values of a whole model between passes.
 """
 
 from onefold.runtime.engine import Engine

@@ -4,13 +4,13 @@
 
     forward pre-hook of a unit     acquire its parameters, let the module see them
     forward hook of a unit         show the optimizer's parameters again, release
-    gradient of a parameter        copy into the unit's buffer; unit complete → reduce behind the rest of backward
+    gradient of a parameter        copy into the unit's buffer; unit complete → reduce while backward goes on
     end of backward                land the reductions, agree on what was used, set `.grad`, release everything
     optimizer step                 works on `.grad` and master weights that are this rank's; resident copies become stale
-    next forward                   stale copies are gathered behind the first units
+    next forward                   stale copies are gathered while the first units compute
 
 The engine holds no strong reference to the module: modules → hooks → engine, never back. When the
-module dies the engine closes.
+module dies, the engine closes.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. units: its units, the root first. progress: where the run stands.
+        recipe: what it executes. units: its units, the root first. progress: which step, which pass.
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
-        timeline: what was computed when, while `memory.record` is set.
+        timeline: when each unit computed, recorded while `memory.record` is set.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Engine:
         capabilities: Capabilities,
     ) -> None:
         self.recipe, self.device, self.capabilities = recipe, device, capabilities
-        # onefold.unsharded hands on the group of the engine before: its communicators stay.
+        # onefold.unsharded gives the group of the previous engine: its communicators are reused.
         again = isinstance(process_group, Group)
         self.group = (
             process_group
@@ -109,7 +109,7 @@ class Engine:
         self.timeline: deque[Span] = deque(maxlen=1 << 14)
         self.spans = Spans(self.timeline)
         self.progress = Progress(recipe, self.group)
-        # Who is copying masters while others want to write to them
+        # Makes writes to masters wait for copies of them that are under way
         self.masters = MasterAccess(self.transfers, self.progress)
         codec = capabilities.codec(recipe.gradients.codec) if recipe.gradients.codec else None
         self.residuals = Residuals(recipe, codec, self.group, device, memory, self.progress)
@@ -140,22 +140,22 @@ class Engine:
         self.whole_depth = 0
         self.whole_write = False
         self.buffers = Buffers(recipe)
-        # What was on the meta device and has no value yet: empty in a run that goes
+        # What was on the meta device and has no value yet; empty once everything is loaded
         self.unset = Unset(self.group, self.progress)
-        # What onefold.unsharded needs: the hooks on modules, what else shard() was given (group,
-        # units, init), who closes the engine.
+        # For onefold.unsharded: the hooks on modules, the other arguments of shard() (group, units,
+        # init), and the finalizer that closes the engine.
         self.handles: list[Any] = []
         self.given: tuple[Any, Any, Any] = (None, None, None)
         self.finalizer: Any = None
-        # Waits for work behind the training (a save), so that its failure is known
+        # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
 
     def start(self, steps: Step) -> None:
-        """Everything is bound: create what works on it. `steps`: who steps the shards that the
-        user's optimizer does not.
+        """Create the parts that work on the bound units. `steps` steps the shards that the user's
+        optimizer does not step by itself.
         """
         self.steps = steps
-        self.reduce: Reducer  # below: it needs the gatherer, which tells it of units passed over
+        self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
         self.gather = Gatherer(
             self.units,
             self.resources,
@@ -214,7 +214,7 @@ class Engine:
                         ledger.add(category, nbytes, unit.name)
                 for category, nbytes in flat.gather.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
-        if self.offloaded_flats:  # no more than the largest of them needs
+        if self.offloaded_flats:  # no more elements than the largest of them needs
             self.transfers.chunk = min(
                 self.recipe.chunk,
                 round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),
@@ -229,8 +229,8 @@ class Engine:
         self.memory.reset_peak()
 
     def close(self, but_group: bool = False) -> None:
-        """Let go of everything: buffers, communicators (unless `but_group`), the cycles among the
-        engine's own objects.
+        """Let go of everything: buffers, communicators (unless `but_group`), and the reference
+        cycles among the engine's own objects.
         """
         if self.closed:
             return
@@ -264,20 +264,20 @@ class Engine:
 
     @property
     def offloaded_flats(self) -> list[Flat]:
-        """The flat buffers whose state rests off the device."""
+        """The flat buffers whose state is offloaded."""
         return [flat for unit in self.units for flat in unit.flats if flat.storage.offloaded]
 
     @property
     def on_disk(self) -> bool:
-        """Some of the state rests on NVMe."""
+        """Whether some of the state is stored on NVMe."""
         return any(flat.storage.on_disk for unit in self.units for flat in unit.flats)
 
     # -- forward -----------------------------------------------------------------------------------
 
     @property
     def computing(self) -> bool:
-        """Code that runs now computes with whole parameters: a forward pass, or its recomputation
-        in backward.
+        """Whether the code that runs now computes with whole parameters: in a forward pass, or in
+        its recomputation in backward.
         """
         return bool(self.stack) or (in_autograd() and not self.closed and not self.whole_depth)
 
@@ -293,11 +293,11 @@ class Engine:
 
     @property
     def closed(self) -> bool:
-        """It has let go of everything."""
+        """Whether the engine has let go of everything."""
         return self.progress.closed
 
     def use(self, entry: Entry) -> nn.Parameter:
-        """The whole parameter for code in a forward pass that does not own it. See
+        """Return the whole parameter for code in a forward pass whose unit does not own it. See
         runtime/parameters/parameter.py.
         """
         return self.forward.use(entry)
@@ -306,20 +306,20 @@ class Engine:
 
     @property
     def in_pass(self) -> bool:
-        """A forward or backward pass of the model is under way."""
+        """Whether a forward or backward pass of the model is under way."""
         return bool(self.stack) or (self.progress.backward_open and not self.whole_depth)
 
     @property
     def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
-        """Whose whole parameters lie in which memory, by its address."""
+        """The (unit, flat buffer) that each gathered buffer belongs to, by the buffer's storage."""
         return self.gather.by_storage
 
     def begin_outside(self, entry: Entry) -> Unit:
-        """An operation with gradients outside a forward pass is about to use the whole parameters
-        of the unit that is returned.
+        """Prepare for an operation with gradients outside a forward pass, which is about to use
+        whole parameters of the unit of `entry`. Returns that unit.
         """
         unit = self.unit_of[entry.number]
-        # A backward pass raised and never came to its end
+        # A backward pass raised before it came to its end
         if self.progress.backward_open and not in_autograd():
             self.backward.reset()
         if not self.progress.outside_graphs:
@@ -333,8 +333,9 @@ class Engine:
         return unit
 
     def gather_outside(self, unit: Unit) -> bool:
-        """Its whole parameters are here. True if that took a gather of its own, after which it is
-        to be released. Collective at stage 3.
+        """Gather the unit's whole parameters, if they are not here. Collective at stage 3.
+
+        Returns True if that took a gather of its own; the caller then has to release the unit.
         """
         alone = unit.ungathered
         if alone:
@@ -345,14 +346,14 @@ class Engine:
     def release_outside(self, unit: Unit) -> None:
         self.gather.release(unit)
 
-    # -- what parameters ask besides ---------------------------------------------------------------
+    # -- other requests of parameters --------------------------------------------------------------
 
     def agree_on_overflow(self, found: torch.Tensor) -> None:
-        """`found`, one number that is above 0 where this rank's gradients are not finite, becomes
-        every rank's. Collective.
+        """Set `found` to its maximum over all ranks. Collective. `found` is one number, above 0 if
+        this rank's gradients are not finite.
 
         Raises:
-            ValueError: the recipe steps before gradients can be looked at.
+            ValueError: the recipe steps in the backward pass, before gradients can be checked.
         """
         if self.recipe.step_in_backward:
             raise ValueError(
@@ -370,7 +371,7 @@ class Engine:
     # -- between steps -----------------------------------------------------------------------------
 
     def make_stale(self) -> None:
-        """The masters have been written to: every resident copy is out of date."""
+        """Mark every copy of masters as stale: the masters have been written to."""
         self.copies.all_written()
 
     def optimizer_is_stepping(self) -> None:
@@ -403,9 +404,9 @@ class Engine:
             )
 
     def tell_failure(self) -> None:
-        """Raise what work behind the training has failed with, if nobody was told yet."""
+        """Raise the error of background work: the one not raised yet, or else the most recent."""
         if self.settle is not None:
-            self.settle()  # another rank's may have failed first
+            self.settle()  # another rank's work may have failed first: wait for this rank's error
         failure = self.progress.failure or self.progress.last_failure
         self.progress.failure, self.progress.failure_agreed = None, False
         if failure is not None:
@@ -419,8 +420,8 @@ class Engine:
     # -- backward ----------------------------------------------------------------------------------
 
     def backward_event(self, accumulates: bool = False) -> None:
-        """Something of this engine happens in a backward pass; `accumulates`: a parameter has its
-        gradient.
+        """Note that a backward pass has reached something of this engine. `accumulates`: a
+        parameter has got its gradient.
         """
         self.backward.event(accumulates)
 
@@ -435,8 +436,8 @@ class Engine:
             self.progress.sync = before
 
     def refuse_changes(self, call: str) -> None:
-        """Before `call` reads or writes values by the parameters that `shard()` found: raise
-        RuntimeError if the model has others by now.
+        """Raise RuntimeError if the model has other parameters by now than `shard()` found. Called
+        before `call` reads or writes the values of those parameters.
         """
         if not self.stack and not self.whole_depth:
             self.structure.refuse_changes(call)
@@ -448,7 +449,7 @@ class Engine:
         return entry.flat.view(whole_masters(self.resources, entry.flat), entry).clone()
 
     def summary(self) -> str:
-        """The recipe and the units as a readable table; padding as a share of the elements."""
+        """Return the recipe and the units as a readable table, with the share of padding."""
         numel = sum(u.numel for u in self.units)
         content = sum(f.layout.content for u in self.units for f in u.flats)
         lines = [

@@ -4,22 +4,23 @@
     wire       g0 g1   g2      ·              wire      g1      g0      ·        (prefetch = 1)
     memory     [0 ]1   [1 ]2   [2 ]     2     memory    [2 ]1   [1 ]0   [0 ]
 
-[Note: every rank joins every gather] Both passes walk an agreed order of units: the order in which
-the model registers them at first, then the order seen in the first step, once all ranks have seen
-the same. A rank that takes another branch and passes over a unit still joins that unit's gather on
-its way (and drops the result), so ranks may differ in which units they use as long as they walk
-forwards. What the order does not foresee is gathered on demand, which works as long as all ranks do
-the same.
+[Note: every rank joins every gather] Both passes walk an agreed order of units. At first this is
+the order in which the model registers them. After the first step in which all ranks saw the same
+order, it is the order that they saw. A rank that takes another branch and passes over a unit still
+joins the gather of that unit, and drops the result. So ranks may use different units, as long as
+each uses its units in the agreed order. A unit that the order does not foresee is gathered on
+demand, and then all ranks must gather it at the same point.
 
 [Note: units at the turn] The backward pass begins with the unit that the forward pass used last and
-the units that enclose it, so these stay gathered in between. Which they are is known with the agreed
-order (`at_the_turn` in runtime/unit.py), after the first step, so that step releases them too. Every
-later pass over the whole model that records gradients keeps all of them, on every rank, whichever a
-rank used. They are released together, at points that every rank passes: at the next forward pass,
-before an optimizer steps, at the end of any backward pass, and when masters are written to. So no
-rank has to ask another whether it still holds a unit, and the order of gathers stays agreed. They
-are also released when the whole autograd graph of the pass is gone, since no backward pass can come
-then. A part of the graph does not count: ranks may drop different outputs.
+the units that enclose it. These stay gathered between the two passes. The order seen in the first
+step tells which units they are (`at_the_turn` in runtime/unit.py), so the first step itself still
+releases them. Every later pass over the whole model that records gradients keeps all of them on
+every rank, including those that a rank did not use. They are released together, at points that
+every rank passes: at the next forward pass, before an optimizer steps, at the end of any backward
+pass, and when masters are written to. So every rank knows what the others hold, and all ranks
+gather in the same order. They are also released when the whole autograd graph of the pass is freed,
+because no backward pass can follow then. Freeing a part of the graph releases nothing: ranks may
+drop different outputs.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ if TYPE_CHECKING:
 
 
 class Recorded:
-    """Lives as long as anything that autograd has recorded of one pass: the hooks on the outputs of
-    its units hold it.
+    """A token that lives as long as any part of one pass's autograd graph. The hooks on the outputs
+    of the pass's units hold it.
     """
 
     __slots__ = ("__weakref__",)
@@ -68,7 +69,7 @@ class Gatherer:
     ) -> None:
         """
         Args:
-            backward_event: called when something happens in a backward pass.
+            backward_event: called when a backward pass reaches something of this engine.
             passed_over: called with the units that a backward pass went past without using them.
         """
         self.units, self.backward_event, self.passed_over = units, backward_event, passed_over
@@ -87,19 +88,19 @@ class Gatherer:
         self.forward_order, self.learned = [u.index for u in foreseen], False
         self.backward_order = backwards([u for u in foreseen if not u.forward_only])
         self.kept_at_turn: frozenset[int] = frozenset()  # see [Note: units at the turn]
-        # Those of them that wait for their backward pass: index -> writes to their masters until
-        # then
+        # The units at the turn that wait for their backward pass: index -> how often their masters
+        # had been written to when the forward pass ended
         self.awaiting_backward: dict[int, int] = {}
-        self.awaited_pass: weakref.ref[Recorded] | None = None  # the pass that left them
+        self.awaited_pass: weakref.ref[Recorded] | None = None  # the pass that left them gathered
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
         self.backward_cursor: Cursor | None = None
-        self.held_back = False  # a unit waits to be passed by, see `pass_by`
+        self.held_back = False  # `pass_by` has put off a unit
         self.unwanted: list[Unit] = []
-        self.here: dict[int, Unit] = {}  # gathered, or on their way; by index
-        # A unit of this pass was released although the recipe keeps them: a re-entrant checkpoint
-        # gathers it again
+        self.here: dict[int, Unit] = {}  # gathered or being gathered, by index
+        # This pass released a unit although the recipe keeps units for backward: it ran inside a
+        # re-entrant checkpoint, which gathers it again
         self.released_early = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = self.group.topology
@@ -107,13 +108,13 @@ class Gatherer:
         self.reads_ahead = any(
             flat.storage.reads_ahead for unit in self.sharded for flat in unit.flats
         )
-        # What is copied for a gather (from the host, or cast) is copied, and gathered, on the
-        # stream of the copies up: the computation goes on, and waits where the unit is used.
+        # A gather may begin with a copy: from the host, or a cast. Copy and gather then run on the
+        # stream of the copies up. The computation goes on, and waits where the unit is used.
         self.beside: Beside = (
             self.transfers.up.beside if self.transfers.up.asynchronous else nullcontext
         )
         self._hooks: Any = None
-        self.reached = 0  # how often a backward pass has come to the output of a unit
+        self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/keep_gathered.py)
         self.kept_gathered: frozenset[int] = frozenset()
         self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
@@ -122,7 +123,7 @@ class Gatherer:
 
     def begin_forward(self, is_root: bool) -> None:
         self.released_early = False
-        self.release_at_turn()  # no backward pass came for them, or another forward pass comes first
+        self.release_at_turn()  # their backward pass did not come, or comes after this forward pass
         if self.kept_gathered:
             self.staying = frozenset() if torch.is_grad_enabled() else self.kept_gathered
             self.gather_kept() if self.staying else self.release_kept()
@@ -139,7 +140,7 @@ class Gatherer:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
         for unit in self.units if not aborted else ():
-            self.wait(unit)  # a refreshed copy that this rank did not come to use
+            self.wait(unit)  # a refreshed copy that this rank did not use
         if not self.sharded:
             return
         turns = self._keeps_at_turn and not aborted and self.group.broken is None
@@ -158,8 +159,8 @@ class Gatherer:
             if unit.index in self.staying and self.group.broken is None:
                 unit.claimed = False
                 continue
-            # What was joined and not used is kept too: in the backward pass either all ranks have a
-            # unit or none.
+            # Units that were joined and not used are kept too: in the backward pass, all ranks hold
+            # a unit or none does.
             if (
                 unit.state is not State.SHARDED
                 and not (keep and (unit.claimed or not self.released_early))
@@ -171,7 +172,7 @@ class Gatherer:
         self.pool.drain()
 
     def gather_kept(self) -> None:
-        """Launch the gather of what stays and is not here."""
+        """Launch the gathers of the units that stay gathered and are not gathered yet."""
         for unit in self.sharded:
             if unit.index in self.kept_gathered and unit.ungathered:
                 self.launch(unit)
@@ -183,7 +184,7 @@ class Gatherer:
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
     def release_at_turn(self) -> None:
-        """Release what waits for a backward pass. Called where all ranks pass."""
+        """Release the units that wait for a backward pass. Called at points that all ranks pass."""
         self.awaited_pass = None
         if self.awaiting_backward:
             for index in sorted(self.awaiting_backward):
@@ -191,7 +192,7 @@ class Gatherer:
             self.pool.drain()
 
     def release_when_gone(self, recorded: Recorded) -> None:
-        """Let what waits for a backward pass go when no backward pass can come."""
+        """Release the units that wait for a backward pass when `recorded` dies: none can come."""
         seen = weakref.ref(self)
 
         def gone(_: weakref.ref[Recorded]) -> None:
@@ -206,17 +207,17 @@ class Gatherer:
         self.backward_log, self.held_back = [], False
         self.backward_cursor = None
         for index, writes in sorted(self.awaiting_backward.items()):
-            # This backward pass computes with the new values, as with those of other units
+            # Gather it again: this backward pass uses the new values of all units
             if _writes(self.units[index]) != writes:
                 self.release(self.units[index])
         if not self.progress.differentiating:
             self.foresee_backward()
 
     def foresee_backward(self) -> None:
-        """Walk this backward pass along the agreed order."""
-        # The order is that of passes over the whole model; after passes over a part of it units are
-        # gathered on demand. Units that every rank still holds are left out, but for those held
-        # since the forward pass: skipping one of them must be noticed.
+        """Prepare the walk of this backward pass along the agreed order."""
+        # The agreed order is that of passes over the whole model. After passes over a part of it,
+        # units are gathered on demand. Units that every rank still holds are left out, except for
+        # the units at the turn: if the pass skips one of these, that must be noticed.
         order = [
             index
             for index in self.backward_order
@@ -224,14 +225,14 @@ class Gatherer:
         ]
         self.backward_cursor = cursor = Cursor(order) if self.progress.root_graphs else None
         if cursor is not None and self.learned:
-            # A re-entrant checkpoint has computed again before anything told of gradients: what it
-            # gathered on demand, on every rank, and has released again is not to be joined
+            # A re-entrant checkpoint may have recomputed before the first gradient came. Every rank
+            # gathered its units on demand and has released them: they are not to be joined
             for index in self.backward_log:
                 cursor.reach(index)
                 cursor.use(index)
 
     def join_rest_of_backward(self) -> None:
-        """At the end of a backward pass: join what other ranks may still gather."""
+        """At the end of a backward pass, join the gathers that other ranks may have launched."""
         if self.backward_cursor is not None:
             for index in self.backward_cursor.rest():
                 self.join(self.units[index])
@@ -246,13 +247,13 @@ class Gatherer:
 
     @property
     def _keeps_for_backward(self) -> bool:
-        """Units stay gathered between this forward pass and its backward pass."""
+        """Whether units stay gathered between this forward pass and its backward pass."""
         return torch.is_grad_enabled() and not self.recipe.reshard_after_forward
 
     @property
     def _keeps_at_turn(self) -> bool:
-        """This forward pass keeps the units at the turn. (A re-entrant checkpoint runs its part of
-        the pass without gradients.)
+        """Whether this forward pass keeps the units at the turn. It looks at `graded`, since a
+        re-entrant checkpoint runs its part of the pass without gradients.
         """
         return (
             self.cursor is not None
@@ -264,14 +265,14 @@ class Gatherer:
     # -- one unit ----------------------------------------------------------------------------------
 
     def acquire(self, unit: Unit, backward: bool) -> None:
-        """The unit's whole parameters are here when this returns; what comes next is on its way."""
+        """Gather the unit and wait for it; launch the gathers of the units that come next."""
         if unit.resident:
             self.wait(unit)
             return
         cursor = self.backward_cursor if backward else self.cursor
         if backward and unit.tile and unit.depth and not self.learned:
-            # Recomputed, in the order of the forward pass, which nobody foresaw: every rank gathers
-            # it when it comes to it
+            # This tile is recomputed. Recomputation uses the order of the forward pass, which the
+            # backward order lacks in the first step, so every rank gathers the tile on demand
             cursor = None
         passed: list[Unit] = []
         if unit.ungathered or (backward and unit.index in self.awaiting_backward):
@@ -301,7 +302,7 @@ class Gatherer:
         ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
         while self.ahead and (index := cursor.next()) is not None:
             unit = self.units[index]
-            if index in self.awaiting_backward:  # counted above: it waits to be used
+            if index in self.awaiting_backward:  # gathered, and counted in `waiting`
                 cursor.at += 1
                 continue
             nbytes += unit.gathered_bytes
@@ -311,7 +312,7 @@ class Gatherer:
             if unit.ungathered:
                 self.launch(unit)
                 ahead += 1
-        # A disk is slower than the wire: it is asked for one unit more
+        # A disk is slower than the wire: start to read one unit further ahead
         if self.ahead and self.reads_ahead:
             for index in cursor.order[cursor.at : cursor.at + 1]:
                 self.fetch(self.units[index])
@@ -329,8 +330,8 @@ class Gatherer:
             self.unwanted.append(unit)
 
     def _skip(self, units: list[Unit], using: Unit, backward: bool) -> None:
-        """Of `units`, which had their turn before `using`: what was gathered ahead and not used is
-        not waited for any longer.
+        """Mark as unwanted those of `units` that were gathered ahead and not used. Their turn was
+        before `using`.
         """
         joined = {u.index for u in self.unwanted}
         stay = joined | self.staying
@@ -346,12 +347,13 @@ class Gatherer:
             self.passed_over([u for u in ahead if not u.encloses(using)])
 
     def pass_by(self, unit: Unit) -> bool:
-        """This rank does not use the unit in this backward pass and is about to wait for the ranks
-        that do: join their gather first.
+        """Join the gather of a unit that this rank does not use in this backward pass. Called
+        before this rank waits for the reduction of the ranks that do use it.
 
-        False if a unit that this rank is going to use comes before it: frozen units give no
-        gradient to wait for, so a turn can come ahead of the pass. Joined now, that unit would be
-        dropped before its use. `passed_over` is called again when the pass has come further.
+        Returns False, and joins nothing, if a unit that this rank will use comes before it in the
+        order: joined now, that unit would be dropped before its use. This happens with frozen
+        units, whose gradients nothing waits for, so that reductions get ahead of the pass.
+        `passed_over` is called again when the pass has come further.
         """
         cursor = self.backward_cursor
         if cursor is None or unit.index not in cursor.order[cursor.at :]:
@@ -366,12 +368,12 @@ class Gatherer:
         return True
 
     def _reap(self, inside: Unit | None) -> None:
-        """Drop what was joined and not used; in a backward pass not what lies around the unit in
-        use, or in it: its turn may yet come.
+        """Release the units that were joined and not used. In a backward pass, units that enclose
+        the unit in use, or lie inside it, stay: their turn may still come.
         """
         if inside is None and self._keeps_for_backward:
             return
-        if inside is None and self._keeps_at_turn:  # all ranks keep those
+        if inside is None and self._keeps_at_turn:  # all ranks keep the units at the turn
             self.unwanted = [u for u in self.unwanted if u.index not in self.kept_at_turn]
         around = [
             u
@@ -384,10 +386,10 @@ class Gatherer:
         self.unwanted = around
 
     def _sweep(self, using: Unit) -> None:
-        # Nothing says when recomputed units (saved without handles) and frozen ones (no gradient
-        # comes) are finished. They are released when the next recomputation starts: between two of
-        # them the backward pass comes to the output of some unit. If it has not, this unit and
-        # `using` are recomputed together.
+        # No event says when recomputed units (saved without handles) and frozen ones (no gradient
+        # comes) are finished. They are released when the next recomputation starts. Between two
+        # recomputations the backward pass reaches the output of some unit, which raises `reached`.
+        # If `reached` is the same, this unit and `using` are recomputed together.
         for _, unit in sorted(self.here.items()):
             if unit is not using and unit.claimed and unit.replayed != self.reached:
                 unit.replayed = None
@@ -412,10 +414,10 @@ class Gatherer:
                 unit.arriving.append(self.transfers.up.mark())
 
     def put(self, flat: Flat, full: torch.Tensor) -> None:
-        """This rank's masters into their place in the whole.
+        """Copy this rank's masters into their place in the whole.
 
-        Where ranks wait for each other a disk that fails must not stop one of them alone: it goes
-        on with what it has, and all of them raise before the optimizer steps.
+        If a disk fails while other ranks wait for this one, this rank must not stop alone. It goes
+        on with the values that it has, and all ranks raise before the optimizer steps.
         """
         try:
             flat.storage.put(full)
@@ -425,14 +427,14 @@ class Gatherer:
             self.progress.failed(error)
 
     def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
-        """Where the whole of `flat` is, or will be."""
+        """Return the buffer for the whole of `flat`; take one from the pool if it has none."""
         if flat.full is None:
             flat.full = self.pool.take(flat.layout.numel, flat.dtypes.compute, GATHERED, unit.name)
             self.by_storage[storage_of(flat.full)] = (unit, flat)
         return flat.full
 
     def fetch(self, unit: Unit) -> None:
-        """Start reading what this rank will send of the unit, if that lies on a disk."""
+        """Start reading this rank's part of the unit, if it is stored on a disk."""
         wanted = [f for f in unit.flats if f.storage.reads_ahead and f.gather.reads_masters]
         if unit.state is not State.SHARDED or not wanted:
             return
@@ -454,7 +456,7 @@ class Gatherer:
                 flat.point_at(flat.full)
 
     def _order_after_copies(self, unit: Unit) -> None:
-        """Work that this stream is given from here on waits for the unit's copies to the device."""
+        """Make later work on the current stream wait for the unit's copies to the device."""
         for ticket in unit.arriving:
             self.transfers.up.order(ticket)
         unit.arriving.clear()
@@ -472,7 +474,7 @@ class Gatherer:
         self.awaiting_backward.pop(unit.index, None)
         for flat in unit.flats:
             flat.storage.forget()
-            # On one rank a unit may have frozen parameters, which stay, beside others that are cast
+            # On one rank, a unit may have frozen parameters, which stay, and others that are cast
             if flat.resident:
                 continue
             full, flat.full = flat.full, None
@@ -482,8 +484,8 @@ class Gatherer:
                 self.pool.give(full)
 
     def after_forward(self, unit: Unit, output: Any) -> None:
-        """The unit's forward pass is over: release it, unless its very next use is announced, its
-        backward pass comes first, or its output lies in its buffer.
+        """Release the unit after its forward pass. It stays if the agreed order uses it again next,
+        if it is kept for later passes, or if its output lies in a gathered buffer.
         """
         if unit.resident or unit.state is not State.GATHERED:
             return
@@ -503,9 +505,9 @@ class Gatherer:
         self.release(unit)
 
     def is_done(self, unit: Unit) -> bool:
-        """This backward pass has used the unit, and nothing of it is saved or awaited any more: a
-        further output of its forward pass (a cache of keys and values) is no reason to gather it
-        again.
+        """Whether this backward pass has used the unit and waits for nothing more of it: no saved
+        tensor, no gradient. Then reaching a further output of its forward pass (a cache of keys
+        and values) is no reason to gather it again.
         """
         return unit.index in self.backward_log and not unit.handles and not unit.waiting
 
@@ -527,5 +529,5 @@ class Gatherer:
 
 
 def _writes(unit: Unit) -> int:
-    """How often the masters of the unit have been written to, as far as counters tell."""
+    """Return how often the unit's masters have been written to, as far as version counters tell."""
     return sum(written(entry.param) for entry in unit.entries)

@@ -1,23 +1,28 @@
-"""Reducing gradients behind the backward pass.
+"""Reducing gradients while the backward pass goes on.
 
     backward   unit 3      unit 2      unit 1      unit 0    end
     ready        ^3          ^2          ^1          ^0
     wire         [r3 .......][r2 ....]   [r1 ....]  [r0 ...]         (in_flight = 2: the third waits for the first)
     result                    grad 3      grad 2     grad 1  grad 0
 
-A gradient is copied into its unit's flat buffer as autograd hands it over, and dropped. Small ones
-go in some at a time: what they cost is calls. When the unit has all of them its buffer is
-exchanged, summed (see [Note: sums are local and in rank order] in comm/moves.py) and becomes
-`.grad` of the optimizer's parameters.
+When autograd hands over a gradient, the reducer copies it into its unit's flat buffer and drops it.
+Small gradients are copied several at a time, because the number of calls is what they cost. When
+the unit has all its gradients, its buffer is exchanged and summed (see [Note: sums are local and in
+rank order] in comm/moves.py). The sums become `.grad` of the optimizer's parameters.
 
-[Note: reductions keep one order] Units are reduced in an order that all ranks agree on (first the
-reverse of registration, then the order seen in the first backward). A unit that is ready early
-waits for its turn. A unit that this rank did not use takes part with zeros: at its turn if it was
-not called, at the end of the backward pass if it was called and brought no gradient.
+[Note: reductions keep one order] Units are reduced in an order that all ranks agree on: at first
+the reverse of registration, then the order seen in the first backward pass. A unit that is ready
+early waits for its turn. A unit that this rank did not use takes part with zeros. It does so at its
+turn if it was not called, and at the end of the backward pass if it was called and brought no
+gradient.
 
-[Note: unused parameters] Every backward ends with one small exchange in which ranks say which
-parameters got a gradient. What no rank used keeps `.grad is None`, as it would in one process; what
-another rank used gets its gradient here too.
+[Note: unused parameters] Every backward pass ends with one small exchange in which the ranks tell
+each other which parameters got a gradient. A parameter that no rank used keeps `.grad is None`, as
+it would in one process. A parameter that another rank used gets its gradient here too.
+
+[Note: held sums] Where gradients are divided inside groups, micro-batches before the boundary take
+only the hop inside the group. The group's sums are held, and the hop between groups carries them
+once a step.
 """
 
 from __future__ import annotations
@@ -46,8 +51,8 @@ if TYPE_CHECKING:
     from onefold.runtime.steps import Step
 
 
-#: Gradients of so few bytes wait for others of their unit, as long as those that wait have no more
-#: than ASIDE together.
+#: A gradient of at most SMALL bytes waits for others of its unit, until the waiting ones have more
+#: than ASIDE bytes together.
 SMALL, ASIDE = 64 << 10, 1 << 20
 
 
@@ -66,8 +71,8 @@ class Reducer:
     ) -> None:
         """
         Args:
-            backward_event: called when something happens in a backward pass; with True if a
-                parameter has its gradient.
+            backward_event: called when a backward pass reaches something of this engine; with True
+                if a parameter has got its gradient.
         """
         self.units, self.gather, self.steps, self.spans = units, gather, steps, spans
         self.write_counters, self.backward_event = write_counters, backward_event
@@ -83,8 +88,8 @@ class Reducer:
         self.log: list[int] = []
         self.learned = False
         self.under_way: list[Reduction] = []
-        self.on_next_hop: list[Reduction] = []  # on a further hop
-        # Entries with gradients among the sums that are held, on any rank
+        self.on_next_hop: list[Reduction] = []  # past their first hop
+        # Entries that have a gradient, on any rank, in the held sums
         self.held: set[int] = set()
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
@@ -134,7 +139,7 @@ class Reducer:
             self._take(entry)
 
     def _put_aside(self, entry: Entry) -> None:
-        """A small gradient waits on the whole parameter for others of its unit."""
+        """Leave a small gradient on the whole parameter until others of its unit have come."""
         unit, flat = self.unit_of[entry.number], entry.flat
         run = flat.run_of[entry.index]
         if run not in flat.grads:
@@ -149,7 +154,7 @@ class Reducer:
                 self._complete(unit)
 
     def _store_aside(self, unit: Unit) -> None:
-        """The small gradients that wait leave the whole parameters, for the unit's buffers."""
+        """Move the small gradients that wait on whole parameters into the unit's buffers."""
         entries, unit.aside, unit.aside_bytes = unit.aside, [], 0
         for flat in unit.flats:
             mine = [entry for entry in entries if entry.flat is flat]
@@ -161,16 +166,18 @@ class Reducer:
             unit.late = True
 
     def collect(self) -> None:
-        """At the end of a backward pass: store the small gradients of units that did not get all of
-        theirs.
+        """At the end of a backward pass, store the waiting small gradients of units whose gradients
+        did not all come.
         """
         for unit in self.units:
             if unit.aside:
                 self._store_aside(unit)
 
     def _store_together(self, flat: Flat, entries: list[Entry]) -> bool:
-        """Whether the gradients of `entries` could go into the buffer together: dense, of its
-        dtype, all of them added or none.
+        """Store the gradients of `entries` in the buffer with a few calls for all.
+
+        Returns False, and stores nothing, unless all of them are dense and of the buffer's dtype,
+        and either all or none are added to earlier ones.
         """
         buffer, filled = flat.grads.get((0, flat.layout.numel)), entries[0].filled
         grads: list[Any] = [entry.compute.grad for entry in entries]
@@ -204,7 +211,7 @@ class Reducer:
         return True
 
     def _take(self, entry: Entry) -> None:
-        """The gradient of `entry` leaves the whole parameter, for its unit's buffer."""
+        """Move the gradient of `entry` from the whole parameter into its unit's buffer."""
         unit = self.unit_of[entry.number]
         self._store_one(unit, entry)
         unit.waiting.discard(entry.number)
@@ -226,7 +233,7 @@ class Reducer:
                 unit.late = True
 
     def _complete(self, unit: Unit) -> None:
-        """If all gradients of the unit have come, it is ready."""
+        """Mark the unit ready if all its gradients have come."""
         if unit.waiting:
             return
         if not unit.launched:
@@ -239,8 +246,8 @@ class Reducer:
         self.gather.maybe_release(unit)
 
     def _call_hooks(self, entry: Entry, hooks: Any) -> None:
-        """Let the user's hooks see, and change, this rank's whole gradient: with what earlier
-        micro-batches left unreduced, if anything.
+        """Let the user's hooks see and change this rank's whole gradient. It includes what earlier
+        micro-batches left unreduced.
         """
         earlier, flat = None, entry.flat
         if entry.filled:
@@ -252,14 +259,14 @@ class Reducer:
                 earlier = earlier / flat.early_scale
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and entry.compute.grad is None):
-            entry.filled = False  # what is on the parameter now is all of it
+            entry.filled = False  # the gradient on the parameter includes the earlier one
             self.used.discard(entry.number)
 
     def passed_over(self, units: list[Unit]) -> None:
-        """Backward went past these units without using them: they take part with zeros now, since
-        other ranks may wait for that.
+        """Let units that the backward pass went past without using them take part with zeros now:
+        other ranks may wait for them.
 
-        Should a gradient come all the same, it is late and goes in the second round.
+        A gradient that comes later still is marked late and goes into the second round.
         """
         for unit in units:
             if len(unit.waiting) == len(unit.awaited):
@@ -290,24 +297,24 @@ class Reducer:
         entry.filled = True
 
     def _begin(self, flat: Flat, run: tuple[int, int]) -> torch.Tensor:
-        """The first gradient of `run` has come: take a buffer."""
+        """Take a buffer for `run`, whose first gradient has come."""
         dtype = flat.dtypes.sums if self.progress.deferring else flat.dtypes.wire
         buffer = flat.grads[run] = self._buffer(flat, run, dtype)
         return buffer
 
     @property
     def _category(self) -> str:
-        """Whole gradients that stay until the boundary are gradients; what is about to travel is a
-        buffer.
+        """The ledger's category of whole gradients: GRADIENTS if they stay until the boundary,
+        REDUCTION if they are about to be sent.
         """
         return GRADIENTS if self.progress.deferring else REDUCTION
 
     def _buffer(self, flat: Flat, run: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """A gradient buffer over `run` with zeros between the slots (and nothing yet inside
-        them).
+        """Take a gradient buffer over `run`, with zeros between the slots. The slots themselves are
+        not initialized.
         """
         buffer = self.pool.take(run[1] - run[0], dtype, self._category, flat.unit_name)
-        if nbytes_of(buffer) <= ASIDE:  # one call costs more than the bytes
+        if nbytes_of(buffer) <= ASIDE:  # here each further call would cost more than the bytes
             return buffer.zero_()
         end = run[0]
         for slot in flat.layout.slots:
@@ -321,7 +328,7 @@ class Reducer:
     # -- the wire ----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Launch every unit whose turn it is and that is ready."""
+        """Launch units in the agreed order, as long as the next one is ready."""
         while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
             unit = self.units[self.order[self.turn]]
             if unit.calls == 0 and not self.gather.pass_by(unit):
@@ -331,8 +338,10 @@ class Reducer:
             self._land_what_is_due()
 
     def _land_what_is_due(self) -> None:
-        """After every launch, whoever was ready when: what is sent on by a landing comes at the
-        same place on all ranks, which backends without tags need.
+        """Land the reductions that are due. Called after every launch.
+
+        What is due depends on the launches alone, not on when a rank was ready. So a landing starts
+        its next hop at the same place on all ranks, which backends without tags need.
         """
         while self._is_due():
             self._land(self.under_way.pop(0))
@@ -340,8 +349,8 @@ class Reducer:
             self._land(self.on_next_hop.pop(0))
 
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest reduction: too many are under way, or it has a hop to go
-        and another unit has been sent since.
+        """Whether to wait for the oldest reduction: too many are under way, or it has a further hop
+        and another unit has been launched since.
         """
         if len(self.under_way) > self.in_flight:
             return (
@@ -364,7 +373,7 @@ class Reducer:
                 if buffer is None:
                     buffer = self._buffer(flat, run, flat.dtypes.wire)
                 filled = [entry.filled for entry in flat.entries]
-                # Also what only earlier micro-batches have used: other ranks must hear of it
+                # Add what only earlier micro-batches have used: other ranks must hear of it
                 self.used.update(entry.number for entry in flat.entries if entry.filled)
                 if all(filled) and len(flat.runs) == 1:
                     for entry in flat.entries:
@@ -385,13 +394,13 @@ class Reducer:
         self.under_way.append(r)
 
     def _start(self, r: Reduction) -> None:
-        """The hop that `r` stands before."""
+        """Start the next hop of `r`."""
         context = self.progress.context(r.flat.reduce_move, r.unit.name)
         r.sending = r.flat.reduces[r.at].start(r, context)
 
     def _land(self, r: Reduction) -> None:
-        """Wait for the parts, add them up in rank order; on to the next hop, or hand over what can
-        be handed over.
+        """Wait for the parts and add them up in rank order. Then start the next hop, or hand over
+        the sums that can be handed over.
         """
         sending, r.sending, flat = r.sending, None, r.flat
         assert sending is not None
@@ -406,19 +415,19 @@ class Reducer:
             self.on_next_hop.append(r)
             return
         if flat.broadcast_back is not None:
-            if r.gathering is None:  # else the backend has done it
+            if r.gathering is None:  # else the backend has given all ranks the sums
                 context = self.progress.context("all-reduce", r.unit.name)
                 r.gathering = broadcast_back(r, context)
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
-            # It was added to gradients that are there
+            # The sums were added to gradients that were there, and are freed
             self._ledger(flat).add(GRADIENTS, -nbytes_of(total))
         if r.gathering is None and not _all_of(r, r.filled):
-            self.summed.append(r)  # another rank may have used the others
+            self.summed.append(r)  # another rank may have used the remaining entries
 
     def _hold(self, r: Reduction) -> bool:
-        """Before the boundary the group's sums stay here; at it those of earlier micro-batches
-        join. See [Note: held sums].
+        """Add the group's sums of earlier micro-batches to those of `r`. Before the boundary, hold
+        the result and return True. See [Note: held sums].
         """
         pool, held, total = self.pool, r.flat.held.pop(r.run, None), r.total
         assert total is not None
@@ -436,10 +445,9 @@ class Reducer:
     # -- handing over ------------------------------------------------------------------------------
 
     def _hand_over(self, r: Reduction, which: list[bool]) -> bool:
-        """Give the sums to the optimizer's parameters: `.grad` is set, or added to, as autograd
-        would.
+        """Give the sums to the optimizer's parameters: set `.grad`, or add to it, as autograd does.
 
-        True if some `.grad` lies in them now, or may come to.
+        Returns True if some `.grad` is a view of the sums now, or may become one.
         """
         assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
@@ -453,7 +461,7 @@ class Reducer:
             try:
                 storage.take_gradient(r.total, r.result_range, meant)
             except TierError as error:
-                # The other ranks are waiting: all raise before the optimizer steps
+                # The other ranks wait for this one: all raise before the optimizer steps
                 self.progress.failed(error)
             return kept
         total, same = r.total, r.total.dtype == flat.dtypes.master
@@ -481,7 +489,7 @@ class Reducer:
         return kept
 
     def _bring_down(self, r: Reduction) -> None:
-        """The sums leave the device, once, if their optimizer is not there."""
+        """Move the sums off the device, once, if their optimizer is not on it."""
         assert r.total is not None
         storage = r.flat.storage
         if not r.down:
@@ -497,7 +505,7 @@ class Reducer:
         return flat.storage.gradient_ledger(self.memory)
 
     def finish(self, used_anywhere: set[int]) -> None:
-        """Land everything and hand over what other ranks used."""
+        """Land everything and hand over the gradients of what any rank used."""
         self.write_counters.graded |= used_anywhere
         while self.under_way:
             self._land(self.under_way.pop(0))
@@ -507,7 +515,7 @@ class Reducer:
         used_anywhere, self.held = used_anywhere | self.held, set()
         while self.on_next_hop:
             self._land(self.on_next_hop.pop(0))
-        while self.summed:  # each goes as soon as it is handed over
+        while self.summed:  # one by one, so that each is freed once it is handed over
             r = self.summed.pop(0)
             if r.gathering is not None:
                 r.gathering.wait()
@@ -528,11 +536,11 @@ class Reducer:
                 self._ledger(r.flat).add(GRADIENTS, -nbytes_of(r.total))
 
     def launch_rest(self) -> None:
-        """At the end of a backward pass: the units whose gradients did not all come take part with
-        zeros.
+        """At the end of a backward pass, launch the units whose gradients did not all come, with
+        zeros for the missing ones.
 
-        What has a hop to go goes on: this rank is about to wait for the others, and they may wait
-        for that.
+        Reductions that have a further hop start it now: this rank is about to wait for the others,
+        and they may wait for that hop.
         """
         for unit in self.units:
             unit.ready = True
@@ -547,8 +555,8 @@ class Reducer:
             self._land_what_is_due()
 
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
-        """Gradients that came after their unit was reduced (re-entrant checkpointing of a shared
-        module): reduce them too.
+        """Reduce the gradients that came after their unit was reduced. (Re-entrant checkpointing of
+        a shared module brings such gradients.)
         """
         for index in late:
             if self.steps.has_stepped(self.units[index]):
@@ -561,7 +569,7 @@ class Reducer:
         self.finish(used_anywhere)
 
     def drop(self) -> None:
-        """Forget everything that a failed backward pass left."""
+        """Drop everything that a failed backward pass left behind."""
         for r in (*self.under_way, *self.on_next_hop):
             if r.sending is not None:
                 r.sending.drop(wait=self.group.broken is None)
@@ -590,5 +598,5 @@ class Reducer:
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:
-    """Whether `which`, by entry, names all that travel with `r`."""
+    """Whether `which`, one flag for each entry, is True for all entries that travel with `r`."""
     return all(which) or all(which[e.index] for e in r.flat.entries if r.flat.in_run(e, r.run))

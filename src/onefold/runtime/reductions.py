@@ -1,5 +1,5 @@
-"""How partial gradients become this rank's sums: one gradient buffer on its way, hop by hop, and on
-to who holds the sums too.
+"""How the partial gradients in one buffer become this rank's sums, hop by hop, and reach the other
+ranks that hold these sums too.
 
     stage 1 to 3      whole ── all ──► interval
     stage 0           whole ── all ──► interval ── all ──► whole            (reduce-scatter and all-gather: an all-reduce)
@@ -19,13 +19,14 @@ One `Reduce` for each hop of each flat buffer, chosen once in `shard()`:
 | `EncodedReduce`    | quant/reductions.py  | encoded (qgZ)                          | here, decoded, in rank order            |
 
 [Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
-to the dtype of the wire, whether it then travels on or stays. The second half of stage 0's
-all-reduce thus weighs what the formula says, and stages 1 to 3 have its bits.
+to the dtype of the wire, whether it is then sent on or stays. So the second half of stage 0's
+all-reduce sends as many bytes as the formula says, and stages 1 to 3 get the same bits as stage 0.
 
-[Note: the mean over ranks] Gradients are divided by the number of ranks once. Where they travel in
-the accumulation dtype, each rank scales its own as it copies them into the buffer
-(`Flat.early_scale`), at no cost. Where 16 bits travel, whose range that would waste, the sums are
-scaled (`Reduce.late_scale`): on each hop by the number of ranks that it adds up.
+[Note: the mean over ranks] Gradients are divided by the number of ranks once. If they travel in the
+accumulation dtype, each rank scales its own gradients while it copies them into the buffer
+(`Flat.early_scale`), at no cost. If they travel in 16 bits, scaling early would waste the range of
+the dtype. Then the sums are scaled (`Reduce.late_scale`): on each hop by the number of ranks that
+it adds up.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reduction:
-    """One run of one flat buffer on its way.
+    """One run of one flat buffer that is being reduced.
 
     Attributes:
         run: the addresses that are reduced. filled: which entries got a gradient here.
-        buffer: what the next hop sends, over the addresses `span`. at: the hop.
+        buffer: what the next hop sends, over the addresses `span`. at: the index of the hop.
         sending: the hop that is under way.
-        total: the sums, over `result_range`, behind the last hop. down: they have left the device.
-        gathering: the sums are on their way to who holds them too.
+        total: the sums, over `result_range`, once a hop has landed. down: they have left the device.
+        gathering: the exchange of sums with the other ranks that hold them too.
     """
 
     unit: Unit
@@ -94,18 +95,18 @@ class Reduction:
         return self.at + 1 == len(self.flat.hops)
 
     def next_hop(self) -> None:
-        """The sums of this hop are what the next one sends."""
+        """Make the sums of this hop the buffer that the next hop sends."""
         assert self.total is not None
         own = self.own
         self.buffer, self.total, self.span, self.at = self.total, None, own, self.at + 1
 
 
 class Sending(ABC):
-    """One hop of one reduction under way. It has the buffers that `Reduce.start` took.
+    """One hop of one reduction under way. It owns the buffers that `Reduce.start` took.
 
     Attributes:
-        pending: the messages. sent: what travels, where that is not the reduction's own buffer.
-        receive_buffer: what the other ranks' parts come into.
+        pending: the messages. sent: what is sent, if that is not the reduction's own buffer.
+        receive_buffer: where the other ranks' parts arrive.
     """
 
     def __init__(self, by: Reduce, r: Reduction) -> None:
@@ -123,7 +124,7 @@ class Sending(ABC):
         return self.sent.copy_(r.buffer)
 
     def land(self) -> None:
-        """Wait for the parts and add them up: `total` and `result_range` of the reduction."""
+        """Wait for the parts, add them up, and set `total` and `result_range` of the reduction."""
         pending, self.pending, pool = self.pending, None, self.by.pool
         assert pending is not None
         pending.wait()
@@ -138,17 +139,19 @@ class Sending(ABC):
         self.r.total = total
 
     def give_sent(self) -> None:
-        """What travelled is no longer needed."""
+        """Give back the buffer that was sent."""
         sent, self.sent = self.sent, None
         if sent is not None:
             self.by.pool.give(sent)
 
     @abstractmethod
     def sum(self) -> torch.Tensor:
-        """The sums of the parts that have come. Sets `result_range` of the reduction."""
+        """Return the sums of the parts that have come; set `result_range` of the reduction."""
 
     def drop(self, wait: bool) -> None:
-        """Give back what `Reduce.start` took; `wait` for the parts, unless they will never come."""
+        """Give back what `Reduce.start` took. With `wait`, wait for the parts first; without, they
+        will never come.
+        """
         pending, self.pending = self.pending, None
         if pending is not None and wait:
             pending.wait()
@@ -161,14 +164,14 @@ class Sending(ABC):
         self.r.buffer, self.sent, self.receive_buffer = nothing, None, None
 
     def forget_parts(self) -> None:
-        """Parts that lie in no buffer of the pool are dropped."""
+        """Drop the parts that are stored in no buffer of the pool."""
 
 
 class Reduce(ABC):
     """One hop of the reductions of one flat buffer.
 
     Attributes:
-        adds: how parts are added here, where that is not as the recipe says.
+        adds: how this class adds parts, if not as the recipe says.
     """
 
     adds: ClassVar[Adds | None] = None
@@ -177,13 +180,13 @@ class Reduce(ABC):
         self.flat, self.at, self.hop, self.group = flat, at, flat.hops[at], flat.hops[at].group
         self.pool, self.memory = resources.pool, resources.memory
         self.is_last = at + 1 == len(flat.hops)
-        # As many are kept as there are ways in which parameters have been frozen
+        # One for each span seen so far: spans change when parameters are frozen or trained again
         self._cuts: dict[tuple[int, int], Cut] = {}
         self._exchanges: dict[tuple[tuple[int, int], torch.dtype], Exchange] = {}
 
     @abstractmethod
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
-        """Start the hop that `r` stands before."""
+        """Start this hop of `r`."""
 
     def cut(self, span: tuple[int, int]) -> Cut:
         """How this hop divides a buffer over `span`."""
@@ -204,19 +207,20 @@ class Reduce(ABC):
 
     @property
     def late_scale(self) -> float:
-        """The mean's factor, if it is applied to the sums of this hop. See [Note: the mean over
+        """The mean's factor if this hop applies it to its sums, else 1. See [Note: the mean over
         ranks].
         """
         return 1.0 / self.group.size if self.group.size > 1 and self.flat.early_scale == 1 else 1.0
 
     def target(self, r: Reduction) -> tuple[torch.Tensor, torch.Tensor]:
-        """(memory for the sums over `result_range`, the part of it that this rank sums)."""
+        """Return (memory for the sums over `result_range`, the part of it that this rank sums)."""
         flat, own = self.flat, r.own
-        if not self.is_last:  # a buffer on its way
+        if not self.is_last:  # the sums are sent on
             total = self.pool.take(own[1] - own[0], flat.dtypes.sums, REDUCTION, r.unit.name)
             r.result_range = own
             return total, total
-        # Who holds more than it sums puts its sums into their place there; the others' come later.
+        # A rank that holds more than it sums puts its sums into their place in what it holds. The
+        # other ranks' sums come later.
         sent_on = flat.broadcast_back is not None
         a, b = r.result_range = overlap(r.run, flat.owned) if sent_on else own
         total = self.pool.fresh(b - a, flat.spec.landed)
@@ -239,8 +243,9 @@ class Reduce(ABC):
             self._round(sums, sending.receive_buffer)
 
     def _round(self, sums: torch.Tensor, room: torch.Tensor | None) -> None:
-        """See [Note: rounded once]; in place, by way of `room`, the memory that the parts came in,
-        which have been added.
+        """Round `sums` to the dtype of the wire, in place. See [Note: rounded once].
+
+        The rounded values pass through `room`, the receive buffer of parts that have been added.
         """
         wire = self.flat.dtypes.wire
         if room is None or wire == sums.dtype or torch.promote_types(wire, sums.dtype) == wire:
@@ -252,7 +257,7 @@ class Reduce(ABC):
 
 
 class PartsSending(Sending):
-    """The ranks' parts, by position in the hop's group."""
+    """A hop that adds up the ranks' parts itself: `parts`, by position in the hop's group."""
 
     def __init__(self, by: Reduce, r: Reduction) -> None:
         super().__init__(by, r)
@@ -268,7 +273,7 @@ class PartsSending(Sending):
         self.parts.clear()
 
     def add_up(self, sums: torch.Tensor) -> None:
-        """All parts into `sums`, in rank order."""
+        """Add all parts into `sums`, in rank order."""
         first, *others = self.parts.values()
         if others and first.dtype == others[0].dtype == sums.dtype:
             torch.add(first, others[0], out=sums)
@@ -280,10 +285,10 @@ class PartsSending(Sending):
 
 
 class PairwiseReduce(Reduce):
-    """Each rank sends each other rank its part, and adds up what comes.
+    """Each rank sends every other rank the part that this one sums, and adds up what it receives.
 
-    Where sums need neither another dtype nor another place, one peer's part comes into memory of
-    its own and the others are added to it there: it becomes the gradient.
+    If the sums need no other dtype and no other place, one peer's part is received into memory of
+    its own. The other parts are added to it there, and it becomes the gradient.
     """
 
     adds = "pairwise"
@@ -296,7 +301,7 @@ class PairwiseReduce(Reduce):
             and self.group.size > 1
             and flat.dtypes.wire == flat.dtypes.sums
         )
-        # The peer whose part becomes the sum
+        # The peer whose part becomes the sum; None if none does
         self.into: int | None = (1 if self.group.rank == 0 else 0) if in_place else None
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
@@ -328,14 +333,14 @@ class PairwiseReduce(Reduce):
         sending.parts = dict(sorted(places.items()))
 
     def place_others(self, places: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
-        """The parts that have no place yet come into `rows`."""
+        """Receive the parts that have no place yet into `rows`."""
         others = (p for p in range(self.group.size) if p not in places)
         places |= dict(zip(others, rows.unbind(), strict=True))
 
     def messages(
         self, sending: PartsSending, sent: torch.Tensor
     ) -> tuple[list[tuple[int, torch.Tensor]], list[tuple[int, torch.Tensor]]]:
-        """What is sent to whom and received from whom."""
+        """Return (what is sent, what is received), each a list of (peer, tensor)."""
         here = self.group.rank
         parts = enumerate(pieces(sent, sending.r.span, self.hop))
         return (
@@ -345,8 +350,8 @@ class PairwiseReduce(Reduce):
 
 
 class SimulatedReduce(PairwiseReduce):
-    """One rank stands for all (torch's "fake" backend): two messages stand for those to all others,
-    and nothing arrives.
+    """One rank stands for all (torch's "fake" backend). Two messages stand for those to all other
+    ranks, and nothing arrives.
     """
 
     def place_others(self, places: dict[int, torch.Tensor], rows: torch.Tensor) -> None:
@@ -389,12 +394,12 @@ class InPlaceSending(PartsSending):
         self.parts.clear()
 
 
-# -- on to who holds the sums too ------------------------------------------------------------------
+# -- to the other ranks that hold the sums too -----------------------------------------------------
 
 
 def broadcast_back(r: Reduction, context: CollectiveContext) -> Pending:
-    """Start sending this rank's sums to all that hold them too, and receiving theirs: between groups
-    first, then inside.
+    """Start the exchange of sums among all ranks that hold them: between groups first, then inside
+    each group.
     """
     last, group = len(r.flat.hops) - 1, r.flat.group
     pending = _broadcast_on(r, last, context)
@@ -404,8 +409,8 @@ def broadcast_back(r: Reduction, context: CollectiveContext) -> Pending:
 
 
 def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
-    """The sums that this rank has of the addresses of hop `at`, to the ranks of its group, and
-    theirs from them.
+    """Exchange sums over the addresses of hop `at` with the ranks of its group: send this rank's,
+    receive theirs.
     """
     assert r.total is not None
     hop, by = r.flat.hops[at], r.flat.reduces[at]
@@ -423,6 +428,6 @@ def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
 
 
 def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:
-    """The ranks' pieces of a buffer over `span`, by position in the hop's group."""
+    """Split a buffer over `span` into the ranks' pieces, by position in the hop's group."""
     cuts = [overlap(span, there) for there in hop.ranges]
     return buffer.split([b - a for a, b in cuts])
