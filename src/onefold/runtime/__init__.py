@@ -16,8 +16,8 @@ commands.
 | Which other passes are there?               | `recomputation`, `differentiate`                                          |
 | What else is looked at, told and kept?      | `checks`, `notes`, `buffers`, `unset`, `spans`, `registry`                |
 
-Two subpackages: `parameters` is what a user's code sees of a parameter; `state` reads and writes the
-values of a whole model between passes.
+Two subpackages: `parameters` is what a user's code sees of a parameter, `state` reads and writes
+the values of a whole model between passes.
 """
 
 from onefold.runtime.engine import Engine

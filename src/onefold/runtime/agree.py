@@ -1,17 +1,22 @@
 """What the ranks tell each other at the end of a backward pass, in one exchange of a few hundred
 bits (`Group.any_of`).
 
-    checksums of the orders seen in forward, in backward, of readiness, and of what was launched |
-    the same bits inverted
-        | something behind the training has failed | parameters used | units late | units gathered in backward
+    checksums of four orders: of units in forward, of units in backward, of units ready, of launched collectives
+        | the same bits inverted
+        | background work has failed | parameters used | units late | units gathered in backward
 
-Every rank learns which bits are set on any. From that it knows which parameters got a gradient
-anywhere, whether a unit needs a second reduction, and whether all ranks walked through the units
-alike, in which case that walk becomes the agreed order of the next steps.
+Every rank learns which bits are set on any rank. From them it knows:
 
-[Note: the exchange is never left out] Each of these may be another rank's news, of which this one
-knows nothing. On a native backend it is also where the host learns that a rank does not come, or
-came to other moves. It costs log2(ranks) messages of the host; the device goes on.
+- which parameters got a gradient anywhere,
+- whether a unit needs a second reduction,
+- whether all ranks used the units in the same order, which then becomes the agreed order of the
+  next steps. (A checksum is the same on all ranks if no bit of it is set together with its
+  inverse.)
+
+[Note: the exchange is never left out] Any of these bits may come from another rank, so no rank can
+know that the exchange is needless. On a native backend it is also where the host learns that a rank
+is missing or has launched other collectives. It costs log2(ranks) messages between hosts; the
+device goes on meanwhile.
 """
 
 from __future__ import annotations
@@ -42,8 +47,8 @@ def agree_and_finish(
     """Exchange which parameters were used and which orders were seen; then set the gradients.
 
     Raises:
-        StallError: the ranks launched different moves on a native backend: what they received is
-            not what they asked for.
+        StallError: the ranks launched different collectives on a native backend, so what they
+            received is not what they asked for.
     """
     group, progress, units = resources.group, resources.progress, reduce.units
     late = {u.index for u in units if u.late}
@@ -84,12 +89,12 @@ def agree_and_finish(
 
 
 def agree_on_failure(resources: Resources, error: BaseException | None, when: str) -> None:
-    """Ranks tell each other what went wrong with a disk, if anything did. Collective.
+    """Tell all ranks what went wrong with a disk, if anything did. Collective.
 
     Raises:
-        TierError: on every rank, if something did on one.
+        TierError: on every rank, if any rank has an `error`.
     """
-    # Which the raised error is itself
+    # The error raised below is a TierError too, so this name is left out
     kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
     said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
     payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
@@ -109,11 +114,11 @@ def agree_on_failure(resources: Resources, error: BaseException | None, when: st
 
 
 def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
-    """All ranks walked the same way: make it the order of the next steps. Units not seen keep a
-    place: a later step may use them.
+    """Make the order that all ranks have seen the agreed order of the next steps. Units that were
+    not seen keep a place in it: a later step may use them.
     """
     if gather.forward_log:
-        # Used forward, but their backward reads no parameter
+        # Units used in forward whose backward reads no parameter
         needless = set(gather.forward_log) - gathered
         gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
         unseen = set(gather.backward_order) - needless - set(gather.backward_log)
@@ -132,7 +137,7 @@ def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
 
 
 def _with_missing(seen: list[int], order: list[int]) -> list[int]:
-    """`seen`, with what only `order` has put behind its predecessor there."""
+    """Return `seen` with the units that only `order` has, each put after its predecessor there."""
     out, known = list(seen), set(seen)
     for at, index in enumerate(order):
         if index not in known:
@@ -145,9 +150,11 @@ def _with_missing(seen: list[int], order: list[int]) -> list[int]:
 def _with_unseen(
     seen: list[int], unseen: set[int], forward: list[int], units: list[Unit]
 ) -> list[int]:
-    """`seen`, a backward pass, with the units that it left out where a pass that uses them will
-    come to them: ahead of the units that are used before them in the forward pass. Those that
-    enclose them do not count, since a backward pass reaches these first and last.
+    """Return the backward order `seen` with the `unseen` units in the places where a pass that uses
+    them will reach them.
+
+    That is ahead of the units that the forward pass uses earlier. Units that enclose the unseen one
+    do not count, since a backward pass reaches these both first and last.
     """
     out, at = list(seen), {index: n for n, index in enumerate(forward)}
     for index in sorted(unseen, key=lambda i: -at[i]):

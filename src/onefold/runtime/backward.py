@@ -1,4 +1,4 @@
-"""The backward passes of one engine: when one begins, and its end, good or bad."""
+"""The backward passes of one engine: how each begins, and how it ends, also when it raised."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ if TYPE_CHECKING:
 
 
 def in_autograd() -> bool:
-    """Whether a backward pass is running in this thread (a forward pass then is a
-    recomputation).
+    """Whether a backward pass is running in this thread. A forward pass inside it is a
+    recomputation.
     """
     return torch._C._current_graph_task_id() != -1
 
 
 class Backward:
-    """Opens a backward pass at the first thing that happens in it, and ends it when autograd is
-    through.
+    """Opens a backward pass at its first event, and ends it when autograd has finished.
 
     Attributes:
-        reached: passes whose outputs the one under way has come to.
+        reached: the forward passes whose outputs this backward pass has reached.
     """
 
     def __init__(
@@ -54,10 +53,10 @@ class Backward:
         self.reached: list[ForwardPass] = []
 
     def event(self, accumulates: bool = False) -> None:
-        """Something of this engine happens in a backward pass: open it, and ask to be called at its
-        end.
+        """Note that a backward pass has reached something of this engine. The first event opens the
+        pass, and asks autograd to call `_end` at its end.
 
-        `accumulates`: what happens is that a parameter has its gradient.
+        `accumulates`: the event is that a parameter has got its gradient.
         """
         progress = self.progress
         if not progress.backward_open and in_autograd():
@@ -72,7 +71,7 @@ class Backward:
                 self.spans.begin_backward()
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         elif accumulates and progress.differentiating:
-            # The gradients of a re-entrant checkpoint, which nothing had announced
+            # A gradient from inside a re-entrant checkpoint: the outer graph does not show it
             progress.differentiating = False
             self.gather.foresee_backward()
             self.reduce.begin_backward()
@@ -101,15 +100,15 @@ class Backward:
             progress.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
-            transfers.down.wait()  # what the user finds in `.grad` is there
+            transfers.down.wait()  # the copies down that the user finds in `.grad` are complete
             memory.look()
             transfers.host.look()
             for unit in reduce.units:
                 unit.waiting = set()
 
     def _end_differentiating(self) -> None:
-        """The end of a backward pass that accumulated nothing (torch.autograd.grad): nothing to
-        reduce, nothing to agree on.
+        """End a backward pass that accumulated nothing (torch.autograd.grad): there is nothing to
+        reduce and nothing to agree on.
         """
         self.progress.backward_open = self.progress.differentiating = False
         if not self.progress.creates_graph:
@@ -120,8 +119,8 @@ class Backward:
         self.resources.memory.look()
 
     def _close_graphs(self) -> None:
-        """The backward pass has used up the graphs of the passes that it came to; of one pass, if
-        none was noticed.
+        """Close the graphs that the backward pass has used up: those of the passes that it reached,
+        or one graph if it reached none.
         """
         progress, closed = self.progress, [p for p in dict.fromkeys(self.reached) if p.open]
         for each in closed:

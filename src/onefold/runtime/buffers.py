@@ -6,10 +6,10 @@
 | after a pass with gradients, outside `no_sync`     | yes, in evaluation too                        |
 | after a pass without gradients, or under `no_sync` | no                                            |
 
-All of them travel in one message, as bytes: any dtype, 0-dimensional ones, those that are not in
-the state dict, and those that a module has put in place of others since. Nobody can know without a
-message of its own whether another rank has written to a buffer (through `.data` no counter tells),
-so constants travel too, as under DDP.
+All of them travel in one message, as bytes: buffers of any dtype, 0-dimensional ones, those that
+are not in the state dict, and those that a module has put in place of others since. Constants
+travel too, as under DDP: without a further message, no rank can know whether another rank has
+written to a buffer (writes through `.data` change no version counter).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Buffers:
     not the modules.
 
     Attributes:
-        due: the next pass over the model begins with rank 0's buffers.
+        due: the next pass over the model begins with a copy of rank 0's buffers.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -55,7 +55,7 @@ class Buffers:
         self._tables = []
 
     def tensors(self) -> list[torch.Tensor]:
-        """The buffers as they are now, each once."""
+        """Return the buffers as they are now, each once."""
         found = {
             id(b): (name, b)
             for table in self._tables
@@ -71,7 +71,7 @@ class Buffers:
         return sum(map(_nbytes, self.tensors()))
 
     def before_pass(self, resources: Resources) -> None:
-        """A pass over the model begins."""
+        """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
         if not self.due or resources.group.size == 1:
             return
         tensors = self.tensors()
@@ -84,20 +84,20 @@ class Buffers:
         memory.add(STAGING, -nbytes, "buffers")
 
     def after_pass(self, synchronized: bool) -> None:
-        """A pass over the model ended well; `synchronized`: with gradients that the ranks will
-        share.
+        """Called after a pass over the model. `synchronized`: it recorded gradients that the ranks
+        will share.
         """
         self.due = synchronized
 
 
 @torch.no_grad()
 def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -> None:
-    """Rank 0's values into everybody's `tensors`, in one message. Collective; waits."""
+    """Copy rank 0's values into `tensors` on every rank, in one message. Collective; waits."""
     group, device, sizes = resources.group, resources.device, list(map(_nbytes, tensors))
     if group.size == 1 or not sum(sizes):
         return
-    # Ranks whose buffers differ in number, shape or dtype never take each other's for something
-    # else: their messages do not meet.
+    # A number made of shapes and dtypes: messages of ranks whose buffers differ in these, or in
+    # number, do not match.
     number = zlib.crc32(repr([(tuple(t.shape), t.dtype) for t in tensors]).encode()) & 0x7FFF
     if group.rank == 0:
         message = torch.cat([_as_bytes(_once(t)).to(device) for t in tensors])
@@ -110,18 +110,18 @@ def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -
         return
     for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
         mine = _once(buffer.detach())
-        # On the host what is equal is left alone: autograd may have saved a constant for a backward
-        # pass that is still to come.
+        # On the host, equal buffers are not written to: autograd may have saved a constant for a
+        # backward pass that is still to come.
         if size and not (buffer.device.type == "cpu" and torch.equal(_as_bytes(mine), part)):
             mine.copy_(part.clone().view(mine.dtype).view(mine.shape))
 
 
 def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """The same buffer.
+    """Return `buffer` unless it was made of a shard.
 
     Raises:
-        ShardedParameterError: it is this rank's part of a parameter, as
-            `self.register_buffer("old", p.data.clone())` makes one.
+        ShardedParameterError: it is this rank's part of a parameter, such as
+            `self.register_buffer("old", p.data.clone())` makes.
     """
     spec = spec_of(buffer)
     if spec is not None:
@@ -135,8 +135,8 @@ def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
 
 
 def _once(buffer: torch.Tensor) -> torch.Tensor:
-    """The buffer with each element of its memory once: without the dimensions that it was expanded
-    to.
+    """Return a view of the buffer with each element of its memory once, that is, without expanded
+    dimensions.
     """
     for dim, (size, stride) in enumerate(zip(buffer.shape, buffer.stride(), strict=True)):
         if stride == 0 and size > 1:

@@ -1,17 +1,17 @@
-"""What an engine is given that is not in the core: `shard()` knows which capability a recipe needs,
-and hands its maker over.
+"""What an engine is given from outside the core: `shard()` knows which capability a recipe needs,
+and hands its maker to the engine.
 
 | question                                              | answered by        | maker                      |
 |-------------------------------------------------------|--------------------|----------------------------|
-| where does a shard rest                               | `Storage`          | `Capabilities.storage`     |
+| where is a shard stored                               | `Storage`          | `Capabilities.storage`     |
 | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
 | how do partial gradients become sums                  | `Reduce`           | `Capabilities.reduce`      |
 | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
 | how is an interval written as fewer bytes             | `comm.codec.Codec` | `Capabilities.codec`       |
 | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
 
-The engine and its parts import none of those who answer. Who steps a shard, and when (`Step` in
-runtime/steps.py), works with the whole engine, and is given to `Engine.start`.
+The engine and its parts import none of these implementations. One more is given to `Engine.start`,
+since it works with the whole engine: who steps a shard, and when (`Step` in runtime/steps.py).
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Transfer(Protocol):
 
     def wait(self) -> None:
         """Raises:
-        TierError: it did not go well.
+        TierError: it failed.
         """
 
 
 class Region(Protocol):
-    """A row of elements on disk."""
+    """A range of elements on disk."""
 
     numel: int
     dtype: torch.dtype
@@ -61,7 +61,7 @@ class Region(Protocol):
 
 
 class Store(Protocol):
-    """What rests on NVMe of one rank."""
+    """What one rank stores on NVMe."""
 
     def region(self, name: str, numel: int, dtype: torch.dtype) -> Region: ...
 
@@ -69,8 +69,8 @@ class Store(Protocol):
 
 
 class Activations(Protocol):
-    """What is told of an engine's passes. `store` is None where activations stay on the device:
-    then nothing happens.
+    """Where saved activations wait; it is called when passes begin and end. `store` is None if
+    activations stay on the device, and the calls then do nothing.
     """
 
     store: Any

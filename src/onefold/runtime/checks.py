@@ -1,6 +1,4 @@
-"""What is looked at when a pass over the model begins: is the model still the one that was
-sharded?
-"""
+"""Checks at the beginning of a pass over the model: is the model still the one that was sharded?"""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ def check_in_place(units: Iterable[Unit]) -> None:
         for flat in unit.flats:
             if flat.unsharded:
                 continue
-            # The first of which this rank owns anything; where it owns nothing, the dtype still
-            # tells.
+            # The first entry of which this rank owns elements. If it owns none of any, the dtype
+            # still tells.
             owned = next((e for e in flat.entries if flat.local(e)[0] < flat.local(e)[1]), None)
             entry = owned or flat.entries[0]
             want = (
@@ -45,7 +43,7 @@ def check_in_place(units: Iterable[Unit]) -> None:
 
 
 def check_not_wrapped(module: nn.Module | None) -> None:
-    """Raise RuntimeError if this pass is a DistributedDataParallel's over a model that holds
+    """Raise RuntimeError if this is a forward pass of a DistributedDataParallel model that contains
     `module`.
     """
     around = getattr(nn.parallel.DistributedDataParallel, "_get_active_ddp_module", lambda: None)()
@@ -54,12 +52,12 @@ def check_not_wrapped(module: nn.Module | None) -> None:
 
 
 class Structure:
-    """The modules of a model as shard() found them: parameters put there later would train on every
+    """The modules of a model as shard() found them. Parameters added later would train on every
     rank by itself.
 
-    Walking the whole model costs a millisecond and more, so a look compares the next few modules
-    (their number of parameters, and which children they have): a change is found within some
-    passes, in the same one on every rank.
+    Walking the whole model costs a millisecond or more, so each look compares only the next few
+    modules: their number of parameters, and which children they have. A change is found within some
+    passes, in the same pass on every rank.
     """
 
     def __init__(self, root: nn.Module, entries: Sequence[Entry]) -> None:
@@ -71,11 +69,12 @@ class Structure:
         self._next = 0
 
     def look(self, everywhere: bool) -> bool:
-        """Compare some modules, or all. True if there are others than before, without parameters.
+        """Compare some modules, or all of them if `everywhere`. Returns True if modules have
+        changed, but no parameters.
 
         Raises:
-            RuntimeError: the model has other parameters than when it was sharded, or ties them
-                otherwise; the message names them.
+            RuntimeError: the model has other parameters than when it was sharded, or other ties
+                between them; the message names them.
         """
         root = self._root()
         if root is None:
@@ -97,11 +96,11 @@ class Structure:
         return True
 
     def refuse_changes(self, call: str) -> None:
-        """Before `call` reads or writes values by the parameters that `shard()` found: are they
-        those of the model?
+        """Check that the parameters that `shard()` found are those of the model. Called before
+        `call` reads or writes their values.
 
         Raises:
-            RuntimeError: the model has others now; the message names them.
+            RuntimeError: the model has other parameters now; the message names them.
         """
         root = self._root()
         if root is not None and (said := changes(root, self._entries)):
@@ -112,8 +111,8 @@ class Structure:
 
 
 def changes(root: nn.Module, entries: Iterable[Entry]) -> str:
-    """Which parameters of `root` were added, removed, replaced or tied to others since `entries`
-    were found there; "" if none were.
+    """Return a text that names the parameters of `root` that were added, removed, replaced or tied
+    to others since `entries` were found there; "" if none were.
     """
     then = {name: entry for entry in entries for name in entry.names}
     known = {id(entry.param): entry for entry in entries}

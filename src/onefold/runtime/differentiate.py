@@ -1,13 +1,14 @@
 """`torch.autograd.grad` and its like: backward passes that accumulate nothing into the parameters
 of a model.
 
-    loss.backward()                     gradients go to the parameters: reduced, as ever
+    loss.backward()                     gradients go to the parameters, reduced
     loss.backward(inputs=parameters)    the same for these parameters alone
     torch.autograd.grad(loss, inputs)   gradients are returned: this rank's own, whole, in the compute dtype; nothing is reduced
 
-Such a pass gathers what it needs (stage 3) unit by unit as it comes to it, so all ranks must make
-it alike. What it saves with `create_graph=True` may lie in gathered buffers. They are left to their
-readers: see [Note: nobody reads a reused buffer] in memory/pool.py.
+At stage 3 the last kind of pass gathers units when it comes to them, so all ranks must make it in
+the same way. What it saves with `create_graph=True` may lie in gathered buffers. The pool does not
+reuse these while somebody can read them: see [Note: nobody reads a reused buffer] in
+memory/pool.py.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ TRANSFORMS = (
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError inside torch.func.grad and its like, which do not allow the handles that
-    stand for gathered parameters.
+    """Raise RuntimeError inside torch.func.grad and its like: they do not allow hooks on saved
+    tensors, which gathered parameters need.
     """
     enabled: Any = getattr(torch._C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True)
     if not enabled():
@@ -40,13 +41,13 @@ def refuse_transforms() -> None:
         )
 
 
-#: What takes parameters as `inputs`.
+#: Functions that take parameters as `inputs`.
 CALLS = {torch.autograd.grad, torch.autograd.backward}
 
 
 def call(func: Any, args: Any, kwargs: Any) -> Any:
-    """One of CALLS with sharded parameters among its arguments: autograd knows them as the whole
-    parameters.
+    """Call one of CALLS with the whole parameters in place of the sharded ones among its arguments:
+    autograd knows only the former.
     """
     return func(*(_leaves(a) for a in args), **{k: _leaves(v) for k, v in kwargs.items()})
 
@@ -62,11 +63,10 @@ def _leaves(value: Any) -> Any:
 
 
 def accumulates(entries: Iterable[Entry]) -> bool:
-    """Inside a backward pass: whether it will bring any of `entries` a gradient, as far as its own
-    graph tells.
+    """Whether the backward pass under way will accumulate a gradient into any of `entries`.
 
-    (A re-entrant checkpoint runs a backward pass of its own inside: its gradients are not
-    foreseen.)
+    Only its own graph is asked. A re-entrant checkpoint runs a backward pass of its own inside,
+    whose gradients this does not foresee.
     """
     refuse_transforms()
     return any(

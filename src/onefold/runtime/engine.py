@@ -65,7 +65,7 @@ class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. units: its units, the root first. progress: which step, which pass.
+        recipe: what it executes. units: its units, the root first. progress: the step and the pass.
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
@@ -302,7 +302,7 @@ class Engine:
         """
         return self.forward.use(entry)
 
-    # -- outside a pass, with gradients: runtime/parameters/outside.py ----------------------------------------
+    # -- outside a pass, with gradients: runtime/parameters/outside.py -----------------------------
 
     @property
     def in_pass(self) -> bool:

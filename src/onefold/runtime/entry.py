@@ -1,5 +1,5 @@
-"""A parameter of a flat buffer: the optimizer's object, the one that a forward pass sees, and who
-refers to it.
+"""A parameter of a flat buffer: the optimizer's object, the object that a forward pass sees, and
+the places that refer to it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ if TYPE_CHECKING:
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
-    """The dtype that a parameter was given to `shard()` in. Inside `onefold.unsharded` it is in
-    master precision for a while.
+    """Return the dtype that a parameter had when `shard()` got it. (Inside `onefold.unsharded` the
+    parameter is in master precision.)
     """
     handed_out, declared = param.__dict__.get("_onefold_dtypes", (None, param.dtype))
     return declared if param.dtype == handed_out else param.dtype
 
 
 class Whole(nn.Parameter):
-    """A whole parameter as its module sees it in a forward pass. What is written through `.data`
-    leaves no other trace, so from the first look at it on, the end of each forward pass compares
-    (runtime/forward_writes.py).
+    """A whole parameter as its module sees it in a forward pass.
+
+    No version counter shows writes through `.data`. So once a module has read `.data`, the end of
+    each forward pass compares values (runtime/forward_writes.py).
     """
 
     @property
@@ -48,8 +49,10 @@ class Whole(nn.Parameter):
         _DATA.__set__(self, value)
 
     def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
-        """Set to itself it stays as it is, and its version counter too: torch's parametrizations do
-        that to what they wrap, and peft's adapters of experts wrap it anew in every forward pass.
+        """Set the tensor; do nothing, not even count a write, if `source` is the tensor itself.
+
+        torch's parametrizations set what they wrap to itself, and peft's adapters of experts wrap
+        anew in every forward pass.
         """
         if source is self and not place and not options:
             return self
@@ -57,12 +60,12 @@ class Whole(nn.Parameter):
 
 
 _DATA: Any = torch.Tensor.data
-point: Any = _DATA.__set__  # (whole, tensor): the engine's own way, which is no write
+point: Any = _DATA.__set__  # (whole, tensor): for the engine itself; does not count as a write
 
 
 class Entry:
-    """One parameter: `param` is the optimizer's object, `compute` the one that the forward pass
-    sees, `places` who refers to it.
+    """One parameter: `param` is the optimizer's object, `compute` is the object that the forward
+    pass sees, `places` are where modules refer to it.
     """
 
     __slots__ = (
@@ -95,17 +98,17 @@ class Entry:
         self, found: Found, slot: Slot, index: int, flat: Flat, engine: OwningEngine
     ) -> None:
         self.slot, self.index, self.names = slot, index, found.names
-        # What it is of the parameter that leaves the process: all of it, or the elements of one
-        # tile
+        # The part that it is of the parameter as users and checkpoints know it: all of it, or the
+        # elements of one tile
         self.part = found.part
-        # The modules' own dictionaries rather than the modules: a model must not be kept alive by
-        # its engine.
+        # The modules' own dictionaries rather than the modules: an engine must not keep its model
+        # alive.
         self.places = [
             (m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None)
             for m, a in found.places
         ]
         one = len(self.places) == 1 and self.places[0][2] is None
-        # The common case: one module refers to it, and keeps no list besides
+        # The common case: one module refers to it, and is not a recurrent layer with its own list
         self.only_place = self.places[0][:2] if one else None
         self.flat, self.engine = flat, weakref.ref(engine)
         self.param = found.param
@@ -113,10 +116,10 @@ class Entry:
         self.released: torch.Tensor | None = None
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
-        self.post_hooks: Any = None  # the user's, as a backward pass found them
+        self.post_hooks: Any = None  # the user's hooks, as they were when a backward pass began
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
-        # This rank owns nothing of it, and those that do have a gradient
+        # This rank owns nothing of it, and the ranks that do have a gradient for it
         self.graded_elsewhere = False
         # What `.grad` shows of a gradient that is not reduced yet
         self.unreduced: torch.Tensor | None = None
@@ -126,16 +129,16 @@ class Entry:
         )
 
     def accounted(self, position: int | None = None) -> tuple[int, int]:
-        """The elements, counted from the first, that this rank (or that at `position`) answers
-        for: each element of the model on exactly one rank.
+        """Return the elements, counted from the first, that this rank (or that at `position`)
+        accounts for. Exactly one rank accounts for each element of the model.
         """
         flat = self.flat
         a, b = flat.layout.local(self.slot, flat.rank if position is None else position)
         return a - self.slot.start, b - self.slot.start
 
     def held(self, position: int | None = None) -> tuple[int, int]:
-        """The elements, counted from the first, that the optimizer of this rank (or of that at
-        `position`) steps; also what other ranks' optimizers step as well.
+        """Return the elements, counted from the first, that the optimizer of this rank (or of that
+        at `position`) steps. Optimizers of other ranks may step them too.
         """
         flat = self.flat
         owned = flat.owned if position is None else flat.owned_by(position)
@@ -143,8 +146,8 @@ class Entry:
         return a - self.slot.start, b - self.slot.start
 
     def outside(self, x: int, y: int, key: str = "") -> tuple[tuple[int, ...], int, int]:
-        """Elements [x, y) as the parameter is known outside, of which a tile is a part: the whole
-        shape of it (or of its state `key`), and the interval.
+        """Return where elements [x, y) are in the parameter as users know it, of which a tile is
+        only a part: the shape of the whole (or of its state `key`), and the interval.
         """
         grain, part = grain_of(key), self.part
         shape = part.shape if packed(key) is None else (-(-part.numel // grain),)

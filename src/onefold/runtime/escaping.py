@@ -1,8 +1,8 @@
-"""What a pass over the model returns must not lie in a gathered buffer: the buffer goes, and a
-parameter that points at it is empty then.
+"""Outputs of a pass over the model must not lie in gathered buffers: when a buffer is released, the
+parameters that point at it become empty.
 
-A module may return its weight, or a view of it. The outermost pass returns a copy instead, which
-keeps the graph: gradients are counted.
+A module may return its weight, or a view of it. The outermost pass returns a copy instead. The copy
+is part of the graph, so gradients flow through it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from onefold.runtime.nested import tensors_in
 
 
 def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
-    """`output` with each tensor that lies in one of `buffers` (by storage) replaced by a copy; the
-    same object if there is none.
+    """Return `output` with each tensor that lies in one of `buffers` (by storage) replaced by a
+    copy. If there is none, return the same object.
     """
 
     def gathered(t: torch.Tensor) -> bool:
@@ -28,7 +28,7 @@ def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
 
     if not buffers or not any(gathered(t) for t in tensors_in(output)):
         return output
-    known: dict[int, torch.Tensor] = {}  # what was one object stays one
+    known: dict[int, torch.Tensor] = {}  # one copy for each object, however often it occurs
 
     def own(t: torch.Tensor) -> torch.Tensor:
         return known.setdefault(id(t), t.clone()) if gathered(t) else t

@@ -1,24 +1,24 @@
-"""A flat buffer bound to a unit's parameters: the masters that the optimizer sees, the whole that
-the forward pass sees.
+"""A flat buffer bound to a unit's parameters: masters for the optimizer, the whole for the forward
+pass.
 
 One `Flat` holds the parameters of one unit that share a dtype and were trainable (or frozen)
 together:
 
     placement of        parameters   optimizer     master                       full
-    stage 0             replicated   replicated    [numel], logical shapes      kept; the master itself when dtypes agree
-    stages 1, 2         replicated   sharded       [shard], one interval        kept; master is a slice of it when dtypes agree
+    stage 0             replicated   replicated    [numel], logical shapes      resident; the master itself when dtypes agree
+    stages 1, 2         replicated   sharded       [shard], one interval        resident; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-What the optimizers of several ranks step of it:
+Which elements of it the optimizers of several ranks step:
 
     masters are                           `divided`   `shared`
     whole on every rank (stage 0)                     on more than one rank
     this rank's interval                  yes
     an interval that other ranks have     yes         yes
 
-What differs between recipes is what a flat buffer is made of, chosen once in `shard()`: its `storage`
-(runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each hop
-of its gradient (runtime/reductions.py).
+Recipes differ in the parts that a flat buffer is made of. `shard()` chooses them once: its
+`storage` (runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each
+hop of its gradient (runtime/reductions.py).
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """What some addresses have of a flat buffer's entries.
+    """How a range of addresses is divided among a flat buffer's entries.
 
     Attributes:
-        sizes: elements before the first of `here`, of it, between it and the second, ... behind the
-            last.
-        here: entries with elements there, or without any at all. elsewhere: the others.
+        sizes: numbers of elements, in order: before the first entry of `here`, of that entry,
+            between it and the second, ..., after the last.
+        here: entries with elements in the range, or without any elements. elsewhere: the others.
     """
 
     sizes: tuple[int, ...]
@@ -82,7 +82,7 @@ class Flat:
         self.frozen_low = dtypes.master in LOW and dtypes.master != recipe.optimizer.dtype
         self.unit_name, self.index, self.dtypes = unit_name, index, dtypes
         self.group, self.rank, self.size = group, group.rank, group.size
-        #: Every size of it; the plan adds up the same
+        #: All sizes of this buffer; the plan adds up the same ones
         self.spec = spec = ShardSpec.of(
             [(f.names[0], f.param.shape) for f in found],
             dtypes,
@@ -106,21 +106,21 @@ class Flat:
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
         self.unsharded = spec.unsharded
-        # What this rank has among all, among those of its group (the same without groups), and for
-        # its optimizer
+        # This rank's addresses: its part among all ranks, its part among the ranks of its group
+        # (the same without groups), and what its optimizer owns
         self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
         self.hops = hops_of(spec, group)
         # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
         # ranks] in runtime/reductions.py
         self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
-        # Sums go on to who holds them too
+        # The hop that sends sums on to the other ranks that hold them too; None if none do
         self.broadcast_back = self.hops[-1] if spec.broadcast_back else None
         self.storage: Storage = made.storage(self, tiers, encoded, resources)
         self.gather: Gather = made.gather(self, resources)
         self.reduces: tuple[Reduce, ...] = tuple(
             made.reduce(self, at, resources) for at in range(len(self.hops))
         )
-        # Who has which part of what parameters show; None where every rank has the whole.
+        # Which rank has which part of the parameters; None if every rank has the whole.
         self.owners = Owners(self, engine) if self.owned != (0, self.layout.numel) else None
         # Sums inside the group that wait for the boundary, by run
         self.held: dict[tuple[int, int], torch.Tensor] = {}
@@ -129,20 +129,19 @@ class Flat:
         self.grads: dict[tuple[int, int], torch.Tensor] = {}
         self.pieces: list[torch.Tensor] = []  # see `views`
         self._shares: dict[tuple[int, int], Shares] = {}
-        # `active` of the entries, `runs` and what is made of them are as `refresh_active` found
-        # them
+        # `refresh_active` has set `active` of the entries, `runs`, and what is made of them
         self.followed = False
-        self.lingering = False  # what is frozen by now travels, see `refresh_active`
-        self.hooked = False  # gradients of what is trainable are listened to
-        self.awaited: frozenset[int] = frozenset()  # the numbers of what is trainable
+        self.lingering = False  # entries that are frozen by now travel too, see `refresh_active`
+        self.hooked = False  # the trainable entries have their gradient hooks
+        self.awaited: frozenset[int] = frozenset()  # the numbers of the trainable entries
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
-        # The module writes to its parameters, see runtime/forward_writes.py
+        # Whether the module writes to its parameters, see runtime/forward_writes.py
         self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        # Of a resident copy: what the masters' version counters said; masters were written to since
+        # Of a resident copy: the masters' version counters at the last look; whether it is stale
         self.versions, self.stale = 0, False
-        self.last_step = 0  # the last write by a step that was looked at, see runtime/stale.py
+        self.last_step = 0  # the last write by a step at the last look, see runtime/stale.py
         self.refreshed = 0  # of a resident copy: how many writes to masters it has followed
 
     @property
@@ -186,8 +185,8 @@ class Flat:
 
     def _bind(self, entry: Entry, device: torch.device) -> None:
         slot, old = entry.slot, entry.param
-        # A tensor of the right sizes and strides that owns no memory, for `compute` to be while
-        # nothing is gathered.
+        # `compute` points at this while nothing is gathered: the right sizes and strides, without
+        # memory.
         entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
         entry.released.untyped_storage().resize_(0)
         a, b = self.local(entry)
@@ -198,8 +197,8 @@ class Flat:
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
         kind = type(old)
         if old.is_meta or not _takes_data(old):
-            # A version counter of its own, as a parameter that keeps its identity has: writes of the
-            # engine to the master's memory are none of the user's, on any rank
+            # `.data` gives a version counter of its own, as a parameter that keeps its identity
+            # has. It counts the user's writes, and not those of the engine to the master's memory
             entry.param = _in_place_of(
                 old, nn.Parameter(data.data, requires_grad=old.requires_grad)
             )
@@ -208,7 +207,8 @@ class Flat:
         entry.compute = Whole(entry.released, requires_grad=entry.active)
         gradient_hooks.move(old, entry)
         old.__dict__.pop("_onefold_dtypes", None)
-        # What somebody puts on a parameter, sooner or later, a forward pass sees too
+        # One dictionary for both: a forward pass sees the attributes that anybody puts on a
+        # parameter, now or later
         entry.compute.__dict__ = entry.param.__dict__
         seen = entry.param.__dict__
         seen["onefold"] = ShardInfo(entry, (a - slot.start, b - slot.start))
@@ -222,7 +222,7 @@ class Flat:
         self.swap(entry, entry.param)
 
     def forget(self) -> None:
-        """The end: let go of the parameters."""
+        """Let go of the parameters when the engine closes."""
         self.entries.clear()
         self.pieces.clear()
         self._shares.clear()
@@ -238,18 +238,18 @@ class Flat:
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
     def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
-        """This rank's elements of `entry` as its optimizer sees them: in their logical shape where
-        it owns all.
+        """Return this rank's elements of `entry` as its optimizer sees them: in their logical shape
+        if it owns all of them.
         """
         return part.view(entry.slot.shape) if self.whole_master else part
 
     @property
     def reduce_move(self) -> str:
-        """What its reductions are called in the ledger and in messages."""
+        """The name of its reductions in the ledger and in messages."""
         return "all-reduce" if self.whole_master else "reduce-scatter"
 
     def shares(self, span: tuple[int, int]) -> Shares:
-        """The entries by what `span` has of them; known from the second question on."""
+        """Return how `span` is divided among the entries. Cached."""
         if (known := self._shares.get(span)) is not None:
             return known
         sizes: list[int] = []
@@ -269,7 +269,7 @@ class Flat:
 
     @property
     def owners_group(self) -> Group:
-        """The ranks whose masters together are the whole, each once."""
+        """The ranks whose masters together are the whole, each element once."""
         return self.group.intra_group if self.owned == self.shard else self.group
 
     def owned_by(self, position: int) -> tuple[int, int]:
@@ -277,21 +277,21 @@ class Flat:
         return self.spec.owned_by(position)
 
     def overwritten_since(self, write: int) -> bool:
-        """Whether the values computed with before that write to the masters are gone (a copy has
-        them until it is refreshed).
+        """Whether the values that passes used before that write to the masters are gone. A resident
+        copy has them until it is refreshed.
         """
         return not self.unsharded and not (self.is_copied and self.refreshed < write)
 
     @property
     def is_copied(self) -> bool:
-        """What is computed with is a copy of masters on the device that always exists: writes to
-        masters do not reach it before it is refreshed.
+        """Whether passes compute with a resident copy of masters on the device. Writes to masters
+        reach such a copy when it is refreshed.
         """
         return self.resident and self.storage.copies and not self.storage.offloaded
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """All entries as views of a buffer over the whole address space, in their logical shapes:
-        one call for all.
+        """Return all entries as views of a buffer over the whole address space, in their logical
+        shapes. One call makes all of them.
         """
         if not self.pieces:
             end = 0
@@ -301,14 +301,14 @@ class Flat:
                 end = entry.slot.end
             self.pieces.append(_nothing(self.layout.numel - end, self.pieces[-1]))
         views = torch._C._nn.unflatten_dense_tensors(buffer, self.pieces)[1::2]
-        # torch makes something else of pieces without elements, which lie nowhere.
+        # For a piece without elements torch returns a tensor of another shape.
         return [
             view if entry.slot.numel else entry.released  # type: ignore[misc]
             for entry, view in zip(self.entries, views, strict=True)
         ]
 
     def point_at(self, buffer: torch.Tensor | None) -> None:
-        """Let the forward pass's parameters be views of `buffer`, or of nothing."""
+        """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""
         if buffer is None:
             for entry in self.entries:
                 point(entry.compute, entry.released)
@@ -323,7 +323,7 @@ class Flat:
             if instead_of is not None and parameters.get(attribute) is not instead_of:
                 continue
             parameters[attribute] = param
-            # It keeps a list of its parameters besides
+            # A recurrent module also keeps a list of its parameters
             if recurrent is not None and (module := recurrent()) is not None:
                 weights: Any = module._flat_weights
                 weights[module._flat_weights_names.index(attribute)] = param
@@ -331,12 +331,13 @@ class Flat:
     # -- trainable parts ---------------------------------------------------------------------------
 
     def refresh_active(self, waiting: bool) -> bool:
-        """Follow `requires_grad` as the user has set it on the parameters; True if anything is
-        trainable, or travels all the same.
+        """Follow `requires_grad` as the user has set it on the parameters. Returns True if the
+        gradient of any of them travels.
 
-        waiting: gradients of earlier micro-batches wait for the boundary. What was trainable then
-            travels with them, though it is frozen now, so that the runs are the same on ranks that
-            have used it and on those that have not. (All ranks make the same passes.)
+        waiting: gradients of earlier micro-batches wait for the boundary. Parameters that were
+            trainable then travel with them, even if they are frozen now. So the runs are the same
+            on ranks that have used them and on ranks that have not. (All ranks make the same
+            passes.)
         """
         changed, self.followed = self.lingering or not self.followed, True
         for entry in self.entries:
@@ -376,19 +377,17 @@ def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _takes_data(old: torch.Tensor) -> bool:
-    """Whether a parameter can be given other memory, and another class, and stay the object that it
-    is.
-    """
+    """Whether a parameter can get other memory and another class and stay the same object."""
     return type(old) is nn.Parameter or faced_class(type(old)) is not ShardedParameter
 
 
 def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:
-    """`new` with every attribute of `old`; the very object `old`, with the contents of `new`, where
-    torch can exchange them.
+    """Return `new` with every attribute of `old`. Where torch can exchange the two, return the very
+    object `old` with the contents of `new`.
     """
     new.__dict__.update(old.__dict__)
     if type(old) is nn.Parameter:
-        with contextlib.suppress(RuntimeError):  # somebody holds a weak reference to it, or a graph
+        with contextlib.suppress(RuntimeError):  # a weak reference or a graph refers to it
             torch.utils.swap_tensors(old, new)
             return old
     return new

@@ -1,10 +1,10 @@
-"""The forward passes of one engine: what happens when a unit's module is called, and has returned.
+"""The forward passes of one engine: what happens when a unit's module is called and returns.
 
     a module is called                       `enter`            acquire the unit's parameters; the outermost begins a pass over the model
     it returns, or raises                    `leave`, `abort`   release them; the outermost ends the pass
     its code uses another unit's parameter   `use`              acquire that unit too, until the pass ends
 
-A recomputation inside a backward pass comes here too. It is no pass of its own.
+A recomputation inside a backward pass comes here too, but does not count as a pass of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Forward:
         stack: open forward passes of units: (unit, inside a backward pass, outermost of its pass
             over the model).
         raised_in: (unit, phase) of the last pass that raised.
-        part: whoever called a part of the root by itself.
+        part: the hooks of the part of the root that was called by itself (runtime/hooks.py).
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class Forward:
         self.write_counters, self.stack = write_counters, stack
         self.raised_in: tuple[str, str] | None = None
         self.part: object = None
-        # Whose whole parameters other modules used in this pass
+        # Units whose parameters other modules used in this pass
         self._borrowed: list[Unit] = []
         self._current = ForwardPass(write_counters)
         self._recorded: Recorded | None = None  # of the pass under way
         self._over_model = False
 
     def enter(self, unit: Unit, part: bool = False) -> bool:
-        """The forward pass of a unit's module begins. True if it begins a pass over the model
-        (inputs are to be cast).
+        """Begin the forward pass of a unit's module. Returns True if this begins a pass over the
+        model, whose inputs are to be cast.
 
-        `part`: it is not the unit's module but a part of it that is called by itself.
+        `part`: the caller called a part of the unit's module by itself, not the module.
         """
         with disable_torch_function():
             recompute = in_autograd()
@@ -109,8 +109,8 @@ class Forward:
             return outermost
 
     def leave(self, unit: Unit, output: Any) -> Any:
-        """The forward pass of a unit's module has ended well. Returns what it is to return: copies
-        of what lies in gathered buffers.
+        """End the forward pass of a unit's module after it has returned `output`. Returns the
+        output with copies of the tensors that lie in gathered buffers.
         """
         with disable_torch_function():
             recompute, outermost = self._pop()
@@ -121,7 +121,7 @@ class Forward:
                 self._watch(unit, output, root=not self.stack)
             if unit.depth == 0 and not recompute:
                 self._keep_writes(unit)
-            if outermost:  # what other modules wrote to, perhaps behind the unit's own forward pass
+            if outermost:  # other modules may have written to these after their own forward pass
                 for borrowed in self._borrowed:
                     self._keep_writes(borrowed)
             if unit.depth == 0 and (not recompute or unit.looks_up_only):
@@ -136,7 +136,7 @@ class Forward:
                 keep_writes(unit)
 
     def abort(self, unit: Unit) -> None:
-        """The forward pass of a unit's module raised."""
+        """Clean up after the forward pass of a unit's module raised."""
         with disable_torch_function():
             while any(u is unit for u, _, _ in self.stack):
                 # The innermost unit comes first
@@ -155,7 +155,7 @@ class Forward:
         return recompute, outermost
 
     def _begin_pass(self, is_root: bool) -> None:
-        if self.progress.backward_open:  # a backward pass raised and never came to its end
+        if self.progress.backward_open:  # a backward pass raised before it came to its end
             self.backward.reset()
         self.unset.look()
         self._over_model, self.raised_in = is_root, None
@@ -171,8 +171,10 @@ class Forward:
             self.buffers.find(root)
         if self.progress.step < 2:
             check_not_wrapped(self.units[0].module())
-        self.copies.look_for_writes()  # by what was trainable when the optimizer stepped
-        # A look in between (a reference pass with adapters off) leaves open graphs as they are
+        # Before `follow_trainable`: it must see what was trainable when the optimizer stepped
+        self.copies.look_for_writes()
+        # A pass without gradients in between (a reference pass with adapters off) must not change
+        # what the open graphs rely on
         if torch.is_grad_enabled() or self.progress.open_graphs == 0:
             follow_trainable(self.reduce)
         if (
@@ -183,8 +185,8 @@ class Forward:
             for u in self.units:
                 u.calls = 0
         if self._over_model and self.buffers.due:
-            self.buffers.tensors()  # it refuses parts, while nothing is on its way yet
-        self.activations.begin_forward()  # before the gatherer's hooks: these hand on to those
+            self.buffers.tensors()  # raises on parts of parameters, before anything is sent
+        self.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
         self.gather.begin_forward(self._over_model)
         refresh(self.gather)
         if self._over_model:
@@ -206,7 +208,7 @@ class Forward:
             self.gather.release_when_gone(recorded)
 
     def use(self, entry: Entry) -> nn.Parameter:
-        """The whole parameter for code in a forward pass that does not own it. See
+        """Return the whole parameter for code in a forward pass whose unit does not own it. See
         runtime/parameters/parameter.py.
         """
         unit = self.reduce.unit_of[entry.number]
@@ -220,15 +222,15 @@ class Forward:
         self.gather.acquire(unit, backward=recompute)
         unit.sticky = True
         if recompute:
-            # A checkpoint inside the unit's module, which its hooks do not see
+            # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
             unit.replayed = self.gather.reached
         elif all(u is not unit for u in self._borrowed):
             self._borrowed.append(unit)
         return entry.compute
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
-        """Ask autograd to say when the backward pass comes to this unit's output (in time to gather
-        ahead of use).
+        """Hook the unit's output, so that the engine hears when the backward pass reaches it: early
+        enough to gather ahead of use.
         """
         early = not unit.resident and not unit.looks_up_only
         if not root and not early:

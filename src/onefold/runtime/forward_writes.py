@@ -1,15 +1,15 @@
 """Parameters that a module writes to inside its forward pass: a norm constraint, a clamp.
 
-In a forward pass the whole parameter lies in a buffer that goes back when the unit is released:
-what is written there would be lost with it. So it is looked at when the forward pass of a unit
-ends, and this rank's part of what was written becomes its masters'.
+In a forward pass the whole parameter lies in a buffer that goes back to the pool when the unit is
+released. What was written there would be lost. So the engine looks for writes when the forward pass
+of a unit ends, and copies this rank's part of what was written into its masters.
 
 | how it was written                                   | how that shows                                                                   |
 |------------------------------------------------------|----------------------------------------------------------------------------------|
 | `self.weight.clamp_()` under no_grad                 | the parameter's version counter                                                  |
-| `self.weight.data = renorm(self.weight.data)`        | it lies in another memory                                                        |
-| `self.weight.data.clamp_()`                          | its own part differs from the masters: looked at in the first passes, and always |
-|                                                      | from then on once a module has looked at `.data` (`Whole` in runtime/flat.py)    |
+| `self.weight.data = renorm(self.weight.data)`        | the parameter lies in other memory                                               |
+| `self.weight.data.clamp_()`                          | this rank's part differs from the masters: compared in the first passes, and in  |
+|                                                      | all later ones once a module has read `.data` (`Whole` in runtime/entry.py)      |
 
 All ranks have to write the same, as under DDP.
 """
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.unit import Unit
 
-#: Passes in which parts are compared with masters.
+#: The number of first passes in which parts are compared with masters.
 FIRST = 2
 
 
 def keep_writes(unit: Unit) -> None:
-    """At the end of a unit's forward pass, its parameters still whole: keep what was written to
-    them.
+    """Copy what was written to a unit's parameters into the masters. Called at the end of the
+    unit's forward pass, while its parameters are whole.
 
     Raises:
-        RuntimeError: parameters that rest off the device or travel encoded were written to.
+        RuntimeError: parameters that are stored off the device or travel encoded were written to.
     """
     for flat in unit.flats:
         full = flat.full
@@ -50,7 +50,7 @@ def keep_writes(unit: Unit) -> None:
             and not flat.written_in_forward
             and flat.compared >= FIRST
         ):
-            continue  # an assignment to `.data` says so too (`Whole` in runtime/flat.py)
+            continue  # an assignment to `.data` sets the flag too (`Whole` in runtime/entry.py)
         flat.seen_versions = versions
         written = []
         for entry in flat.entries:

@@ -1,5 +1,5 @@
-"""Other tensors in the parameters' places: for one call by `torch.func.functional_call`, or for
-good, which is refused.
+"""Other tensors in the parameters' places: `torch.func.functional_call` puts them there for one
+call. Replacing a parameter for good is refused.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ if TYPE_CHECKING:
 
 
 def swap_in(unit: Unit) -> None:
-    """Let the module see the whole parameters of `unit`, but where `functional_call` has put other
-    tensors: these stay for the call.
+    """Let the module see the whole parameters of `unit`. Tensors that `functional_call` has put in
+    their places stay for the call.
 
     Raises:
-        RuntimeError: somebody has put another tensor in a parameter's place, which would be
-            ignored.
+        RuntimeError: other code has put a tensor in a parameter's place, which would be ignored.
         ValueError: functional_call was given a tensor of another shape than the whole parameter.
     """
     for flat in unit.flats:

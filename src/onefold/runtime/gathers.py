@@ -1,5 +1,5 @@
-"""How the whole of a flat buffer comes together. One `Gather` for each flat buffer, chosen once in
-`shard()`.
+"""How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat
+buffer.
 
 | class             | file             | path of a rank's part                                                   |
 |-------------------|------------------|-------------------------------------------------------------------------|
@@ -9,8 +9,8 @@
 | `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
 
 `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in layout/topology.py). A gather may have a cached shard, which is gathered from until
-masters are written to: the secondary shard (hpZ), or the own part encoded (qwZ).
+positions] in layout/topology.py). A gather may have a cached shard: the secondary shard (hpZ), or
+this rank's part encoded (qwZ). Gathers start from it until masters are written to.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Gather(ABC):
 
     Attributes:
         exact: the whole holds the masters' values, rounded to the compute dtype and no further.
-        plain: one all-gather of the masters among `flat.owners_group`, and nothing else.
-        cached: the cached shard; None if masters are gathered from.
-        fresh: it is of the masters as they are.
+        plain: it is one all-gather of the masters among `flat.owners_group`, and nothing else.
+        cached: the cached shard; None if every gather starts from the masters.
+        fresh: the cached shard has the masters' present values.
     """
 
     exact: bool = True
@@ -61,17 +61,17 @@ class Gather(ABC):
         context: CollectiveContext,
         beside: Beside,
     ) -> Pending | None:
-        """Start gathering the whole into `full`; `put` writes this rank's part of the masters
-        there. Both go where `beside` says. None if nothing is under way.
+        """Start gathering the whole into `full`. `put` writes this rank's part of the masters
+        there. Both run inside the context of `beside`. Returns None if nothing is under way.
         """
 
     @property
     def reads_masters(self) -> bool:
-        """The next gather begins with this rank's masters, not with the cached shard."""
+        """Whether the next gather begins with this rank's masters, not with the cached shard."""
         return not (self.fresh and self.cached is not None)
 
     def masters_written(self) -> None:
-        """The masters have new values."""
+        """Note that the masters have new values."""
         self.fresh = False
 
     @property
@@ -81,7 +81,7 @@ class Gather(ABC):
 
 
 class LocalGather(Gather):
-    """This rank has all masters."""
+    """No traffic: this rank has all masters."""
 
     def start(
         self,
@@ -112,8 +112,8 @@ class FlatGather(Gather):
 
 
 class SecondaryGather(Gather):
-    """Between groups once after a step, and inside the group from the secondary shard (hpZ,
-    ZeRO++).
+    """A gather between groups once after a step, and further gathers inside the group from the
+    secondary shard (hpZ, ZeRO++).
     """
 
     def build(self, device: torch.device) -> None:

@@ -1,10 +1,10 @@
 """What autograd saves of gathered buffers.
 
-[Note: saved tensors are handles] While a model with sharded parameters runs forward, a tensor that
-autograd saves and that lies in a gathered buffer is saved as a handle (unit, offset, sizes).
-Unpacking it in backward gathers the unit if it is not here. So a unit is released after its forward
-pass whatever the model's outputs look like, backward finds its parameters however it comes to them,
-and a unit whose backward reads no parameter (an embedding) is not gathered again.
+[Note: saved tensors are handles] In a forward pass of a model with sharded parameters, autograd
+saves tensors that lie in gathered buffers as handles (unit, offset, sizes). Unpacking a handle in
+backward gathers the unit if it is not gathered. So a unit can be released after its forward pass
+whatever the model's outputs look like, and backward finds its parameters by whatever path it comes
+to them. A unit whose backward reads no parameter (an embedding) is not gathered again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ class Handle:
 
 
 def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_hooks:
-    """Inside, what autograd saves of gathered buffers is saved as handles; the rest as before.
+    """Inside this context, autograd saves tensors in gathered buffers as handles, and others as
+    before.
 
-    `recomputed_alike`: a recomputation of what runs inside comes by here as well. Else a checkpoint
-    around it must see gathered buffers itself, see [Note: a checkpoint around a pass].
+    `recomputed_alike`: a recomputation of what runs inside enters this context too. If it does not,
+    a checkpoint around it must see gathered buffers itself, see [Note: a checkpoint around a pass].
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
@@ -56,7 +57,7 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
             return Handle(gather, *hit, t)
         if outer_pack:
             return outer_pack(t)
-        # A node that saves its own output must not hold the tensor that holds the node.
+        # A node that saves its own output must not keep alive the tensor that refers to the node.
         return t if t.grad_fn is None else t.detach()
 
     def unpack(saved: Any) -> torch.Tensor:

@@ -16,8 +16,8 @@ from onefold.runtime.unit import Unit
 
 
 class _Hooks:
-    """What a module is given: `before`, `after` and `always` around its forward pass. As they are
-    methods, pickling a module ends here.
+    """The hooks around a module's forward pass: `before`, `after` and `always`. They are bound
+    methods, so pickling the module reaches `__reduce_ex__` below, which refuses it.
     """
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
@@ -38,7 +38,7 @@ class _Hooks:
 
 
 class _AroundUnit(_Hooks):
-    """Lets the engine know when the forward pass of a unit's module begins, ends, or raises."""
+    """Tells the engine when the forward pass of a unit's module begins, ends, or raises."""
 
     left = False
 
@@ -57,13 +57,13 @@ class _AroundUnit(_Hooks):
         return output
 
     def always(self, _: nn.Module, args: Any, output: Any) -> None:
-        # Runs after `after`, and also when the forward pass raised: then nothing has left.
+        # Runs after `after`, and also when the forward pass raised: then `left` is still False.
         if not self.left and self.engine.stack and not self.engine.closed:
             self.engine.forward.abort(self.unit)
 
 
 class _AroundPart(_Hooks):
-    """The same for a module of the root unit that is called by itself."""
+    """Does the same for a module of the root unit that is called by itself."""
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         engine = self.engine
@@ -108,11 +108,10 @@ def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
 
 
 def _keep_from_compiler(hook: Any) -> None:
-    """A compiled module breaks its graph at the hook, and the hook's own frames are run as they
-    are.
+    """Make a compiled module break its graph at the hook, whose own frames run uncompiled.
 
-    torch.compiler.disable would do, but importing the compiler costs a second to all who do not
-    compile.
+    torch.compiler.disable does the same, but importing the compiler costs a second for everybody
+    who does not compile.
     """
     hook._torchdynamo_disable = True
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
@@ -122,14 +121,14 @@ def _keep_from_compiler(hook: Any) -> None:
 
 
 def _cast_to(engine: Engine) -> torch.dtype | None:
-    """What floating-point inputs become; None where they stay as they come."""
+    """Return the dtype that floating-point inputs are cast to; None if they are not cast."""
     dtype = engine.recipe.compute_dtype if engine.recipe.cast_inputs else None
     return None if dtype == torch.float32 else dtype
 
 
 def guard_unset(engine: Engine, module: nn.Module) -> None:
-    """Refuse `state_dict()`, and where the engine hooks no forward pass that too, while something
-    has no value (runtime/unset.py).
+    """Refuse `state_dict()` while something has no value (runtime/unset.py). On an engine that
+    hooks no forward pass, refuse that too.
     """
     seen = weakref.ref(engine)
 
@@ -155,8 +154,8 @@ def guard_unset(engine: Engine, module: nn.Module) -> None:
 
 
 def guard_state_dict(engine: Engine, module: nn.Module) -> None:
-    """`state_dict()` of a sharded model would hold one rank's intervals under the names of whole
-    parameters: refuse it.
+    """Refuse `state_dict()` of a sharded model: it would hold one rank's intervals under the names
+    of whole parameters.
     """
     if all(flat.whole_master for u in engine.units for flat in u.flats):
         return
@@ -188,8 +187,8 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
 
 
 def _refuse_leftovers(part: nn.Module) -> None:
-    """Raise RuntimeError if `part` has outlived its sharded model, and with it the way to make its
-    parameters whole.
+    """Raise RuntimeError if `part` has outlived its sharded model: nothing can make its parameters
+    whole any more.
     """
     names = [info.name for info in infos(list(part.parameters()), {}) if info.sharded]
     if names:

@@ -1,4 +1,4 @@
-"""The hops of a gradient, from the whole to this rank's interval.
+"""The hops of a gradient from the whole to this rank's interval.
 
     over all ranks, no groups        whole ────────────── all ──────────────► interval
     over all ranks, in groups        whole ── intra-group ──► shard ── inter-group ──► interval
@@ -17,8 +17,8 @@ from onefold.layout import Level, ShardSpec
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a reduction: the ranks of `group` divide a range of addresses among themselves,
-    `ranges` by position.
+    """One step of a reduction: the ranks of `group` divide a range of addresses among themselves.
+    `ranges` are their parts, by position.
     """
 
     group: Group
@@ -31,7 +31,7 @@ class Hop:
 
 
 def hops_of(spec: ShardSpec, group: Group) -> tuple[Hop, ...]:
-    """The hops of a gradient, each with the ranks that take it."""
+    """Return the hops of a gradient, each with the group of ranks that it runs among."""
 
     def ranks(level: Level) -> Group:
         if level == "all":

@@ -1,5 +1,5 @@
-"""Which of torch's implementations steps sharded parameters, where the user has named none
-(`foreach` and `fused` are None).
+"""Which of torch's implementations steps sharded parameters if the user has named none (`foreach`
+and `fused` are None).
 
 | parameters are                                     | torch takes by itself | here                                                   |
 |----------------------------------------------------|-----------------------|--------------------------------------------------------|
@@ -8,14 +8,14 @@
 | on the host, of a model on the host: few and small | a loop in Python      | foreach: the same bits, fewer calls                    |
 | any other                                          | a loop in Python      | the same: it stays in the cache; DDP's bits            |
 
-On the host foreach has the loop's bits. fused differs from both in the last bit of Adam's and
-AdamW's, on any device. So a model on the host keeps the bits that it has under DDP. A model on an
-accelerator takes what is fastest: its sums are in another order than those of NCCL's all-reduce
-anyway. Give the optimizer `foreach=False` for the loop, or `foreach=True` or `fused=True` for one
-of these.
+On the host, foreach gives the same bits as the loop. For Adam and AdamW, fused differs from both in
+the last bit, on any device. So a model on the host keeps the bits that it has under DDP. A model on
+an accelerator takes what is fastest: its gradients are summed in another order than by NCCL's
+all-reduce anyway. To choose, give the optimizer `foreach=False` (the loop), `foreach=True` or
+`fused=True`.
 
-Only for classes of torch's own whose groups have both options, for the time of a step: torch's
-`param_groups` look as ever outside of it.
+This holds only for torch's own classes whose groups have both options, and only during a step:
+outside of it `param_groups` are as the user made them.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torch.optim.optimizer import Optimizer
 _KNOWN = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 #: Where torch has fused kernels worth taking.
 FUSED_ON = frozenset(("cuda", "xpu"))
-#: Bytes of a parameter, and of a group, up to which foreach on the host costs less in calls than it
-#: loses in passes over memory.
+#: Bytes of a group (FEW) and of a parameter (SMALL) up to which foreach on the host saves more in
+#: calls than it loses in passes over memory.
 FEW, SMALL = 32 << 20, 64 << 10
 
 
 class Chosen:
-    """Options of parameter groups that are set until `end`."""
+    """Sets options of parameter groups until `end`."""
 
     def __init__(
         self, optimizer: Optimizer, groups: Sequence[dict[str, Any]], device: torch.device
     ) -> None:
-        """`groups`: the optimizer's, or copies of them. `device`: of the model that the parameters
-        are of.
+        """`groups`: the optimizer's, or copies of them. `device`: that of the model which the
+        parameters belong to.
         """
         self._set: list[tuple[dict[str, Any], str]] = []
         if type(optimizer) not in _KNOWN:
@@ -56,21 +56,21 @@ class Chosen:
                     _bring_steps(optimizer, group["params"])
 
     def end(self) -> None:
-        """The groups are as the user made them."""
+        """Make the groups again as the user made them."""
         options, self._set = self._set, []
         for group, name in options:
             group[name] = None
 
 
 def is_known(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one of torch's whose implementations are known here; classes derived
-    from them may do anything.
+    """Whether the optimizer is of one of torch's classes whose implementations are known here.
+    Derived classes are not, since they may do anything.
     """
     return type(optimizer) in _KNOWN
 
 
 def supports_scaling(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether each group would be stepped by a fused kernel, which takes a loss scale and skips an
+    """Whether a fused kernel would step each group. Such a kernel takes a loss scale, and skips an
     overflow without asking the host.
     """
     return type(optimizer) in _KNOWN and all(
@@ -79,7 +79,7 @@ def supports_scaling(optimizer: Optimizer, device: torch.device) -> bool:
 
 
 def _best(group: dict[str, Any], device: torch.device) -> str | None:
-    """The option to set for a step of `group`; None where torch's own choice stands."""
+    """Return the option to set for a step of `group`, or None if torch's own choice stands."""
     if (
         group.get("fused") is not None
         or group.get("foreach") is not None
@@ -104,8 +104,8 @@ def _best(group: dict[str, Any], device: torch.device) -> str | None:
 
 
 def _bring_steps(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Fused kernels read the count of steps where the parameter is; others, and what was loaded,
-    keep it on the host.
+    """Move the counts of steps to where the parameters are, since fused kernels read them there.
+    Other implementations and loaded states keep them on the host.
     """
     for param in params:
         step = optimizer.state[param].get("step") if param in optimizer.state else None

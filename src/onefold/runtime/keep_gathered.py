@@ -1,11 +1,11 @@
 """Units that stay gathered between passes without gradients: `onefold.keep_gathered`.
 
     enter        pass    pass    pass with gradients    pass              leave
-    gather all   ·       ·       let go                 gather all again  let go
+    gather all   ·       ·       release                gather all again  release
 
-They are also let go when their masters move (an optimizer step, a load, a write), and gathered
-again by the next pass without gradients. Units that do not fit under the limit are gathered and
-released in each pass as ever.
+They are also released when their masters are written to (an optimizer step, a load, a write); the
+next pass without gradients gathers them again. Units that do not fit under the limit are gathered
+and released in each pass as usual.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 def gathered_bytes(unit: Unit) -> int:
-    """Bytes of its gathered buffers on a rank."""
+    """Return the bytes of the unit's gathered buffers on a rank."""
     return sum(
         flat.layout.numel * flat.dtypes.compute.itemsize for flat in unit.flats if not flat.resident
     )
 
 
 def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
-    """The indices of the units that stay: first come, first kept, in the agreed order of the
-    forward pass (the same on every rank).
+    """Return the indices of the units that stay gathered: those that fit under `limit` bytes, taken
+    in the agreed order of the forward pass, which is the same on every rank.
     """
     chosen, left = [], limit
     for index in engine.gather.forward_order:
@@ -48,7 +48,7 @@ def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
     """See `onefold.keep_gathered`.
 
     Raises:
-        RuntimeError: it was entered inside a forward pass, or inside another one.
+        RuntimeError: it was entered inside a pass, or inside `keep_gathered` of the same model.
     """
     gather = engine.gather
     if engine.stack or engine.progress.backward_open:

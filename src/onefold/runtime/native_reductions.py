@@ -1,9 +1,9 @@
 """Reductions on backends with collectives of their own (NCCL). See the table in reductions.py.
 
 [Note: all parts at once] One operation brings the parts of all ranks into the rows of one buffer,
-and one kernel adds them (comm/sums.py). This rank's part comes along, unless it is in a wider dtype
-than what travels: then it stays where it is, since it is not rounded on gloo either. With
-`reduce="native"` the backend adds, in the dtype of the wire and an order of its own.
+and one kernel adds them (comm/sums.py). This rank's part is sent along, unless it is in a wider
+dtype than the wire. Then it stays where it is and is not rounded, as on gloo. With
+`reduce="native"` the backend adds the parts, in the dtype of the wire and in an order of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ class RowsSending(Sending):
     """Parts in the rows of `receive_buffer`.
 
     Attributes:
-        rows: how many. summed: the backend has added them up and scaled: one row.
+        rows: the number of rows. summed: the backend has added the parts up and scaled them, into
+            one row.
     """
 
     def __init__(self, by: Reduce, r: Reduction, rows: int, summed: bool = False) -> None:
@@ -28,7 +29,7 @@ class RowsSending(Sending):
         self.rows, self.summed = rows, summed
 
     def sum(self) -> torch.Tensor:
-        """One kernel adds the rows, and this rank's part if it is not among them."""
+        """Add the rows, and this rank's part if it is not among them, with one kernel."""
         r, by, dtypes = self.r, self.by, self.r.flat.dtypes
         assert self.receive_buffer is not None
         total, target = by.target(r)
@@ -78,7 +79,7 @@ class BackendReduce(RowsReduce):
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         cut = self.cut(r.span)
-        if not self.group.can_reduce(cut):  # parts of a buffer whose other parameters are frozen
+        if not self.group.can_reduce(cut):  # as with a buffer of which some parameters are frozen
             return super().start(r, context)
         sending = RowsSending(self, r, 1, summed=True)
         sent = sending.on_the_wire()
@@ -92,8 +93,8 @@ class BackendReduce(RowsReduce):
 
 
 class BackendAllReduce(Reduce):
-    """The backend adds everything up for everybody, on however many levels it likes: all hops and
-    the way back in one operation.
+    """The backend adds everything up for all ranks in one operation, which stands for all hops and
+    the way back.
     """
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
@@ -118,7 +119,7 @@ class AllReduceSending(Sending):
         self.context = context
 
     def sum(self) -> torch.Tensor:
-        # They are everywhere: nothing is left to send on
+        # Every rank has the sums: nothing is left to send on
         self.r.result_range = self.r.run
         self.r.gathering = Pending(self.r.flat.group, [], self.context)
         return self.total

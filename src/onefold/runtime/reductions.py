@@ -57,7 +57,7 @@ class Reduction:
         run: the addresses that are reduced. filled: which entries got a gradient here.
         buffer: what the next hop sends, over the addresses `span`. at: the index of the hop.
         sending: the hop that is under way.
-        total: the sums, over `result_range`, once a hop has landed. down: they have left the device.
+        total: the sums of a landed hop, over `result_range`. down: they have left the device.
         gathering: the exchange of sums with the other ranks that hold them too.
     """
 

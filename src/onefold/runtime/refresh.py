@@ -1,4 +1,4 @@
-"""Resident copies are gathered anew once masters have been written to."""
+"""Refreshing resident copies: they are gathered again once masters have been written to."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from onefold.runtime.unit import State, Unit
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
 
-#: Resident copies of so few bytes are refreshed together, in one message.
+#: Resident copies of at most so many bytes are refreshed together, in one message.
 SMALL = 64 << 10
 
 
 def refresh(gather: Gatherer) -> None:
-    """Launch the gather of every resident copy that an optimizer step left behind, in the order of
-    use; small ones, which come first, in one message.
+    """Launch the gathers of all stale resident copies: first the small ones, together in one
+    message, then the others in the order of use.
     """
     stale = [unit for unit in gather.units if unit.resident and unit.state is State.STALE]
     together = _small(gather, stale)
@@ -33,8 +33,10 @@ def refresh(gather: Gatherer) -> None:
 
 
 def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
-    """Those of `units` whose gathers go in one message. Their bytes lie twice in memory until
-    the first of them is used: no more of them than small reductions may have under way.
+    """Return those of `units` whose gathers go in one message.
+
+    Their bytes are in memory twice until the first of them is used. So there are at most as many of
+    them as small reductions may have under way.
     """
     recipe, chosen, nbytes = gather.recipe, [], 0
     if not (recipe.overlap and recipe.in_flight and gather.beside is nullcontext):
@@ -69,7 +71,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
             fulls.append(full)
             places.append(place)
             numbers.append(flat.index)
-    # Ranks that put different units together never take each other's bytes for their own
+    # A number made of the units: ranks that send other units together cannot match this message
     number = zlib.crc32(repr(numbers).encode())
     nbytes = sum(nbytes_of(full) for full in fulls)
     gather.memory.add(GATHERED, nbytes)

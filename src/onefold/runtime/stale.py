@@ -1,8 +1,8 @@
-"""When masters have new values: which copies of them are out of date.
+"""Which copies of masters are stale after the masters were written to.
 
-    master ──┬── the whole that rests here (stages 0 to 2)                   ► made anew before it is used
-             ├── a second copy, or the own part encoded (runtime/gathers.py) ► made anew by the next gather
-             └── a gathered unit that no backward pass came for              ► let go
+    master ──┬── the resident whole (stages 0 to 2)                          ► refreshed before it is used
+             ├── a cached shard: secondary or encoded (runtime/gathers.py)   ► made anew by the next gather
+             └── a gathered unit whose backward pass never came              ► released
 
 Masters are written to by an optimizer step, by code outside a step (version counters tell), and by
 the engine itself.
@@ -37,8 +37,8 @@ class Copies:
         self.gather, self.write_counters = gather, write_counters
 
     def look_for_writes(self) -> None:
-        """Copies are stale once the masters were written to: an optimizer stepped, or somebody
-        wrote to them.
+        """Mark copies stale if their masters were written to since the last look: by an optimizer
+        step or by other code.
         """
         progress = self.progress
         trained = progress.stepped or (
@@ -49,7 +49,7 @@ class Copies:
             self._look_at(unit, trained)
 
     def look_before_use(self, unit: Unit) -> None:
-        """The same for one unit, unless an optimizer may have stepped all."""
+        """Do the same for one unit, or for all units if an optimizer may have stepped."""
         progress = self.progress
         if progress.stepped or (progress.reduced_since_gather and not progress.optimizer_seen):
             self.look_for_writes()
@@ -57,7 +57,7 @@ class Copies:
             self._look_at(unit, trained=False)
 
     def all_written(self) -> None:
-        """The engine, or a load, has written to the masters: every copy is out of date."""
+        """Mark every copy stale: the engine, or a load, has written to the masters."""
         self.write_counters.all_of(self.entries)
         for unit in self.units:
             for flat in unit.flats:
@@ -69,14 +69,16 @@ class Copies:
                 self._note(unit)
 
     def _look_at(self, unit: Unit, trained: bool) -> None:
-        """`trained`: an optimizer has stepped since the last look."""
+        """Mark the unit's copies stale if its masters were written to. `trained`: an optimizer has
+        stepped since the last look.
+        """
         stays = (
             unit.index in self.gather.kept_gathered or not self.gather.recipe.reshard_after_forward
         )
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
             versions = sum(written(e.param) for e in flat.entries)
-            # Looked at on every rank, whatever its counters say
+            # Always called, whatever this rank's counters say: it updates `last_step`
             stepped = trained and _stepped(flat)
             written_to = versions != flat.versions or stepped
             flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
@@ -87,12 +89,12 @@ class Copies:
             self._note(unit)
             if unit.state is State.STALE:
                 for flat in unit.flats:
-                    # By the refresh that follows
+                    # The refresh that follows brings the copy up to this write
                     flat.refreshed = self.write_counters.count if flat.stale else flat.refreshed
 
     def _let_go(self, unit: Unit) -> None:
-        """A forward pass that no backward pass followed may have left the unit gathered, of masters
-        that have new values now.
+        """Release the unit if a forward pass without a backward pass left it gathered: its masters
+        have new values now.
         """
         if (
             not unit.resident
@@ -109,18 +111,19 @@ class Copies:
 
 
 def _stepped(flat: Flat) -> bool:
-    """An optimizer has stepped: whether it may have stepped `flat`. The same on all ranks, also on
-    one that owns nothing of it and has no version counter to tell by.
+    """Whether the last optimizer step may have stepped `flat`.
 
-    What is frozen by now was stepped if it had got its gradient before.
+    All ranks get the same answer, including a rank that owns nothing of `flat` and so has no
+    version counter to go by. Parameters that are frozen now were stepped if they got a gradient
+    before.
     """
     before, flat.last_step = flat.last_step, max(entry.last_write for entry in flat.entries)
     return bool(flat.runs) or flat.last_step > before
 
 
 def _is_copy(flat: Flat) -> bool:
-    """The whole that rests here is a copy of masters, of other ranks' at least. Else it is the
-    masters themselves (stage 0 in one dtype), and cannot be stale.
+    """Whether the resident whole is a copy of masters, at least of other ranks' masters. Otherwise
+    it is the masters themselves (stage 0 in one dtype), and cannot be stale.
     """
     if not flat.resident or flat.full is None:
         return False

@@ -1,7 +1,7 @@
-"""Where this rank's shard of a flat buffer rests between steps. One `Storage` for each flat buffer,
-chosen once in `shard()`; the engine and its parts call the same methods on all of them.
+"""Where this rank's shard of a flat buffer is stored between steps. `shard()` chooses one `Storage`
+for each flat buffer; the engine and its parts call the same methods on all of them.
 
-| class            | file                     | masters rest                            | readable in place |
+| class            | file                     | masters are stored                      | readable in place |
 |------------------|--------------------------|-----------------------------------------|-------------------|
 | `DeviceStorage`  | here                     | on the device                           | yes               |
 | `InPlaceStorage` | here                     | where they were: one rank, no division  | yes               |
@@ -11,7 +11,8 @@ chosen once in `shard()`; the engine and its parts call the same methods on all 
 
     build ─► bound ─► ( put ─► gather ... backward ─► bring_down ─► take_gradient ─► step ─► follow )*
 
-Elements are counted from the first that this rank owns; "[owned]" is the shape of all of them.
+Elements are counted from the first that this rank owns. "[owned]" is the shape of a tensor of all
+the elements that it owns.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class Storage(ABC):
-    """What the engine asks of the place where a shard rests. What a method does not say here, it
-    does for masters on the device: nothing.
+    """What the engine asks of the place where a shard is stored. The methods that are implemented
+    here do what masters on the device need, which is often nothing.
 
     Attributes:
-        flat: the flat buffer. numel: the elements that this rank owns.
+        flat: the flat buffer. numel: the number of elements that this rank owns.
         offloaded: an optimizer step is done on the host, unit by unit (offload/step.py).
-        in_place: masters are tensors that can be read and written where they rest.
-        on_disk: masters and states lie in files. gradients_on_disk: gradients too.
-        encoded: frozen weights rest as a codec writes them.
-        reads_ahead: what a gather begins with comes from a disk and is to be asked for early.
+        in_place: masters are tensors that can be read and written where they are stored.
+        on_disk: masters and states are in files. gradients_on_disk: gradients too.
+        encoded: frozen weights are stored as a codec writes them.
+        reads_ahead: a gather begins with a read from disk, which is to be started early.
     """
 
     offloaded: bool = False
@@ -59,55 +60,61 @@ class Storage(ABC):
 
     @abstractmethod
     def build(self, device: torch.device) -> torch.Tensor:
-        """Take memory. Returns what the optimizer's parameters are to be views of, [owned]."""
+        """Take memory. Returns the tensor [owned] whose views the optimizer's parameters become."""
 
     def bound(self, first: torch.Tensor) -> None:
-        """The parameters are views of what `build` has returned; `first`, from `landing`, holds the
-        first values.
+        """Take over the first values. Called once the parameters are views of what `build` has
+        returned; `first`, from `landing`, holds the values.
         """
 
     @abstractmethod
     def resting_bytes(self) -> dict[Tier, dict[str, int]]:
-        """Bytes held between steps, without gradients and moments, by tier and category."""
+        """Return the bytes held between steps, without gradients and moments, by tier and
+        category.
+        """
 
     def forget(self) -> None:
-        """Drop what `fetch` has read and no gather will use."""
+        """Drop what `fetch` has read if no gather will use it."""
 
     # -- masters -----------------------------------------------------------------------------------
 
     @abstractmethod
     def load(self) -> torch.Tensor:
-        """All masters, [owned], to read: themselves, or a copy where they do not rest in place."""
+        """Return all masters, [owned], for reading: themselves, or a copy if they are not
+        `in_place`.
+        """
 
     def landing(self, device: torch.device) -> torch.Tensor:
-        """Where new masters, [owned], are put before `store`: the masters themselves where they
-        rest on `device`.
+        """Return a tensor [owned] to put new masters into before `store`: the masters themselves if
+        they are stored on `device`.
         """
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
     @abstractmethod
     def store(self, values: torch.Tensor) -> None:
-        """New values for all masters, [owned], from `landing`."""
+        """Store new values for all masters: the tensor [owned] that `landing` has given."""
 
     def masters_written(self) -> None:
-        """Masters have been written to in a way that no version counter shows."""
+        """Note that masters were written to in a way that no version counter shows."""
 
     def follow(self) -> None:
-        """Masters may have been written to: bring what gathers read up to date if they were."""
+        """Bring what gathers read up to date, if masters were written to."""
 
     def before_write(self) -> None:
-        """Code outside a step is going to write to masters: what copies them has to be done."""
+        """Wait for copies of the masters that are under way. Called before code outside a step
+        writes to them.
+        """
 
     def refuse_training(self, entry: Entry) -> None:
         """Raise ValueError if `entry`, frozen until now, cannot be trained from here on."""
 
     @abstractmethod
     def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
-        """A module wrote to its parameters in a forward pass: `own`, [owned] in the compute dtype,
-        becomes the masters' values. True if any differed.
+        """Make `own`, [owned] in the compute dtype, the masters' values: a module wrote to its
+        parameters in a forward pass. Returns True if any value differed.
 
         Raises:
-            RuntimeError: masters cannot follow, and `written` names who was written to.
+            RuntimeError: masters cannot follow, and some entries were `written` to.
         """
 
     # -- elements of masters and states ------------------------------------------------------------
@@ -115,13 +122,13 @@ class Storage(ABC):
     def elements(
         self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
     ) -> torch.Tensor | OnDisk:
-        """Elements [x, y) of `entry`, counted from its first, or the items that stand for them;
-        this rank holds them.
+        """Return elements [x, y) of `entry`, counted from its first, or the items of a state that
+        stand for them. This rank must hold them.
 
         Args:
             key: of the optimizer's state; "" for the masters.
-            value: the optimizer's parameter, or its state. What is returned is a view of it where
-                it is in memory.
+            value: the optimizer's parameter, or its state. If it is in memory, a view of it is
+                returned.
         """
         first, _ = entry.held()
         return value.detach().reshape(-1)[slice(*items_of(x - first, y - first, grain_of(key)))]
@@ -129,39 +136,41 @@ class Storage(ABC):
     def new_state(
         self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
     ) -> torch.Tensor:
-        """A state of zeros for the elements of `entry` that this rank holds. `in_memory`: also
-        where others rest on disk.
+        """Return a state of zeros for the elements of `entry` that this rank holds. `in_memory`: in
+        memory even if other states are stored on disk.
         """
         return torch.zeros(state_shape(entry, key), dtype=dtype, device=entry.param.device)
 
     def beside_masters(self, name: str, dtype: torch.dtype) -> torch.Tensor | OnDisk:
-        """Room for a number called `name` for each element of this rank's interval, on the masters'
-        tier.
+        """Return room for one number for each element of this rank's interval, on the masters'
+        tier. `name` is what the numbers are called.
         """
         a, b = self.flat.interval
         return torch.empty(b - a, dtype=dtype, device=self.flat.master.device)
 
     def renew(self) -> None:
-        """Masters were written to by `elements`: bring what gathers read up to date."""
+        """Bring what gathers read up to date after masters were written to through `elements`."""
 
     # -- gathers -----------------------------------------------------------------------------------
 
     @property
     def copies(self) -> bool:
-        """Gathers begin with a copy of the masters, so that they may go beside the computation."""
+        """Whether gathers begin with a copy of the masters, so that they may run beside the
+        computation.
+        """
         return True
 
     @abstractmethod
     def put(self, full: torch.Tensor) -> None:
-        """This rank's masters into their place in the whole, in the compute dtype, on the current
-        stream.
+        """Copy this rank's masters into their place in the whole, in the compute dtype, on the
+        current stream.
 
         Raises:
             TierError: they could not be read.
         """
 
     def fetch(self) -> None:
-        """Start reading what `put` will put, if it comes from a disk and is not under way."""
+        """Start to read what `put` will copy, if that is on a disk and not under way yet."""
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -171,21 +180,23 @@ class Storage(ABC):
 
     @property
     def gradient_tier(self) -> Tier:
-        """The tier that reduced gradients are on, as far as they are in memory."""
+        """The tier of the reduced gradients that are in memory."""
         return Tier.DEVICE
 
     def bring_down(self, total: torch.Tensor) -> torch.Tensor:
-        """A summed gradient where the optimizer wants it: it itself, or a copy under way."""
+        """Bring a summed gradient to where the optimizer wants it. Returns `total` itself, or a
+        copy of it that is under way.
+        """
         return total
 
     def settle_gradient(self, total: torch.Tensor) -> None:
-        """Wait, if the host is about to read `total`, from `bring_down`."""
+        """Wait for `total`, which `bring_down` has returned, if the host is about to read it."""
 
     def take_gradient(
         self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
     ) -> None:
-        """Sums over the addresses `span`, of which the entries `wanted` are meant, where gradients
-        lie on disk: added to what is there.
+        """Add sums over the addresses `span` to the gradients on disk, for the entries `wanted`.
+        Only for storage with `gradients_on_disk`.
 
         Raises:
             TierError: they could not be written.
@@ -193,8 +204,8 @@ class Storage(ABC):
         raise AssertionError("gradients are stored in memory")
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
-        """The p-norm of what this rank accounts for of the gradient of `entry`, a 0-dim tensor,
-        where gradients lie on disk.
+        """Return the p-norm, a 0-dim tensor, of the part of the gradient of `entry` that this rank
+        accounts for. Only for storage with `gradients_on_disk`.
         """
         raise AssertionError("gradients are stored in memory")
 
@@ -203,19 +214,19 @@ class Storage(ABC):
         return True
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients on disk with `factor` when they are next read."""
+        """Multiply all gradients on disk by `factor` when they are next read."""
 
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
-        """What `.grad` shows of `part`, this rank's elements of a gradient that is not reduced yet:
-        it itself, or, where it is not where its parameter is, something of its shape called `what`.
+        """Return what `.grad` shows for `part`, this rank's elements of an unreduced gradient: a
+        view of it, or a stand-in of its shape called `what` if the parameter is on another tier.
         """
-        # .data: a version counter of its own, which tells whether the user wrote to it
+        # `.data` has a version counter of its own, which tells whether the user wrote to it
         return part.data.to(entry.param.dtype).view(entry.param.shape)
 
 
 class DeviceStorage(Storage):
-    """Masters on the device: a buffer of their own, or an interval of the whole where that always
-    exists and has their dtype.
+    """Masters on the device: a buffer of their own, or an interval of the resident whole if that
+    has their dtype.
     """
 
     master: torch.Tensor
@@ -258,13 +269,13 @@ class DeviceStorage(Storage):
     def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
         master = self.master
         if storage_of(own) == storage_of(master):
-            return False  # the masters are that part of the whole
+            return False  # the masters are a view of the whole
         then = master if own.dtype == master.dtype else master.to(own.dtype)
         if torch.equal(own, then):
             return False
         if own.dtype == master.dtype:
             master.copy_(own)
-        else:  # elements that nobody wrote to keep what the compute dtype cannot hold
+        else:  # elements that nobody wrote to keep the bits that the compute dtype cannot hold
             master.copy_(torch.where(own == then, master, own.to(master.dtype)))
         return True
 
@@ -274,7 +285,7 @@ class DeviceStorage(Storage):
         return not flat.resident or flat.dtypes.compute != flat.dtypes.master
 
     def put(self, full: torch.Tensor) -> None:
-        # Else the masters are that interval of the whole
+        # Otherwise the masters are a view of the whole
         if storage_of(self.master) != storage_of(full):
             full[slice(*self.flat.owned)].copy_(self.master)
 
@@ -290,14 +301,14 @@ class InPlaceStorage(DeviceStorage):
 
 
 def state_shape(entry: Entry, key: str) -> tuple[int, ...]:
-    """The shape of what this rank holds of the state `key`."""
+    """Return the shape of what this rank holds of the state `key`."""
     shape: tuple[int, ...] = tuple(entry.param.shape)
     return shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
 
 
 def refuse_written(written: list[Entry]) -> None:
-    """Raise RuntimeError if any parameter was written to in a forward pass, where the change would
-    be lost.
+    """Raise RuntimeError if any parameter was written to in a forward pass: the change would be
+    lost.
     """
     if written:
         raise RuntimeError(

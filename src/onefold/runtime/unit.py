@@ -3,10 +3,10 @@
 | from      | to        | when                                                      |
 |-----------|-----------|-----------------------------------------------------------|
 | SHARDED   | FETCHING  | this rank's interval is being read from a disk, ahead      |
-| FETCHING  | GATHERING | as the next                                               |
+| FETCHING  | GATHERING | a gather is launched, as from SHARDED                     |
 | FETCHING  | SHARDED   | it was not needed                                         |
 | SHARDED   | GATHERING | a gather is launched (used, prefetched, or joined)         |
-| GATHERING | GATHERED  | its bytes are here                                        |
+| GATHERING | GATHERED  | its bytes have arrived                                    |
 | GATHERED  | SHARDED   | released: the buffer goes back to the pool                |
 | GATHERED  | STALE     | masters were written to (an optimizer step)                |
 | STALE     | GATHERING | the resident copy is refreshed                              |
@@ -60,32 +60,33 @@ _ALLOWED = {
 
 
 class Unit:
-    """Attributes:
-    name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
-    numel: elements of its flat buffers, alignment and padding included.
-    gathered_bytes: of its buffers while it is gathered.
-    handles: tensors saved for backward that stand for a part of its gathered buffers.
-    depth: forward passes of its module that are open.
-    calls: forward passes with gradients whose backward has not run.
-    waiting: trainable parameters whose gradient this backward pass has not brought.
-    aside: those whose gradient waits on the parameter for others, of `aside_bytes` together
-        (`Reducer._put_aside`).
-    claimed: somebody uses the gathered buffers (as opposed to: prefetched or joined).
-    replayed: its forward pass was recomputed in this backward pass, at this count of
-    `Gatherer.reached`; None otherwise."""
+    """One unit of an engine.
+
+    Attributes:
+        name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
+        numel: elements of its flat buffers, alignment and padding included.
+        gathered_bytes: bytes of its buffers while it is gathered.
+        handles: tensors saved for backward that stand for a part of its gathered buffers.
+        depth: forward passes of its module that are open.
+        calls: forward passes with gradients whose backward has not run.
+        waiting: trainable parameters whose gradient has not come in this backward pass.
+        aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
+            aside_bytes: of these gradients together.
+        claimed: a pass uses the gathered buffers; until then they are only prefetched or joined.
+        replayed: the count of `Gatherer.reached` when its forward pass was recomputed in this
+            backward pass; None if it was not.
+    """
 
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
-        # Its backward reads no parameter, or only what autograd saved of it for the moment (a
-        # tile): it can be released at any time.
+        # It can be released at any time: its backward reads no parameter, or (a tile) reads it only
+        # for a moment, through what autograd saved.
         self.looks_up_only = type(module) is nn.Embedding or isinstance(module, WeightTile)
-        # A pass comes to it more than once (a tile of tied weights): where, the first step has to
-        # show.
+        # A pass uses it more than once (a tile of tied weights). Only the first step shows where.
         self.revisited = isinstance(module, WeightTile) and module.shared
-        # Foreseen in a forward pass only: the backward pass of a look-up in tiles comes to none of
-        # them.
         self.tile = isinstance(module, WeightTile)
+        # Foreseen in forward passes only: the backward pass of a look-up in tiles uses no tile.
         self.forward_only = (
             isinstance(module, WeightTile) and module.looked_up and not module.shared
         )
@@ -101,16 +102,16 @@ class Unit:
         self.gathered_bytes = sum(
             f.layout.numel * f.dtypes.compute.itemsize for f in flats if not f.resident
         )
-        self.arriving: list[Ticket] = []  # copies up that its gather began with
+        self.arriving: list[Ticket] = []  # the copies to the device that its gather began with
 
     @property
     def resident(self) -> bool:
-        """Its whole parameters exist all the time (replicated), or it has none."""
+        """Whether its whole parameters exist all the time (replicated), or it has none."""
         return all(flat.resident for flat in self.flats)
 
     @property
     def ungathered(self) -> bool:
-        """Nobody has launched its gather."""
+        """Whether its gather has not been launched."""
         return self.state in (State.SHARDED, State.FETCHING)
 
     @property
@@ -119,7 +120,7 @@ class Unit:
 
     @property
     def awaited(self) -> frozenset[int]:
-        """The numbers of what is trainable and reduced."""
+        """The numbers of the entries that are trainable and reduced."""
         return (
             self.flats[0].awaited
             if len(self.flats) == 1
@@ -132,8 +133,8 @@ class Unit:
 
     @property
     def holds_frozen(self) -> bool:
-        """Some of its parameters bring no gradient that would tell when they are no longer
-        needed.
+        """Whether some of its parameters get no gradient. A gradient would tell when they are no
+        longer needed.
         """
         return any(e.flat.unsharded or not e.active for e in self.entries)
 
@@ -156,11 +157,15 @@ def bind(
     engine: OwningEngine,
     offloaded: Collection[int],
 ) -> list[Unit]:
-    """The units of `specs`, with a flat buffer for each kind of their parameters: of one dtype,
-    trained or not, encoded at rest or not. `engine` is the one that parameters ask; `offloaded`:
-    the indices of those whose state is.
+    """Build the units of `specs`. A unit has one flat buffer for each kind of its parameters: of
+    one dtype, trained or frozen, stored encoded or not.
 
-    A unit has eight numbers for its flat buffers; those beyond them are behind all units'.
+    Each unit reserves eight numbers for its flat buffers. Further ones are numbered after those of
+    all units.
+
+    Args:
+        engine: the one that parameters ask. offloaded: the indices of the units whose state is
+            offloaded.
     """
     recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
@@ -182,13 +187,12 @@ def bind(
 
 
 def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
-    """Of the units in the order in which a forward pass used them, and then its backward pass:
-    those that the forward pass uses last and the backward pass first, with nothing else in between.
+    """Return the units that a forward pass uses last and its backward pass first, with no other
+    unit in between. `forward` and `backward` are units in the order of use.
 
-    That is the last one and the units around it. Not a tile, which is small so that no more than
-    one is held, and no unit that the
-    forward pass uses several times: where a rank stands between its uses is not the same on all of
-    them.
+    These are the last unit of the forward pass and the units that enclose it. Two kinds are left
+    out: tiles, which are small so that only one is held at a time, and units that the forward pass
+    uses several times, since ranks may be at different uses of them.
     """
     last, found = forward[-1], []
     for unit in backward:

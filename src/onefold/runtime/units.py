@@ -1,15 +1,15 @@
-"""Which modules become units, and which parameter belongs to which unit. Pure graph work on module
-names.
+"""Which modules become units, and which parameter belongs to which unit. Works on the tree of
+modules and their names alone.
 
-A unit is a block: one gather and one reduction. Found like this unless the recipe names them:
+A unit is a block: one gather and one reduction. Unless the recipe names the units, they are:
 
 1. the children of every repeated module list (ModuleList, or a Sequential of like children) that is
    not inside another unit;
 2. of the rest, any module that holds parameters of its own as large as half a block (an embedding,
    a head);
-3. the tiles of weights that are computed in tiles (tiling), wherever they are, and however units
-   are named;
-4. whatever is left belongs to the root.
+3. the tiles of weights that are computed in tiles (tiling), wherever they are, also if the recipe
+   names units;
+4. the root, which owns whatever is left.
 
 A parameter that several modules share (tied weights) belongs to the unit around their lowest common
 ancestor.
@@ -32,8 +32,8 @@ from onefold.runtime.tile import TiledModule, WeightTile
 class Found:
     """A parameter with every place that refers to it.
 
-    `places` are (module, attribute), `place_names` the dotted name of each place, `names` every name in
-    `state_dict()` (a module that stands in two lists has one place and two names).
+    `places` are (module, attribute), `place_names` the dotted name of each place, `names` every
+    name in `state_dict()` (a module that is in two lists has one place and two names).
     """
 
     param: nn.Parameter
@@ -43,8 +43,8 @@ class Found:
 
     @property
     def part(self) -> Part:
-        """What it is of the parameter as it is known outside: all of it, or, if it is a tile, some
-        rows.
+        """The part that it is of the parameter as users know it: all of it, or some rows if it is a
+        tile.
         """
         module, _ = self.places[0]
         return (
@@ -56,8 +56,8 @@ class Found:
 
 @dataclass
 class UnitSpec:
-    """A unit-to-be: its dotted name ("" is the root), its module, and the parameters it owns in
-    order.
+    """A unit before it is built: its dotted name ("" is the root), its module, and the parameters
+    that it owns, in order.
     """
 
     name: str
@@ -66,7 +66,7 @@ class UnitSpec:
 
 
 def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[UnitSpec]:
-    """The units of `root`, the root's own first, then in the order of `root.named_modules()`."""
+    """Return the units of `root`: the root's own first, then in the order of `named_modules()`."""
     modules = dict(root.named_modules())
     names = _named(modules, wanted) if wanted is not None else _blocks(root)
     every, first = (
@@ -86,7 +86,7 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
 
 
 def parameters_of(root: nn.Module) -> Iterable[Found]:
-    """Every parameter of `root` with the places that refer to it, in the order of
+    """Return every parameter of `root` with the places that refer to it, in the order of
     `root.named_parameters()`.
     """
     by_id: dict[int, Found] = {}
@@ -124,8 +124,8 @@ def _size(module: nn.Module) -> int:
 
 
 def _blocks(module: nn.Module, prefix: str = "") -> list[str]:
-    """The children of every repeated module list in `module`, outermost lists only."""
-    if isinstance(module, TiledModule):  # its list of tiles is no list of blocks
+    """Return the names of the children of every outermost repeated module list in `module`."""
+    if isinstance(module, TiledModule):  # its list of tiles is not a list of blocks
         return []
     dot = f"{prefix}." if prefix else ""
     if _is_repeated(module):

@@ -1,8 +1,8 @@
 """Gradients that wait for the boundary: what the user sees of them, and may do to them.
 
 Under `onefold.no_sync` a unit's gradient stays whole in its flat buffer, unreduced. `.grad` shows
-this rank's part of it, so that zero_grad() has something to drop. Dropping can be followed; any
-other change would reach one rank's part of one rank's gradient.
+this rank's part of it, so that zero_grad() has something to drop. The engine follows a drop. It
+refuses any other change, which would reach only one rank's part of one rank's gradient.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def show_unreduced(reduce: Reducer) -> None:
 
 
 def take_unreduced(reduce: Reducer) -> None:
-    """Before unreduced gradients are used: forget those that the user has dropped since.
+    """Forget the unreduced gradients that the user has dropped. Called before the others are used.
 
     Raises:
-        RuntimeError: the user changed an unreduced gradient; only dropping it can be followed.
+        RuntimeError: the user changed an unreduced gradient in another way than by dropping it.
     """
     shown = [
         (e, e.unreduced) for unit in reduce.units for e in unit.entries if e.unreduced is not None
     ]
-    # A part that is zero may have been zero before (rows of an embedding) and scaled: zeros tell of
-    # a drop if all parts were written to.
+    # A part may be zero although it was only scaled: it was zero before (rows of an embedding). So
+    # zeros mean a drop only if all parts were written to.
     all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
     for entry, kept in shown:
         entry.unreduced = None
@@ -85,12 +85,12 @@ def take_unreduced(reduce: Reducer) -> None:
 
 
 def follow_runs(reduce: Reducer, flat: Flat) -> None:
-    """Parameters were frozen, or are trained again, while gradients wait for the boundary: these
-    move to buffers over the ranges that travel now.
+    """Move gradients that wait for the boundary to buffers over the present runs. Called after
+    parameters were frozen or trained again, which changes the ranges that travel.
     """
     if not flat.grads and not flat.held:
         return
-    take_unreduced(reduce)  # what `.grad` shows lies in the buffers that go
+    take_unreduced(reduce)  # `.grad` shows views of the old buffers
     if flat.grads:
         whole, flat.grads = flat.grads, {}
         mine = [e for e in flat.entries if e.filled]
@@ -110,8 +110,8 @@ def _move(
     entries: list[Entry],
     present: tuple[int, int],
 ) -> None:
-    """What `entries` have in the buffers `old` goes into buffers of the runs of now, of which
-    this rank holds the addresses `present`; the rest of these is zero.
+    """Move the gradients of `entries` from the buffers `old` into buffers `new` over the present
+    runs, zero elsewhere. Buffers cover the part of a run that lies in the addresses `present`.
     """
     dtypes = {buffer.dtype for buffer in old.values()}
     dtype = dtypes.pop() if len(dtypes) == 1 else flat.dtypes.sums
@@ -133,7 +133,7 @@ def _move(
 
 
 def _show_held(entry: Entry) -> None:
-    """What this rank holds of a sum inside its group, as far as it steps it."""
+    """Let `.grad` show the part that this rank steps of a sum held inside its group."""
     flat, run = entry.flat, entry.flat.run_of[entry.index]
     (first, _), (a, b) = overlap(run, flat.shard), flat.local(entry)
     part = flat.held[run][a - first : b - first] if b > a else flat.held[run][:0]
@@ -143,7 +143,7 @@ def _show_held(entry: Entry) -> None:
 
 
 def _drop_held(reduce: Reducer, entry: Entry) -> None:
-    """The user has dropped the gradient: nothing of it reaches the boundary."""
+    """Zero the held sum of a gradient that the user has dropped."""
     flat = entry.flat
     reduce.held.discard(entry.number)
     run = flat.run_of.get(entry.index)
@@ -154,11 +154,11 @@ def _drop_held(reduce: Reducer, entry: Entry) -> None:
 
 
 def gradient_bytes(units: Sequence[Unit], resources: Resources, tier: Tier) -> int:
-    """Bytes of gradients on a tier that wait for the optimizer: reduced ones, and on the device
-    whole ones that wait for the boundary.
+    """Return the bytes of gradients on a tier that wait for the optimizer: of reduced ones, and on
+    the device also of those that wait for the boundary.
     """
     ledger = resources.memory if tier is Tier.DEVICE else resources.transfers.host
-    # Buffers are on their way between owners: the ledger's own count is right
+    # In a backward pass buffers change owners: only the ledger's own count is right
     if resources.progress.backward_open:
         return ledger.held(GRADIENTS)
     with disable_torch_function():

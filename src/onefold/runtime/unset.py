@@ -1,15 +1,15 @@
-"""What was on the meta device when the model was sharded, and has no value yet: it may be loaded
-later, and must not be used before.
+"""Unset parameters and buffers: they were on the meta device when the model was sharded, and have
+no value yet. They may be loaded later, and must not be used before.
 
     shard()      notes parameters and buffers that nothing initialized
     a load       gives some of them, or all, a value (onefold.load, load_full_state_dict, load_pretrained, full_params(write=True), ...)
-    a use        of what is left raises, with its name: the forward pass of its unit, whole parameters to read, a save
+    a use        of an unset one raises, with its name: the forward pass of its unit, whole parameters to read, a save
 
-[Note: marks of what is unset] It is filled with NaN, so that a value shows however it came: by a
-load, in place, or through `.data`. What holds no NaN, or rests encoded, is known by the name that a
-load brought. Ranks look together when a pass begins, a parameter has a value once any rank has seen
-one, and so all ranks raise alike. The list is empty once all is loaded, and an empty list is never
-looked at.
+[Note: marks of what is unset] Unset memory is filled with NaN, so that a value shows however it
+came: by a load, in place, or through `.data`. For dtypes without NaN, and for weights that are
+stored encoded, the names that a load brings tell. All ranks check together when a pass begins, and
+a parameter has a value once any rank has seen one, so all ranks raise alike. Once everything is
+loaded the list of unset names is empty, and nothing is checked any more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from onefold.runtime.progress import Progress
     from onefold.runtime.unit import Unit
 
-#: How a sentence tells to go on.
+#: The end of an error message: what to do.
 _HOW = (
     "Load it on every rank: onefold.load(path, model=model), onefold.load_full_state_dict(model,"
     " state_dict), onefold.load_pretrained(model, folder), or write it inside `with"
@@ -43,7 +43,7 @@ class UnsetError(RuntimeError):
 
 
 def mark(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill memory that has no value yet, such that it shows whether anybody writes to it."""
+    """Fill memory that has no value yet, so that a later write to it shows."""
     if tensor.is_floating_point() or tensor.is_complex():
         tensor.detach().fill_(math.nan)
     else:
@@ -53,7 +53,7 @@ def mark(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether nobody has written to it since `mark`."""
+    """Whether nobody has written to `tensor` since `mark`."""
     if not hasattr(tensor, "_onefold_unset") or not tensor.numel():
         return False
     if tensor.is_floating_point() or tensor.is_complex():
@@ -63,13 +63,13 @@ def is_marked(tensor: torch.Tensor) -> bool:
 
 def _all_nan(values: torch.Tensor) -> bool:
     values = values.detach().reshape(-1)
-    # The first tells as a rule
+    # The first element tells as a rule
     return bool(values[:1].isnan().all()) and bool(values.isnan().all())
 
 
 class Unset:
-    """Of one engine: the entries by their number, and the buffers by their name in the model, with
-    the table that holds each.
+    """What is unset of one engine: entries by their number, and buffers by their name in the model,
+    with the table that holds each.
     """
 
     def __init__(self, group: Group, progress: Progress) -> None:
@@ -82,21 +82,21 @@ class Unset:
         return bool(self._entries or self._buffers)
 
     def add(self, entry: Entry) -> None:
-        """A parameter has no value."""
+        """Note a parameter that has no value."""
         self._entries[entry.number] = entry
 
     def add_buffer(self, name: str, module: nn.Module, key: str, unit: Unit) -> None:
-        """A buffer of a unit's module has none."""
+        """Note a buffer of a unit's module that has no value."""
         self._buffers[name] = (module._buffers, key, unit.index)
 
     def names(self) -> list[str]:
-        """Of all that is left, parameters first."""
+        """Return the names of everything unset, parameters first."""
         return list(
             dict.fromkeys([*(e.part.names[0] for e in self._entries.values()), *self._buffers])
         )
 
     def notes(self) -> list[str]:
-        """A sentence for the start of the run, if anything is left."""
+        """Return a sentence for the start of the run, if anything is unset."""
         names = self.names()
         if not names:
             return []
@@ -109,8 +109,8 @@ class Unset:
     # -- values arrive -----------------------------------------------------------------------------
 
     def given(self, names: Collection[str]) -> None:
-        """A load has brought these parameters and buffers, by their names in the model. The same on
-        every rank.
+        """Take the parameters and buffers that a load has brought off the list. `names` are those
+        in the model, the same on every rank.
         """
         for number, entry in list(self._entries.items()):
             if any(name in names for name in entry.part.names):
@@ -119,7 +119,7 @@ class Unset:
             del self._buffers[name]
 
     def look(self) -> None:
-        """Find what was given a value by other ways. Collective, while anything is left."""
+        """Take what got a value in other ways off the list. Collective, while anything is unset."""
         if not self:
             return
         mine = self._still()
@@ -130,24 +130,24 @@ class Unset:
         said = self._group.exchange_control(
             payload, CollectiveContext("control", "(unset)", self._progress.step, "state")
         )
-        together = torch.stack(said).amin(0).tolist()  # any rank's part of a parameter tells
+        together = torch.stack(said).amin(0).tolist()  # a value on any rank is enough
         first = said[0].tolist()  # rank 0's buffers become everybody's
         self._keep([*together[: len(self._entries)], *first[len(self._entries) :]])
 
     def look_alone(self) -> None:
-        """The same by what this rank holds."""
+        """Do the same by what this rank holds alone. Not collective."""
         if self:
             self._keep(self._still())
 
     def remember(self) -> None:
-        """Buffers were written to by the engine itself: that gives them no value."""
+        """Keep buffers marked that the engine itself has written to: that gave them no value."""
         for table, key, _ in self._buffers.values():
             tensor = table.get(key)
             if tensor is not None and hasattr(tensor, "_onefold_unset"):
                 tensor._onefold_unset = tensor._version
 
     def _still(self) -> list[int]:
-        """1 for each, in order, that has no value as far as this rank sees."""
+        """Return a number for each, in order: 1 if it has no value as far as this rank sees."""
         with disable_torch_function(), torch.no_grad():
             entries = [_entry_is_unset(entry) for entry in self._entries.values()]
             buffers = [
@@ -169,13 +169,13 @@ class Unset:
     # -- use ---------------------------------------------------------------------------------------
 
     def refuse_in(self, unit: Unit) -> None:
-        """Raise UnsetError if the forward pass of a unit would use something that is left."""
+        """Raise UnsetError if the forward pass of a unit would use something unset."""
         names = [e.part.names[0] for e in self._entries.values() if e.flat in unit.flats]
         names += [name for name, (_, _, index) in self._buffers.items() if index == unit.index]
         self._refuse(names, f"the forward pass of {unit.name!r} uses")
 
     def refuse_of(self, module: nn.Module) -> None:
-        """Raise UnsetError if a module's own parameters or buffers are left."""
+        """Raise UnsetError if a module's own parameters or buffers are unset."""
         names = [
             e.part.names[0]
             for e in self._entries.values()
@@ -185,12 +185,12 @@ class Unset:
         self._refuse(names, f"the forward pass of a {type(module).__name__} uses")
 
     def refuse_entry(self, entry: Entry) -> None:
-        """Raise UnsetError if a parameter is left."""
+        """Raise UnsetError if a parameter is unset."""
         if entry.number in self._entries:
             self._refuse([entry.part.names[0]], "a forward pass uses")
 
     def refuse(self, doing: str) -> None:
-        """Raise UnsetError if anything is left."""
+        """Raise UnsetError if anything is unset."""
         self._refuse(self.names(), doing)
 
     def _refuse(self, names: list[str], doing: str) -> None:
@@ -207,7 +207,7 @@ def _some(names: list[str]) -> str:
     )
 
 
-_NONE = torch.empty(0)  # of a buffer that is gone: nobody can use it
+_NONE = torch.empty(0)  # stands for a buffer that is gone: nobody can use it
 
 
 def _entry_is_unset(entry: Entry) -> bool:
@@ -219,14 +219,14 @@ def _entry_is_unset(entry: Entry) -> bool:
             else _all_nan(entry.param)
         )
     if flat.storage.encoded or not flat.dtypes.master.is_floating_point:
-        return True  # a load's names tell
+        return True  # only a load's names can tell
     a, b = flat.local(entry)
     return a == b or _all_nan(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
 
 
 def without_value(group: Group, unit: Unit, coming: Collection[str]) -> set[str]:
-    """The parameters of a unit, by their first name, that rank 0 has no value for and that nobody
-    brings. Collective.
+    """Return the first names of a unit's parameters that have no value on rank 0 and are not among
+    `coming`, the names that a load will bring. Collective.
     """
     mine = [
         int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None)
@@ -241,8 +241,8 @@ def without_value(group: Group, unit: Unit, coming: Collection[str]) -> set[str]
 
 
 def value_of(entry: Entry) -> torch.Tensor | None:
-    """A parameter as the modules have it before it is laid out, from the first place that has a
-    value.
+    """Return a parameter as the modules have it before it is laid out: from the first place that
+    has a value. None if no place has one.
     """
     for parameters, attribute, _ in entry.places:
         source = parameters[attribute]
