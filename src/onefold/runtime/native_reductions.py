@@ -79,7 +79,7 @@ class BackendReduce(RowsReduce):
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
         cut = self.cut(r.span)
-        if not self.group.can_reduce(cut):  # as with a buffer of which some parameters are frozen
+        if not self.group.can_reduce(cut):  # uneven parts, as where some parameters are frozen
             return super().start(r, context)
         sending = RowsSending(self, r, 1, summed=True)
         sent = sending.on_the_wire()

@@ -9,7 +9,7 @@ import torch
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
-    """The tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
+    """Return the tensors in nested tuples, lists, mappings, dataclasses and plain objects."""
     if isinstance(value, torch.Tensor):
         return [value]
     if value is None or depth == 0 or isinstance(value, (str, bytes, int, float)):

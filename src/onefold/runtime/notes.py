@@ -1,4 +1,6 @@
-"""What a user is told at the start: what the recipe left open, and what it asks without effect."""
+"""Notes for the user at the start: what the recipe left open, and which of its options have no
+effect.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def precision_notes(engine: Engine) -> list[str]:
-    """A sentence about the 16-bit weights that train, where the recipe takes the model as it is;
-    the list is empty without any.
+    """Return a sentence about the 16-bit weights that are trained, if the recipe takes the model's
+    dtypes as they are. The list is empty if there are no such weights.
     """
     recipe = engine.recipe
     flats = [
@@ -39,8 +41,8 @@ def precision_notes(engine: Engine) -> list[str]:
 
 
 def idle_notes(engine: Engine) -> list[str]:
-    """A sentence for each thing that the recipe asks of groups and of frozen weights and that
-    changes nothing in this run.
+    """Return a sentence for each option that changes nothing in this run: about one rank, groups,
+    or frozen weights.
     """
     recipe, said = engine.recipe, []
     divides = GROUP in (recipe.parameters.over, recipe.gradients.over, recipe.optimizer.over)
@@ -51,7 +53,7 @@ def idle_notes(engine: Engine) -> list[str]:
         idle += [f"reduce={NATIVE!r}"] if recipe.reduce == NATIVE else []
         if idle:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
-    # By itself a recipe takes nodes for groups, and does without.
+    # Only if the user named a group: the default takes nodes as groups, or does without groups.
     if recipe.group not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
         node = (
             "the launcher says that all are on one node, or that nodes are uneven, or nothing of"

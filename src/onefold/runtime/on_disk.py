@@ -1,4 +1,4 @@
-"""Elements that rest in files: read and written some at a time, and never whole in memory."""
+"""Elements that are stored in files: read and written in pieces, never whole in memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = 4 << 20
 
 
 class Regions(Protocol):
-    """A storage with regions on disk by their kind, see offload/nvme_storage.py."""
+    """A storage that has a region on disk for each kind of value, see offload/nvme_storage.py."""
 
     def dtype_of(self, kind: str) -> torch.dtype: ...
 
@@ -26,8 +26,9 @@ class Regions(Protocol):
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Elements [start, stop) of the region `kind` of `storage`, or items for some elements each:
-    stands for a one-dimensional tensor. Elements are counted from the first that this rank owns.
+    """Stands for a one-dimensional tensor: elements [start, stop) of the region `kind` of
+    `storage`, or items that stand for some elements each. Elements are counted from the first that
+    this rank owns.
     """
 
     storage: Regions
@@ -46,15 +47,15 @@ class OnDisk:
         return self.dtype.itemsize
 
     def pieces(self) -> Iterator[torch.Tensor]:
-        """The elements in order, in host tensors."""
+        """Yield the elements in order, in host tensors."""
         for a in range(self.start, self.stop, CHUNK):
             yield self.storage.part(self.kind, a, min(self.stop, a + CHUNK))
 
     def read(self, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Those in [start, stop), counted from the first of these, in host memory of their own."""
+        """Read elements [start, stop), counted from the first of these, into new host memory."""
         end = self.stop if stop is None else self.start + stop
         return self.storage.part(self.kind, self.start + start, end)
 
     def write(self, start: int, values: torch.Tensor) -> None:
-        """Overwrite those from `start` on, counted from the first of these."""
+        """Overwrite the elements from `start` on, counted from the first of these."""
         self.storage.write_part(self.kind, self.start + start, values.to("cpu", self.dtype))

@@ -1,5 +1,6 @@
-"""The order of units: foreseen from how they are registered, then as all ranks have seen it; and walks
-along it. See [Note: every rank joins every gather] in runtime/gather.py.
+"""The order of units, and walks along it. The order is foreseen from how units are registered, and
+later the one that all ranks have seen. See [Note: every rank joins every gather] in
+runtime/gather.py.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ from onefold.runtime.unit import Unit
 class Cursor:
     """A walk along an agreed order of unit indices.
 
-    Units before `at` have been gathered, some of them ahead; those before `used` have had their
-    turn.
+    Units before position `at` have been gathered, some of them ahead of use. Units before position
+    `used` have had their turn.
     """
 
     def __init__(self, order: list[int]) -> None:
         self.order, self.at, self.used = order, 0, 0
 
     def reach(self, index: int) -> list[int]:
-        """Walk to just behind the next `index`; the indices passed over. Stay if it does not
-        come.
+        """Walk to the position after the next `index`, and return the indices passed over. Stay if
+        `index` does not come any more.
         """
         try:
             there = self.order.index(index, self.at)
@@ -29,8 +30,9 @@ class Cursor:
         return passed
 
     def use(self, index: int) -> list[int]:
-        """The turn of `index`, which has been gathered; the indices that had theirs meanwhile and
-        did not take it. None if the order does not have it here.
+        """Note that `index`, which has been gathered, is used now. Returns the indices that had
+        their turn before it and were not used; an empty list if the order does not have `index`
+        here.
         """
         if index not in self.order[self.used : self.at]:
             return []
@@ -47,9 +49,9 @@ class Cursor:
 
 
 def backwards(units: list[Unit]) -> list[int]:
-    """The order in which a backward pass first comes to units registered in this order: a unit
-    around others before them (its output comes last, and with it its gradient first), the others
-    from the last to the first.
+    """Return the order in which a backward pass first comes to units that were registered in the
+    order of `units`. It goes from the last to the first. A unit that encloses others comes before
+    them: its output is computed last, so its gradient comes first.
     """
     groups: list[list[Unit]] = []
     for unit in units:

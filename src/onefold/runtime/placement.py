@@ -1,9 +1,9 @@
-"""Which flat buffers rest off the device, and on which tier each kind of their state does.
+"""Which units are offloaded, and which weights are stored encoded.
 
-A unit goes as a whole. Where only a share of the states leaves the device, the last units of the
-model go first: their gradients come first in the backward pass and their parameters are needed last
-in the next forward, so that their transfers have the longest time to hide in. The choice is
-arithmetic on sizes, hence the same on every rank.
+A unit is offloaded as a whole. If only a share of the states leaves the device, the last units of
+the model go first. Their gradients come first in the backward pass and their parameters are needed
+last in the next forward pass, so their transfers have the longest time to hide in. The choice
+depends on sizes alone, so it is the same on every rank.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import nn
 from onefold.layout import LOW
 from onefold.recipe import Recipe, Tier
 
-# A budget in bytes is measured by Adam's moments, whatever optimizer comes later
+# A budget in bytes is computed with Adam's moments, whatever optimizer comes later
 from onefold.recipe.moments import bytes_an_element
 from onefold.runtime.units import Found, UnitSpec
 
 
 def offloaded_units(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
-    """The indices of the units whose state leaves the device."""
+    """Return the indices of the units whose state leaves the device."""
     return offloaded_of_sizes(
         [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs],
         recipe,
@@ -31,8 +31,8 @@ def offloaded_units(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> se
 
 
 def offloaded_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
-    """The same from trained elements by unit: what a plan knows of a model. Units of frozen
-    parameters alone have size 0.
+    """Do the same from the number of trained elements in each unit, which is what a plan knows of a
+    model. Units of frozen parameters alone have size 0.
     """
     if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
         return set()
@@ -47,7 +47,7 @@ def offloaded_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[
         budget = min(budget, recipe.offload_bytes * divided / a_parameter)
     chosen, taken = set(), 0
     for index in reversed(range(len(sizes))):
-        # A share is reached, a budget is never exceeded.
+        # Units are added until a share is reached. A budget in bytes is never exceeded.
         if taken >= budget or (recipe.offload_bytes is not None and taken + sizes[index] > budget):
             continue
         chosen.add(index)
@@ -56,8 +56,8 @@ def offloaded_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[
 
 
 def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
-    """What a user should know where a budget is too small for any unit of trained elements
-    `sizes`.
+    """Return a note for the user if a budget is too small for any unit. `sizes`: trained elements
+    in each unit.
     """
     if recipe.offload_bytes is None or offloaded_of_sizes(sizes, recipe, ranks) or not any(sizes):
         return []
@@ -69,8 +69,8 @@ def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]
 
 
 def rests_encoded(found: Found, recipe: Recipe) -> bool:
-    """Whether a parameter is one of the frozen weights that rest encoded: matrices, but for what is
-    looked up in (embeddings).
+    """Whether a parameter is one of the frozen weights that are stored encoded: matrices, except
+    those of embeddings.
     """
     frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
     return (

@@ -1,6 +1,6 @@
-"""Where a run stands, and what the parts of an engine work with.
+"""The state of a run (which step, which pass), and the resources that the parts of an engine share.
 
-The engine writes where it stands; the gatherer and the reducer read it, and say what has failed.
+The engine sets the state. The gatherer and the reducer read it, and report failures.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ class Progress:
     Attributes:
         step: synchronized backward passes so far.
         sync: this backward pass ends with reduced gradients (it is not under `no_sync`).
-        graded: the forward pass under way, or the last one, began with gradients.
+        graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.
-        differentiating: it accumulates nothing (torch.autograd.grad). creates_graph: it is recorded
-            itself.
-        open_graphs, root_graphs: forward passes with gradients that no backward pass has followed,
-            and those of them over the whole model.
-        outside_graphs: operations with gradients outside a forward pass (runtime/parameters/outside.py) have
-            run since the last backward pass.
-        optimizer_seen: an optimizer over these parameters has stepped once. stepped: one has since
-            copies of the masters were last compared with them (runtime/stale.py).
-            reduced_since_gather: gradients were reduced since then.
-        failure: what work behind the training, or a disk, has failed with, while the user was not
-            told. Ranks agree on it in a backward pass, and the optimizer step behind that raises it
-            on all: none takes a step that another does not.
+        differentiating: that pass accumulates nothing (torch.autograd.grad). creates_graph: that
+            pass is itself recorded by autograd.
+        open_graphs: forward passes with gradients whose backward pass has not come. root_graphs:
+            those of them over the whole model.
+        outside_graphs: operations with gradients outside a forward pass
+            (runtime/parameters/outside.py) have run since the last backward pass.
+        optimizer_seen: an optimizer over these parameters has stepped once. stepped: one has
+            stepped since the engine last looked for stale copies (runtime/stale.py).
+            reduced_since_gather: gradients were reduced since that look.
+        failure: an error of background work, or of a disk, that was not raised yet. Ranks agree on
+            it in a backward pass, and the next optimizer step raises it on all of them, so that no
+            rank takes a step that another does not take.
         failure_agreed: some rank had a `failure` at the last such agreement.
-        last_failure: what work behind the training has failed with last, told or not.
+        last_failure: the most recent error of background work, raised or not.
         closed: the engine has let go of everything.
     """
 
@@ -75,32 +75,33 @@ class Progress:
 
     @property
     def deferring(self) -> bool:
-        """Gradients stay whole in this backward pass."""
+        """Whether gradients stay whole in this backward pass."""
         return self._defers and not self.sync
 
     @property
     def holding(self) -> bool:
-        """Gradients are reduced inside each group only: the hop between groups waits for the last
-        micro-batch.
+        """Whether gradients are reduced inside each group only in this backward pass: the hop
+        between groups waits for the last micro-batch.
         """
         return self._holds and not self.sync
 
     def context(self, move: str, unit: str) -> CollectiveContext:
-        """What a move of this moment is for."""
+        """Return the context of a collective that starts now: its step and pass."""
         return CollectiveContext(move, unit, self.step, self.phase)
 
     def failed(self, error: BaseException) -> None:
-        """Something went wrong where others wait for this rank: it goes on, and the first error is
-        told at the boundary.
+        """Note an error that happened while other ranks wait for this one. This rank goes on; the
+        first error is raised at the boundary.
         """
         self.failure = self.failure or error
 
 
 class MasterAccess:
-    """Who reads masters and states while somebody else wants to write to them.
+    """Makes writes to masters and states wait until copies of them are done.
 
     Attributes:
-        copying: waits until a save, or a copy of averages, has read them; None if none does.
+        copying: waits until the save, or copy of averages, that is under way has read them; None
+            if there is none.
     """
 
     def __init__(self, transfers: Transfers, progress: Progress) -> None:
@@ -108,16 +109,16 @@ class MasterAccess:
         self.copying: Callable[[], None] | None = None
 
     def about_to_write(self) -> None:
-        """Masters or states are going to change: wait for who is copying them."""
+        """Wait for copies of masters and states that are under way: these are going to change."""
         copying, self.copying = self.copying, None
         if copying is not None:
             copying()
         self._transfers.up.wait()  # copies up may still read masters on the host
 
     def before_write(self, flat: Flat, seen: bool = False) -> None:
-        """Wait for copies of the masters of `flat` that are under way: code outside a step is going
-        to write to them, or (`seen`) takes a view that it may write to. The host waits if they are
-        in its memory, or a save is copying them.
+        """Wait for copies of the masters of `flat` that are under way. Called before code outside a
+        step writes to them, or (`seen`) takes a view that it may write to. The host waits if the
+        masters are in its memory, or if a save is copying them.
         """
         if self._progress.closed:
             return

@@ -1,4 +1,4 @@
-"""Which engine works on which module. Weak on the module's side: the registry keeps no model
+"""Which engine works on which module. References to modules are weak: the registry keeps no model
 alive.
 """
 
@@ -27,8 +27,8 @@ _spoilt: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def spoil(module: nn.Module, why: BaseException) -> None:
-    """The model is neither sharded nor what it was: it refuses to be called until `shard()` takes
-    it again.
+    """Make a model that is neither sharded nor as it was before refuse to be called, until
+    `shard()` takes it again.
     """
     said = f"{type(why).__name__}: {why}"
 
@@ -43,7 +43,7 @@ def spoil(module: nn.Module, why: BaseException) -> None:
 
 
 def mend(module: nn.Module) -> None:
-    """`shard()` takes the model."""
+    """Undo `spoil`: `shard()` takes the model again."""
     handle = _spoilt.pop(module, None)
     if handle is not None:
         handle.remove()
@@ -54,17 +54,17 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def engine_of_entry(entry: Entry) -> Engine | None:
-    """The engine that a sharded parameter belongs to; None if its model is gone."""
+    """Return the engine that a sharded parameter belongs to; None if its model is gone."""
     engine = entry.engine()
     return engine if isinstance(engine, Engine) else None
 
 
 def engine_of(module: nn.Module) -> Engine:
-    """The engine behind a sharded module.
+    """Return the engine of a sharded module.
 
     Raises:
         ValueError: the module was not sharded.
-        TypeError: it is no module.
+        TypeError: the argument is not a module.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""What encoding gradients has lost so far (error feedback), and where its random bits come from."""
+"""What encoding has lost of gradients so far (error feedback), and the random bits of rounding."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Residuals:
     """The residuals of one engine, in fp32, kept until the next gradient of the same addresses.
 
     Attributes:
-        codec: what gradients are encoded with; None if they are not.
-        kept: what was lost, by flat buffer, first address and hop.
+        codec: what gradients are encoded with; None if they are not encoded.
+        kept: the residuals: what was lost, by flat buffer, first address and hop.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Residuals:
         self._drawn = 0  # how far the run that this one resumes was ahead of it
 
     def of(self, r: Reduction) -> torch.Tensor | None:
-        """What encoding the buffer of `r` lost so far, over its span; None without error
+        """Return what encoding the buffer of `r` has lost so far, over its span; None without error
         feedback.
         """
         if not self._feeds_back:
@@ -58,10 +58,10 @@ class Residuals:
         return self.residual((r.flat.index, r.span[0], r.at), r.span[1] - r.span[0])
 
     def residual(self, key: Key, numel: int) -> torch.Tensor:
-        """What was lost of `numel` elements, zeros at first.
+        """Return what was lost of `numel` elements, zeros at first.
 
-        Where more or fewer elements travel from that address on (parameters were frozen, or are
-        trained again), what both have stays.
+        If more or fewer elements travel now from that address on (parameters were frozen, or are
+        trained again), the residuals of those that both spans have stay.
         """
         known = self.kept.get(key)
         if known is None or known.numel() != numel:
@@ -75,7 +75,7 @@ class Residuals:
         return known
 
     def spans(self, units: Iterable[Unit]) -> dict[Key, int]:
-        """The elements of every residual that there may come to be in the flat buffers of `units`."""
+        """Return how many elements each residual that the flat buffers of `units` may get has."""
         found = {}
         for flat in (flat for unit in units for flat in unit.flats):
             for run in flat.runs:
@@ -86,28 +86,30 @@ class Residuals:
         return found
 
     def forget(self) -> None:
-        """Nothing was lost."""
+        """Drop all residuals, as if nothing had been lost."""
         for lost in self.kept.values():
             self.memory.add(RESIDUALS, -nbytes_of(lost))
         self.kept.clear()
 
     def forget_if(self, bad: torch.Tensor) -> None:
-        """Nothing was lost, if the gradients were not finite (`bad`, a scalar, is not 0).
+        """Drop all residuals if the gradients were not finite (`bad`, a scalar, is not 0).
 
-        Their step is left out. What encoding their finite numbers lost may be huge all the same,
-        and must not reach the next step.
+        The step of such gradients is skipped. What encoding their finite numbers lost may still be
+        huge, and must not reach the next step.
         """
         if not has_streams(self.device):
             if self.kept and bool(bad):
                 self.forget()
             return
-        # Without asking: the answer would cost a synchronization
+        # Without reading `bad` on the host, which would cost a synchronization
         for lost in self.kept.values():
             lost.masked_fill_(bad.to(lost.device, torch.bool), 0.0)
 
     @property
     def draw(self) -> int:
-        """The step of the training that random bits are of, runs that were resumed counted."""
+        """The step of the training that random bits depend on. It counts the steps of the runs that
+        this one resumes.
+        """
         return self.progress.step + self._drawn
 
     @draw.setter
@@ -115,8 +117,8 @@ class Residuals:
         self._drawn = step - self.progress.step
 
     def rounding(self, r: Reduction, address: int) -> Stochastic | None:
-        """Random bits by step, rank and address: the same in a repeated run, and others for each
-        rank, lest their errors add up.
+        """Return random bits by step, rank and address: the same bits in a repeated run, and other
+        bits for each rank, so that the ranks' errors do not add up.
         """
         if not self._stochastic:
             return None

@@ -1,4 +1,4 @@
-"""What a rank computed when, unit by unit: kept only while the memory ledger records."""
+"""What a rank computed when, unit by unit. Collected only while the memory ledger records."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Seconds of `time.perf_counter` in which a unit computed (on CUDA: in which its work was
-    handed to the device).
+    """When a unit computed (on CUDA: when its work was handed to the device), in seconds of
+    `time.perf_counter`.
 
-    kind is "compute"; phase "forward" or "backward". A forward span of a unit with units inside
-    contains theirs. A backward span ends when the last gradient of the unit arrived and begins
-    where the one before it ended: autograd does not say more.
+    kind is "compute"; phase is "forward" or "backward". The forward span of a unit contains those
+    of the units inside it. A backward span ends when the last gradient of the unit has come and
+    begins where the previous one ended: autograd does not say more.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Spans:
         self._mark = time.perf_counter()
 
     def came(self, unit: str) -> None:
-        """The last gradient of `unit` arrived."""
+        """Note that the last gradient of `unit` has come: its backward span ends."""
         now = time.perf_counter()
         self.done.append(Span("compute", unit, "backward", self._mark, now))
         self._mark = now

@@ -1,9 +1,9 @@
 """An optimizer's own step over other tensors than its parameters.
 
-A torch optimizer steps what is in its `param_groups` and keeps what it knows in `state`. For the
-time of one step the groups are copies
-that hold only what is to be stepped: some of the parameters, or stand-ins, parts of them with parts
-of their gradients and states.
+A torch optimizer steps the tensors in its `param_groups` and keeps its states in `state`. For the
+time of one step, the groups are replaced by copies that hold only what is to be stepped: some of
+the parameters, or stand-ins. A stand-in is a part of a parameter, with that part of its gradient
+and states.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from onefold.runtime.implementations import Chosen
 
 
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
-    """The index of each parameter's group, by the parameter's id."""
+    """Return the index of each parameter's group, by the parameter's id."""
     return {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
 
 def raw_step(optimizer: Optimizer) -> None:
-    """The optimizer's own update without the hooks around it."""
+    """Run the optimizer's own update, without the hooks around it."""
     function: Any = type(optimizer).step
     while getattr(function, "hooked", False):
         function = function.__wrapped__
@@ -39,11 +39,15 @@ def only(
     stand_ins: Sequence[torch.Tensor],
     device: torch.device | None = None,
 ) -> Iterator[None]:
-    """Inside, the optimizer knows only `stand_ins`, each in the group of its `real` parameter.
+    """Inside this context, the optimizer knows only `stand_ins`, each in the group of its `real`
+    parameter.
 
-    `device`: of the model, for the implementation that the step takes (runtime/implementations.py);
-    None leaves that to torch. Groups are copies, and counters of the optimizer's own are put back:
-    a step in pieces counts as one, which the outer step() makes.
+    Groups are copies, and the optimizer's own counters are put back at the end: a step in pieces
+    counts as one step, which the outer step() makes.
+
+    Args:
+        device: that of the model. It decides on the implementation of the step
+            (runtime/implementations.py); None leaves that to torch.
     """
     wanted: dict[int, list[torch.Tensor]] = {}
     for param, stand_in in zip(real, stand_ins, strict=True):

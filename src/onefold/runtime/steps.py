@@ -8,8 +8,8 @@
 | on NVMe                                 | the user's optimizer, chunk by chunk         | before the rest of that step |
 | on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
 
-What is stepped "before the rest" is out of the user's step: it has no `.grad` while that runs
-(optim/watch.py).
+The user's step leaves out what was stepped "before the rest": such parameters have no `.grad` while
+it runs (optim/watch.py).
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 
 class Step(ABC):
-    """The steps of one engine's shards that the user's optimizer is not left to do by itself."""
+    """Steps those shards of one engine that the user's optimizer does not step by itself."""
 
     # -- at optimizer.step() -----------------------------------------------------------------------
 
     @abstractmethod
     def keeps_own_format(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer keeps its moments in fewer bits by itself (torchao's)."""
+        """Whether the optimizer itself keeps its moments in fewer bits (as torchao's do)."""
 
     @abstractmethod
     def apart(self, optimizer: Optimizer, entries: Sequence[Entry]) -> list[Entry]:
-        """Those of `entries`, which `optimizer` steps, that `step` is to be called for.
+        """Return those of `entries` that `step` is to be called for. `optimizer` steps them all.
 
         Raises:
-            ValueError: what recipe and optimizer say of moments cannot go together.
+            ValueError: the recipe and the optimizer disagree on the format of moments.
         """
 
     @abstractmethod
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
-        """Step `entries`, which `apart` has given. Collective where any rests on NVMe.
+        """Step `entries`, which `apart` has returned. Collective if any is stored on NVMe.
 
         Raises:
             TierError: on every rank, if a disk failed on one.
@@ -58,14 +58,16 @@ class Step(ABC):
         return False
 
     def landed(self, flat: Flat) -> None:
-        """The gradients of a flat buffer that `takes` has taken are `.grad` of its parameters."""
+        """Called for a flat buffer that `takes` accepts, once its gradients are `.grad` of its
+        parameters.
+        """
 
     def has_stepped(self, unit: Unit) -> bool:
         """Whether part of the unit was stepped in the backward pass under way."""
         return False
 
     def join(self) -> None:
-        """Wait for what is stepped in the backward pass."""
+        """Wait for the steps in the backward pass that are under way."""
 
     def close(self) -> None:
-        """End what runs behind the training."""
+        """End the work in the background."""

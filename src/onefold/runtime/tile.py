@@ -14,24 +14,23 @@ from onefold.layout import Part
 
 
 class WeightTile(nn.Module):
-    """Some rows of a weight, gathered when they are computed with and released behind that.
+    """Some rows of a weight. They are gathered for their computation and released after it.
 
     Attributes:
-        shared: several modules compute with it (tied weights), so that a pass comes to it more than
-            once.
-        looked_up: its backward pass reads no weight (an embedding's).
+        shared: several modules compute with it (tied weights), so a pass uses it more than once.
+        looked_up: its backward pass reads no weight (that of an embedding).
     """
 
     looked_up: ClassVar[bool] = False
     shared: bool
 
     def part(self, names: Sequence[str]) -> Part:
-        """What it is of the whole weight; `names` are the tile's own."""
+        """Return the part that it is of the whole weight; `names` are the tile's own."""
         raise NotImplementedError
 
 
 class TiledModule(nn.Module):
-    """A module whose list of tiles is no list of blocks.
+    """A module with a list of tiles, which is not taken for a list of blocks.
 
     Attributes:
         outlined: while it is above 0, a state dict shows each weight in tiles as its first tile's
@@ -43,8 +42,8 @@ class TiledModule(nn.Module):
 
 @contextlib.contextmanager
 def first_tiles() -> Iterator[None]:
-    """Inside, state dicts show each weight in tiles as the parameter of its first tile: for who
-    wants to know what is there.
+    """Inside this context, state dicts show each weight in tiles as the parameter of its first
+    tile. For callers that need names and not values.
     """
     TiledModule.outlined += 1
     try:

@@ -1,4 +1,4 @@
-"""What is trained: `requires_grad` as the user has set it, and the hooks that hear of its gradients."""
+"""Which parameters train: `requires_grad` as the user has set it, and hooks on their gradients."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def follow_trainable(reduce: Reducer) -> None:
-    """Take over `requires_grad` as the user has set it, and listen to the gradients of what is
-    trainable.
+    """Follow `requires_grad` as the user has set it, and hook the gradients of trainable
+    parameters.
     """
     for unit in reduce.units:
         follow_trainable_of(reduce, unit)

@@ -1,5 +1,5 @@
-"""What an engine has off the device: streams of copies, host buffers, files on NVMe, and the
-ledgers of all three.
+"""What an engine has off the device: copy streams, host buffers, files on NVMe, and the ledgers of
+all three.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from onefold.memory.tier_error import TierError
 from onefold.recipe import Recipe
 from onefold.runtime.capabilities import Region, Store, Transfer
 
-#: Writes under way of one rank, beyond which the next waits for the first.
+#: The number of writes of one rank that may be under way. A further one waits for the first.
 BEHIND = 3
 
 
 class Transfers:
-    """Attributes:
-    device: the ledger of the device's memory. host, disk: bytes held on the host for what rests off
-        the device (and what is on its way), and on NVMe.
-    moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe, with
-        the seconds waited for them.
-    down, up: copies to the host and to the device: a device does both at a time.
-    pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused. chunk:
-        elements moved at a time, and the size of those buffers.
-    broken: why nothing may go on: the disk failed in the middle of a step.
+    """The transfers of one rank between the device, the host and NVMe.
+
+    Attributes:
+        device: the ledger of the device's memory. host: the ledger of host memory, for what is
+            offloaded or under way. disk: the ledger of NVMe.
+        moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe,
+            with the seconds waited for them.
+        down, up: the copy streams to the host and to the device, which work at the same time.
+        pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused.
+            chunk: elements moved at a time, and the size of the pool's buffers.
+        broken: why nothing may go on, if the disk failed in the middle of a step; else None.
     """
 
     def __init__(
@@ -62,16 +64,16 @@ class Transfers:
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
-        # Steps in the backward pass write from a thread of their own
+        # For steps in the backward pass, which write from a thread of their own
         self._lock = threading.RLock()
         self._store: Store | None = None
 
     @property
     def store(self) -> Store:
-        """The files on NVMe of this rank; made when they are first asked for.
+        """The files of this rank on NVMe. They are made at the first access.
 
         Raises:
-            TierError: a folder is not there, or cannot be written.
+            TierError: a folder does not exist, or cannot be written to.
         """
         if self._store is None:
             self._store = self._make(self.recipe, self.rank, self.up.asynchronous)
@@ -79,23 +81,23 @@ class Transfers:
 
     @property
     def open_store(self) -> Store | None:
-        """The store, if there is one."""
+        """The store, or None if it was not made yet."""
         return self._store
 
     def check(self) -> None:
-        """Raise TierError if an earlier failure left state that nobody can vouch for."""
+        """Raise TierError if an earlier failure may have left wrong state."""
         if self.broken is not None:
             raise TierError(self.broken)
 
     def entered(self, move: str, unit: str, nbytes: int) -> None:
-        """Bytes on their way: "up", "down", "read" or "written"."""
+        """Record bytes that start to move: "up", "down", "read" or "written"."""
         self.moved.record(move, unit, nbytes)
 
     def wait(self, transfer: Transfer) -> None:
         """Wait for the disk; the seconds count as exposed.
 
         Raises:
-            TierError: it did not go well.
+            TierError: the transfer failed.
         """
         if transfer.done():
             transfer.wait()
@@ -107,8 +109,8 @@ class Transfers:
             self.moved.waited(None, begun)
 
     def rise(self, into: torch.Tensor, whole: torch.Tensor) -> None:
-        """Copy a buffer of the pool to the device, on the stream of copies up; it goes back when
-        that is done. The host does not wait.
+        """Copy a buffer of the pool to the device, on the stream `up`. The buffer goes back to the
+        pool when the copy is done. The host does not wait.
         """
         ticket = self.up.copy(into, whole)
         with self._lock:
@@ -116,7 +118,7 @@ class Transfers:
         self.risen()
 
     def risen(self, all_of_them: bool = False) -> None:
-        """Give back the buffers whose copies are done, or wait for all."""
+        """Give back the buffers whose copies are done; or wait for all copies and give back all."""
         if all_of_them:
             self.up.wait()
         with self._lock:
@@ -128,8 +130,8 @@ class Transfers:
     def buffer(
         self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(a host buffer to be given back to the pool, its first `numel` items): of one size
-        wherever that is enough.
+        """Return (a host buffer to be given back to the pool, its first `numel` items). All buffers
+        have the same size, unless `numel` needs a larger one.
 
         `grain`: elements that an item stands for.
         """
@@ -140,11 +142,11 @@ class Transfers:
     def write(
         self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str
     ) -> None:
-        """Start writing `data` to `region` from element `start` on; its buffer `whole` goes back to
-        the pool when that is done.
+        """Start writing `data` to `region` from element `start` on. Its buffer `whole` goes back to
+        the pool when the write is done.
 
         Raises:
-            TierError: an earlier write did not go well.
+            TierError: an earlier write failed.
         """
         with self._lock:
             self._writing.append((whole, region.write(start, data)))
@@ -155,7 +157,7 @@ class Transfers:
         """Wait until no more than `behind` writes are under way.
 
         Raises:
-            TierError: one did not go well.
+            TierError: a write failed.
         """
         with self._lock:
             while self._writing and (len(self._writing) > behind or self._writing[0][1].done()):
@@ -166,9 +168,7 @@ class Transfers:
                     self.pool.give(whole)
 
     def forget_writes(self) -> None:
-        """Wait for what is being written, and pass over what goes wrong: that something did was
-        said already.
-        """
+        """Wait for the writes under way and ignore their errors: a failure was already reported."""
         while self._writing:
             with contextlib.suppress(TierError):
                 self.flush()

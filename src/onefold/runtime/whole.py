@@ -16,33 +16,35 @@ if TYPE_CHECKING:
 
 
 def state_context(resources: Resources, unit_name: str) -> CollectiveContext:
-    """What errors and the ledger say of a move of parameters or states of a unit."""
+    """Return what errors and the ledger say of a collective over parameters or states of a unit."""
     return CollectiveContext("state", unit_name, resources.progress.step, "state")
 
 
 def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:
-    """All masters of this rank, [owned], as they are: to be changed in part, and given to
-    `flat.storage.store` then.
+    """Return all masters of this rank, [owned], with their present values. The caller changes some
+    of them and gives the tensor to `flat.storage.store`.
     """
     masters = flat.storage.landing(device)
     return masters if masters is flat.master else masters.copy_(flat.storage.load())
 
 
 def put_elements(masters: torch.Tensor, entry: Entry, x: int, y: int, values: torch.Tensor) -> None:
-    """Elements [x, y) of `entry` into this rank's `masters`, [owned]."""
+    """Copy `values` into elements [x, y) of `entry` in this rank's `masters`, [owned]."""
     at = entry.slot.start - entry.flat.owned[0]
     masters[at + x : at + y].copy_(values)
 
 
 def gather_whole(resources: Resources, flat: Flat, full: torch.Tensor) -> torch.Tensor:
-    """`full` ([numel], with this rank's [owned] in place) with those of all ranks. Collective."""
+    """Fill `full`, [numel], with the masters of all ranks; this rank's, [owned], are in place.
+    Collective.
+    """
     owners, context = flat.owners_group, state_context(resources, flat.unit_name)
     owners.all_gather(full, context, flat.index, move="state").wait()
     return full
 
 
 def whole_masters(resources: Resources, flat: Flat) -> torch.Tensor:
-    """A new buffer [numel] with all masters of `flat`, the same on every rank. Collective."""
+    """Return a new buffer, [numel], with the masters of all ranks. Collective."""
     full = torch.empty(flat.layout.numel, dtype=flat.dtypes.master, device=resources.device)
     with disable_torch_function(), torch.no_grad():
         if flat.whole_master:
