@@ -85,7 +85,7 @@ class Activations(Protocol):
 class Capabilities:
     """The makers. See the table of this module."""
 
-    storage: Callable[[Flat, Tiers | None, bool, Resources], Storage]  # (..., rests encoded, ...)
+    storage: Callable[[Flat, Tiers | None, bool, Resources], Storage]  # (..., stored encoded, ...)
     gather: Callable[[Flat, Resources], Gather]
     reduce: Callable[[Flat, int, Resources], Reduce]  # (flat buffer, hop, ...)
     activations: Callable[[list[Unit], Resources, dict[int, tuple[Unit, Flat]]], Activations]

@@ -99,8 +99,8 @@ class Gatherer:
         self.held_back = False  # `pass_by` has put off a unit
         self.unwanted: list[Unit] = []
         self.here: dict[int, Unit] = {}  # gathered or being gathered, by index
-        # This pass released a unit although the recipe keeps units for backward: it ran inside a
-        # re-entrant checkpoint, which gathers it again
+        # This pass released a unit although the recipe keeps units for backward. A re-entrant
+        # checkpoint does so: its part runs without gradients, and gathers the unit again later
         self.released_early = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         topology = self.group.topology
@@ -351,9 +351,9 @@ class Gatherer:
         before this rank waits for the reduction of the ranks that do use it.
 
         Returns False, and joins nothing, if a unit that this rank will use comes before it in the
-        order: joined now, that unit would be dropped before its use. This happens with frozen
-        units, whose gradients nothing waits for, so that reductions get ahead of the pass.
-        `passed_over` is called again when the pass has come further.
+        order: joined now, that unit would be dropped before its use. (Frozen units give no gradient
+        to wait for, so the turns of reductions can get ahead of the pass.) `passed_over` is called
+        again when the pass has come further.
         """
         cursor = self.backward_cursor
         if cursor is None or unit.index not in cursor.order[cursor.at :]:

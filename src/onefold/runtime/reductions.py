@@ -285,7 +285,7 @@ class PartsSending(Sending):
 
 
 class PairwiseReduce(Reduce):
-    """Each rank sends every other rank the part that this one sums, and adds up what it receives.
+    """Each rank sends to every other rank the part that the other sums, and adds up what it gets.
 
     If the sums need no other dtype and no other place, one peer's part is received into memory of
     its own. The other parts are added to it there, and it becomes the gradient.

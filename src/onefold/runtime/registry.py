@@ -27,8 +27,8 @@ _spoilt: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
 
 
 def spoil(module: nn.Module, why: BaseException) -> None:
-    """Make a model that is neither sharded nor as it was before refuse to be called, until
-    `shard()` takes it again.
+    """Make the model refuse to be called until `shard()` takes it again: it is neither sharded nor
+    as it was before.
     """
     said = f"{type(why).__name__}: {why}"
 

@@ -43,7 +43,7 @@ class TiledModule(nn.Module):
 @contextlib.contextmanager
 def first_tiles() -> Iterator[None]:
     """Inside this context, state dicts show each weight in tiles as the parameter of its first
-    tile. For callers that need names and not values.
+    tile. For callers that only list what a model has.
     """
     TiledModule.outlined += 1
     try:

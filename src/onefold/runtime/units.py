@@ -73,7 +73,7 @@ def find_units(root: nn.Module, wanted: Sequence[str | type] | None) -> list[Uni
         dict(root.named_modules(remove_duplicate=False)),
         {id(module): name for name, module in modules.items()},
     )
-    # A module that stands in several places goes by its first name
+    # A module that is in several places is known by its first name
     names = list(dict.fromkeys(first[id(every[name])] for name in names))
     if wanted is None:
         names = names + _large_rest(modules, names)

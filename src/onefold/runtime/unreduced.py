@@ -47,7 +47,7 @@ def show_unreduced(reduce: Reducer) -> None:
 
 
 def take_unreduced(reduce: Reducer) -> None:
-    """Forget the unreduced gradients that the user has dropped. Called before the others are used.
+    """Forget the unreduced gradients that the user has dropped. Called before the rest are used.
 
     Raises:
         RuntimeError: the user changed an unreduced gradient in another way than by dropping it.

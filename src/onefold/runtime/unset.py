@@ -109,8 +109,8 @@ class Unset:
     # -- values arrive -----------------------------------------------------------------------------
 
     def given(self, names: Collection[str]) -> None:
-        """Take the parameters and buffers that a load has brought off the list. `names` are those
-        in the model, the same on every rank.
+        """Remove from the list the parameters and buffers that a load has brought. `names` are
+        those in the model, the same on every rank.
         """
         for number, entry in list(self._entries.items()):
             if any(name in names for name in entry.part.names):
@@ -119,7 +119,7 @@ class Unset:
             del self._buffers[name]
 
     def look(self) -> None:
-        """Take what got a value in other ways off the list. Collective, while anything is unset."""
+        """Remove from the list what got a value otherwise. Collective while anything is unset."""
         if not self:
             return
         mine = self._still()
