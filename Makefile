@@ -48,7 +48,7 @@ PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CP
 	ONEFOLD_TEST_PRODUCTS=by-shape
 # What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, tiles, activations, moments, checkpoints.
 BITS := tests/test_ranks.py tests/invariants tests/optim tests/offload/test_activations.py \
-	$(addprefix tests/runtime/test_,kept_copies.py micro_batches.py odd_models.py) \
+	$(addprefix tests/runtime/test_,copies_follow_writes.py micro_batches.py odd_models.py) \
 	$(addprefix tests/offload/test_,activation_offload.py groups_offloaded.py offload.py) tests/quant/test_moments.py tests/tiling \
 	$(addprefix tests/checkpoint/test_,groups_checkpoint.py moments_checkpoint.py offloaded_states.py tiles_checkpoint.py) \
 	$(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)

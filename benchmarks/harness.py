@@ -311,6 +311,11 @@ def _answer(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def commit(source: Path) -> str:
+    """The commit that the checkout of `source` is at, or else the name of its folder."""
+    return _answer("git", "-C", str(source), "rev-parse", "--short", "HEAD") or source.parent.name
+
+
 def about(options: argparse.Namespace, schema: str, *earlier_commands: str) -> dict[str, Any]:
     """What every result begins with: schema, command, date, machine, versions."""
     return {

@@ -192,7 +192,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rank, side, blocks, ranks, folder = options.rank
         rank_main(int(rank), side, int(blocks), int(ranks), folder, options.steps)
         return 0
-    sources = {"this": ROOT / "src"} | {_commit(path): path for path in options.against}
+    sources = {"this": ROOT / "src"} | {harness.commit(path): path for path in options.against}
     cells = [
         Cell(side, blocks, ranks, name)
         for blocks in options.blocks
@@ -276,16 +276,6 @@ def _line(row: dict[str, Any]) -> str:
         f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:5} {row['source']:10}"
         f" {times}   {ratios}"
     )
-
-
-def _commit(source: Path) -> str:
-    asked = subprocess.run(
-        ["git", "-C", str(source), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return asked.stdout.strip() or source.parent.name
 
 
 if __name__ == "__main__":

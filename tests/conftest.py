@@ -349,6 +349,7 @@ ONLY_WITH_ALL = {
     "benchmarks/test_wires.py::test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_is_left",
     "cli/test_doctor_check_whole.py",
     "cli/test_doctor_command.py::test_a_measurement_is_saved_printed_and_leaves_nothing_behind",
+    "benchmarks/test_phases.py::test_a_run_names_the_files_of_each_phase_beside_fsdp2s",
     "cli/test_train_command.py::test_smollm2_is_fine_tuned_and_opens_again_with_its_tokenizer",
     "cli/test_train_command.py::test_state_off_the_device_changes_no_loss_and_leaves_nothing_on_the_disk",
     "integrations/test_accelerate_launch.py::test_a_script_of_accelerate_has_the_losses_of_ddp",
