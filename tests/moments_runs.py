@@ -91,7 +91,7 @@ def left_of(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Ten
     """
     import onefold
     from onefold.checkpoint.parts import States
-    from onefold.runtime.on_disk import OnDisk
+    from onefold.runtime.storage import OnDisk
 
     mine = []
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

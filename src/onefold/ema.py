@@ -36,13 +36,13 @@ from onefold.memory import nbytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.on_disk import OnDisk
+from onefold.runtime.gathers import new_masters, state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state.dicts import ReadEntry, whole_state_dict
 from onefold.runtime.state.stream import from_first, tell_all
+from onefold.runtime.storage import OnDisk
 from onefold.runtime.unit import Unit
-from onefold.runtime.whole import new_masters, state_context
 
 #: What the averages are called in memory ledgers.
 AVERAGES = "averages"

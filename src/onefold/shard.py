@@ -31,20 +31,23 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
-from onefold.runtime.notes import idle_notes, precision_notes
 from onefold.runtime.parameters.parameter import ShardedParameter
-from onefold.runtime.placement import offload_notes
 from onefold.runtime.progress import Resources
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
 from onefold.runtime.state import dicts as state_dicts
-from onefold.runtime.state import elsewhere
 from onefold.runtime.state import values as state
-from onefold.runtime.state.materialize import has_meta, materialize, modules_of, tie
-from onefold.runtime.state.start import compare_ranks, rank_0_needs_values, refuse_max_norm
+from onefold.runtime.state.materialize import fetch, has_meta, materialize, modules_of, tie
+from onefold.runtime.state.start import (
+    compare_ranks,
+    idle_notes,
+    precision_notes,
+    rank_0_needs_values,
+    refuse_max_norm,
+)
 from onefold.runtime.steps import Step
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
-from onefold.runtime.unit import Unit
+from onefold.runtime.unit import Unit, offload_notes
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
 from onefold.tiling.cut import Cut, initializing, with_tiles
@@ -131,7 +134,7 @@ def shard(
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
     if recipe.tile is not None:  # tiles are cut of what is there
-        elsewhere.fetch(module.parameters())
+        fetch(module.parameters())
     # Weights above recipe.tile; as it was if anything below raises
     with Cut(module, recipe) as cut:
         coming, init = with_tiles(module, coming), initializing(init)
@@ -153,7 +156,7 @@ def shard(
             brought.settle(engine)
         values = rank_0_needs_values(engine, module)
         for spec, unit in zip(specs, engine.units, strict=True):
-            elsewhere.fetch(found.param for found in spec.found)
+            fetch(found.param for found in spec.found)
             unset += materialize(spec, specs, where, init, module, values, coming)
             without = (
                 without_value(engine.group, unit, coming)

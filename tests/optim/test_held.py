@@ -18,7 +18,7 @@ Interval = tuple[str, tuple[int, ...], int, int, list[float]]
 
 def read_and_written(recipes: list[tuple[int, dict[str, Any]]]) -> list[list[Interval]]:
     """For each recipe this rank's elements of every parameter, read after 1 was added to them."""
-    from onefold.runtime.on_disk import OnDisk
+    from onefold.runtime.storage import OnDisk
 
     found = []
     for stage, options in recipes:

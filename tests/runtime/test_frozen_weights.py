@@ -253,7 +253,7 @@ def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(
 
 
 def said_of_groups() -> str:
-    from onefold.runtime.notes import idle_notes
+    from onefold.runtime.state.start import idle_notes
 
     model = onefold.shard(TinyGPT(), onefold.Recipe.zero(3, second_copy=True))
     return " ".join(idle_notes(onefold.engine_of(model)))

@@ -27,10 +27,10 @@ from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, 
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.on_disk import OnDisk
+from onefold.runtime.gathers import new_masters, state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.contents import beside_parameters
-from onefold.runtime.whole import new_masters, state_context
+from onefold.runtime.storage import OnDisk
 
 #: Elements read at a time where they cannot go to their place directly.
 BUFFER = 4 << 20

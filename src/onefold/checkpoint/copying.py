@@ -28,7 +28,7 @@ from onefold.device import current_stream, has_streams, new_stream, use_stream
 from onefold.layout import round_up
 from onefold.memory import empty, nbytes_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.on_disk import OnDisk
+from onefold.runtime.storage import OnDisk
 
 _buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
 #: What does not change between two steps.

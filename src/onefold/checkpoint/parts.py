@@ -34,9 +34,9 @@ from onefold.checkpoint.values import encode
 from onefold.optim.state_sorts import odd_keys, sort_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
-from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.storage import OnDisk
 
 
 @dataclass(frozen=True)

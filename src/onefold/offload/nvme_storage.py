@@ -27,9 +27,8 @@ from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.capabilities import Region, Transfer
-from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameters.storageless import StatePlace, storageless
-from onefold.runtime.storage import state_shape
+from onefold.runtime.storage import OnDisk, state_shape
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -14,7 +14,7 @@ from onefold.offload.nvme import ROOM_TO_MEASURE, TierError, measure, refuse_unl
 from onefold.offload.storage import OffloadStorage
 from onefold.recipe import Tier
 from onefold.recipe.moments import FORMATS
-from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.backward import agree_on_failure
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

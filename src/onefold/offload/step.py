@@ -8,7 +8,7 @@ optimizer that the user brought.
             disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
             step              chunk 1           chunk 2             chunk 3
 
-The optimizer steps the parameters whose turn it is (runtime/stand_ins.py). For NVMe these are
+The optimizer steps the parameters whose turn it is (runtime/steps.py). For NVMe these are
 stand-ins: slices of staging buffers with slices of gradients and states. Between steps
 `optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta device
 in place of each state that has an element for each element of the parameter, or an item for some of
@@ -40,13 +40,13 @@ from onefold.memory.tier_error import TierError
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
 from onefold.recipe.moments import SIGNED, grain_of, packed
-from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.backward import agree_on_failure
 from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.parameters.storageless import StatePlace, is_storageless
-from onefold.runtime.stand_ins import groups_of, only, raw_step
+from onefold.runtime.steps import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
 from onefold.runtime.unreduced import unique_bytes
 

@@ -18,9 +18,9 @@ from torch.optim.optimizer import Optimizer
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import gather_whole
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import tell_all
-from onefold.runtime.whole import gather_whole
 
 _CALL = "unsharded()"
 #: Optimizers that have stepped sharded parameters.

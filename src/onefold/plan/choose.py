@@ -7,7 +7,7 @@ buy.
          optimizer in part or whole, all states; to the host, to NVMe)
 
 Of the optimizer the smallest part that just fits leaves (`smallest_share`): units leave whole, the last ones first,
-since their transfers have the longest time to hide (runtime/placement.py). On several ranks the
+since their transfers have the longest time to hide (runtime/unit.py). On several ranks the
 ladder starts at stage 1: stage 0 sends the same bytes and divides nothing.
 """
 

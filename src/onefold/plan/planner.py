@@ -44,12 +44,12 @@ from onefold.plan.sums import Sums, sums_of
 from onefold.plan.tiles import is_in_tiles
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
-from onefold.runtime.placement import offload_notes
+from onefold.runtime.unit import offload_notes
 
 
 def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
     """What has no effect of the recipe that a plan shows, in the words of the engine
-    (runtime/notes.py); and what is yours to choose.
+    (runtime/state/start.py); and what is yours to choose.
     """
     machine, asked = question.machine, question.job.communication
     recipe = shown.scheme.recipe(question.job)

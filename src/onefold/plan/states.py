@@ -55,7 +55,7 @@ from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
-from onefold.runtime.placement import offloaded_of_sizes
+from onefold.runtime.unit import offloaded_of_sizes
 
 # -- who stands where ----------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ def _unit(
 
 
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
-    """Whether it is one of the frozen weights that rest encoded; see runtime/placement.py."""
+    """Whether it is one of the frozen weights that rest encoded; see runtime/unit.py."""
     return (
         recipe.frozen is not None
         and not p.trainable

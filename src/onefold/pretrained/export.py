@@ -31,10 +31,10 @@ from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Layout, is_transformers, writing
 from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.engine import Engine
-from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.storage import OnDisk
 
 #: Bytes of tensors in one file, unless asked otherwise.
 MAX_SHARD_BYTES = 5_000_000_000

@@ -26,11 +26,11 @@ from onefold.recipe.options import bytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import beside_parameters
 from onefold.runtime.state.stream import tell_all
-from onefold.runtime.whole import state_context
 
 #: Values of `dtype=` besides torch's own: what each parameter computes in, what optimizers step.
 COMPUTE, MASTER = "compute", "master"

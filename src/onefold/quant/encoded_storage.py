@@ -9,8 +9,7 @@ import torch
 from onefold.comm.codec import Codec
 from onefold.memory import PARAMETERS, nbytes_of
 from onefold.recipe import Tier
-from onefold.runtime.on_disk import OnDisk
-from onefold.runtime.storage import Storage, refuse_written
+from onefold.runtime.storage import OnDisk, Storage, refuse_written
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

@@ -35,7 +35,7 @@ from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.stand_ins import groups_of, only, raw_step
+from onefold.runtime.steps import groups_of, only, raw_step
 
 #: Elements stepped at a time: on a CPU what is unpacked of them stays in the cache, a device wants
 #: more to do.

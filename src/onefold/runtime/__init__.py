@@ -1,20 +1,20 @@
 """Room `runtime`: units bound to modules; gather, release, reduce. Knows no checkpoints and no
 commands.
 
-| question                                    | files, in the order to read them                                          |
-|---------------------------------------------|---------------------------------------------------------------------------|
-| Which blocks are units, and what are they?  | `units`, `unit`, `flat`, `entry`, `tile`                                  |
-| What happens in a step?                     | `engine`, `hooks`, `forward`, `order`, `progress`, `capabilities`         |
-| How does the whole of a unit come together? | `gather` (when), `gathers` (how), `whole`                                 |
-| How do gradients become this rank's sums?   | `reduce` (when), `reductions` and `native_reductions` (how), `hops`       |
-| What ends a backward pass?                  | `backward`, `agree`                                                       |
-| Where is a shard stored?                    | `storage`, `placement`, `transfers`, `on_disk`                            |
-| Who steps it?                               | `steps`, `stand_ins`, `implementations`                                   |
-| Which copies are out of date?               | `stale`, `refresh`, `forward_writes`, `residuals`                         |
-| Which parameters train, and what waits?     | `trained`, `unreduced`                                                    |
-| What does a forward pass see and leave?     | `handles`, `escaping`, `nested`, `functional`, `keep_gathered`            |
-| Which other passes are there?               | `recomputation`, `differentiate`                                          |
-| What else is looked at, told and kept?      | `checks`, `notes`, `buffers`, `unset`, `spans`, `registry`                |
+| question                                    | files, in the order to read them                                    |
+|---------------------------------------------|---------------------------------------------------------------------|
+| Which blocks are units, and what are they?  | `units`, `unit`, `flat`, `entry`                                    |
+| What happens in a step?                     | `engine`, `hooks`, `forward`, `order`, `progress`, `capabilities`   |
+| How does the whole of a unit come together? | `gather` (when), `gathers` (how)                                    |
+| How do gradients become this rank's sums?   | `reduce` (when), `reductions` and `native_reductions` (how), `hops` |
+| What ends a backward pass?                  | `backward`                                                          |
+| Where is a shard stored?                    | `storage`, `transfers`                                              |
+| Who steps it?                               | `steps`                                                             |
+| Which copies are out of date?               | `stale`, `residuals`                                                |
+| Which gradients wait for the boundary?      | `unreduced`                                                         |
+| What does a forward pass see and leave?     | `handles`, `nested`, `keep_gathered`                                |
+| Which other passes are there?               | `differentiate`                                                     |
+| What else is checked and kept?              | `checks`, `buffers`, `unset`, `registry`                            |
 
 Two subpackages: `parameters` is what a user's code sees of a parameter, `state` reads and writes
 the values of a whole model between passes.

@@ -81,3 +81,20 @@ def _will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # the gradient of this leaf is returned, not accumulated
         return False
+
+
+# -- recomputation ---------------------------------------------------------------------------------
+#
+# How to tell that torch.utils.checkpoint is going to recompute a pass: by its hooks on saved
+# tensors.
+
+
+def is_checkpoint(pack: Any) -> bool:
+    """Whether a hook on saved tensors is that of torch.utils.checkpoint, which saves no tensor and
+    computes it again.
+
+    [Note: a checkpoint around a pass] torch compares how many tensors a pass saves with how many
+    its recomputation saves. So its hook has to see gathered parameters in the forward pass as it
+    sees them in the recomputation. The engine's own hooks must not take them before.
+    """
+    return getattr(pack, "__module__", None) == "torch.utils.checkpoint"

@@ -31,7 +31,7 @@ class Whole(nn.Parameter):
     """A whole parameter as its module sees it in a forward pass.
 
     No version counter shows writes through `.data`. So once a module has read `.data`, the end of
-    each forward pass compares values (runtime/forward_writes.py).
+    each forward pass compares values (runtime/stale.py).
     """
 
     @property
@@ -118,7 +118,7 @@ class Entry:
         self.filled = self.hooked = False
         self.post_hooks: Any = None  # the user's hooks, as they were when a backward pass began
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
-        self.seen_version = 0  # of `compute`, see runtime/forward_writes.py
+        self.seen_version = 0  # of `compute`, see runtime/stale.py
         # This rank owns nothing of it, and the ranks that do have a gradient for it
         self.graded_elsewhere = False
         # What `.grad` shows of a gradient that is not reduced yet

@@ -136,7 +136,7 @@ class Flat:
         self.awaited: frozenset[int] = frozenset()  # the numbers of the trainable entries
         self.runs: tuple[tuple[int, int], ...] = ()
         self.run_of: dict[int, tuple[int, int]] = {}
-        # Whether the module writes to its parameters, see runtime/forward_writes.py
+        # Whether the module writes to its parameters, see runtime/stale.py
         self.compared, self.written_in_forward = 0, False
         self.seen_versions = -1  # of the whole parameters together, at the last look
         # Of a resident copy: the masters' version counters at the last look; whether it is stale

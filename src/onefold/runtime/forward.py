@@ -9,32 +9,36 @@ A recomputation inside a backward pass comes here too, but does not count as a p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from onefold.runtime import functional
+from onefold.memory import storage_of
 from onefold.runtime.backward import Backward, in_autograd
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Activations
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
+from onefold.runtime.differentiate import TRANSFORMS
 from onefold.runtime.entry import Entry
-from onefold.runtime.escaping import copied_out
-from onefold.runtime.forward_writes import keep_writes
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.parameters.write_counters import ForwardPass, WriteCounters
-from onefold.runtime.progress import Resources
+from onefold.runtime.progress import Resources, Spans
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.refresh import refresh
-from onefold.runtime.spans import Spans
-from onefold.runtime.stale import Copies
-from onefold.runtime.trained import follow_trainable
+from onefold.runtime.stale import Copies, keep_writes, refresh
 from onefold.runtime.unit import State, Unit
+from onefold.runtime.unreduced import follow_trainable
 from onefold.runtime.unset import Unset
+
+if TYPE_CHECKING:
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.unit import Unit
 
 
 class Forward:
@@ -104,7 +108,7 @@ class Forward:
             if recompute:
                 unit.replayed = self.gather.reached
             if unit.depth == 1:
-                functional.swap_in(unit)
+                swap_in(unit)
             self.spans.enter()
             return outermost
 
@@ -151,7 +155,7 @@ class Forward:
         ForwardDepth.value -= 1
         unit.depth -= 1
         if unit.depth == 0:
-            functional.swap_out(unit)
+            swap_out(unit)
         return recompute, outermost
 
     def _begin_pass(self, is_root: bool) -> None:
@@ -253,3 +257,125 @@ class Forward:
         for t in tensors_in(output):
             if t.grad_fn is not None:  # a leaf would keep the hook of every pass
                 t.register_hook(backward_reached)
+
+
+# -- outputs that lie in gathered buffers ----------------------------------------------------------
+#
+# Outputs of a pass over the model must not lie in gathered buffers: when a buffer is released, the
+# parameters that point at it become empty.
+#
+# A module may return its weight, or a view of it. The outermost pass returns a copy instead. The copy
+# is part of the graph, so gradients flow through it.
+
+
+def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
+    """Return `output` with each tensor that lies in one of `buffers` (by storage) replaced by a
+    copy. If there is none, return the same object.
+    """
+
+    def gathered(t: torch.Tensor) -> bool:
+        return t.layout is torch.strided and storage_of(t) in buffers
+
+    if not buffers or not any(gathered(t) for t in tensors_in(output)):
+        return output
+    known: dict[int, torch.Tensor] = {}  # one copy for each object, however often it occurs
+
+    def own(t: torch.Tensor) -> torch.Tensor:
+        return known.setdefault(id(t), t.clone()) if gathered(t) else t
+
+    return _mapped(output, own)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 4) -> Any:
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if value is None or depth == 0 or isinstance(value, (str, bytes, int, float)):
+        return value
+    if isinstance(value, (list, tuple, set)):
+        items = [_mapped(v, change, depth - 1) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is dict:
+        return {k: _mapped(v, change, depth - 1) for k, v in value.items()}
+    if isinstance(value, dict):  # a model output of transformers: items that are attributes too
+        out = copy.copy(value)
+        for k, v in value.items():
+            out[k] = _mapped(v, change, depth - 1)
+        return out
+    if hasattr(value, "__dict__"):
+        frozen = dataclasses.is_dataclass(value)
+        out = copy.copy(value)
+        for k, v in vars(value).items():
+            (object.__setattr__ if frozen else setattr)(out, k, _mapped(v, change, depth - 1))
+        return out
+    return value
+
+
+# -- torch.func ------------------------------------------------------------------------------------
+#
+# Other tensors in the parameters' places: `torch.func.functional_call` puts them there for one
+# call. Replacing a parameter for good is refused.
+
+
+def swap_in(unit: Unit) -> None:
+    """Let the module see the whole parameters of `unit`. Tensors that `functional_call` has put in
+    their places stay for the call.
+
+    Raises:
+        RuntimeError: other code has put a tensor in a parameter's place, which would be ignored.
+        ValueError: functional_call was given a tensor of another shape than the whole parameter.
+    """
+    for flat in unit.flats:
+        for entry in flat.entries:
+            if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
+                place[0][place[1]] = entry.compute
+                continue
+            others = [
+                t
+                for parameters, attribute, _ in entry.places
+                if (t := parameters.get(attribute)) is not entry.param
+            ]
+            if others:
+                _look_at(entry, others)
+            flat.swap(entry, entry.compute, instead_of=entry.param if others else None)
+
+
+def swap_out(unit: Unit) -> None:
+    """Let the module show the optimizer's parameters again."""
+    for flat in unit.flats:
+        for entry in flat.entries:
+            if (place := entry.only_place) is None:
+                flat.swap(entry, entry.param, instead_of=entry.compute)
+            elif place[0].get(place[1]) is entry.compute:
+                place[0][place[1]] = entry.param
+
+
+def _look_at(entry: Entry, others: list[Any]) -> None:
+    name, shape = entry.slot.name, tuple(entry.slot.shape)
+    if any(t is None for t in others) or not _in_functional_call():
+        raise RuntimeError(
+            f"parameter {name!r} was replaced after shard() (assigned or removed). Write into it"
+            " instead: `with onefold.full_params(model, write=True):` for values; for another"
+            " structure assign inside `with onefold.unsharded(model):`, or before shard()."
+        )
+    if any(recurrent is not None for _, _, recurrent in entry.places):
+        raise ValueError(
+            f"functional_call was given a tensor for {name!r}, a weight of a recurrent layer. The"
+            " layer keeps a list of its weights besides, and would compute with the old one. Leave"
+            " it out."
+        )
+    for t in others:
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"functional_call was given a tensor of shape {tuple(t.shape)} for {name!r},"
+                f" expected the whole parameter's {shape}. torch.func.grad, vmap and the like see"
+                f" this rank's interval of a sharded parameter. {TRANSFORMS}"
+            )
+
+
+def _in_functional_call() -> bool:
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == torch.nn.utils.stateless.__file__:
+            return True
+        frame = frame.f_back
+    return False

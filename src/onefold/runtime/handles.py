@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.recomputation import is_checkpoint
+from onefold.runtime.differentiate import is_checkpoint
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:

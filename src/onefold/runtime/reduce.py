@@ -46,8 +46,7 @@ from onefold.runtime.unreduced import take_unreduced
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.write_counters import WriteCounters
-    from onefold.runtime.progress import Resources
-    from onefold.runtime.spans import Spans
+    from onefold.runtime.progress import Resources, Spans
     from onefold.runtime.steps import Step
 
 

@@ -10,16 +10,29 @@ the engine itself.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
-from onefold.memory import storage_of
-from onefold.runtime.entry import Entry
+import torch
+
+from onefold.memory import GATHERED, nbytes_of, storage_of
+from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.runtime.entry import Entry, point
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather import Gatherer
 from onefold.runtime.parameters.values import written
 from onefold.runtime.parameters.write_counters import WriteCounters
 from onefold.runtime.progress import Progress
+from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
+
+if TYPE_CHECKING:
+    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Flat
+    from onefold.runtime.gather import Gatherer
+    from onefold.runtime.unit import Unit
 
 
 class Copies:
@@ -128,3 +141,138 @@ def _is_copy(flat: Flat) -> bool:
     if not flat.resident or flat.full is None:
         return False
     return not (flat.whole_master and storage_of(flat.full) == storage_of(flat.master))
+
+
+# -- refreshing resident copies --------------------------------------------------------------------
+#
+# They are gathered again once masters have been written to.
+
+
+#: Resident copies of at most so many bytes are refreshed together, in one message.
+SMALL = 64 << 10
+
+
+def refresh(gather: Gatherer) -> None:
+    """Launch the gathers of all stale resident copies: first the small ones, together in one
+    message, then the others in the order of use.
+    """
+    stale = [unit for unit in gather.units if unit.resident and unit.state is State.STALE]
+    together = _small(gather, stale)
+    if len(together) > 1:
+        _launch_together(gather, together)
+    for unit in stale:
+        if unit.state is State.STALE:
+            gather.launch(unit)
+
+
+def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
+    """Return those of `units` whose gathers go in one message.
+
+    Their bytes are in memory twice until the first of them is used. So there are at most as many of
+    them as small reductions may have under way.
+    """
+    recipe, chosen, nbytes = gather.recipe, [], 0
+    if not (recipe.overlap and recipe.in_flight and gather.beside is nullcontext):
+        return []
+    one: torch.dtype | None = None
+    for unit in units:
+        flats = [flat for flat in unit.flats if flat.stale]
+        one = one or flats[0].dtypes.compute
+        size = sum(flat.layout.numel * one.itemsize for flat in flats)
+        if (
+            size <= SMALL
+            and nbytes + size <= 3 * SMALL_TRAFFIC
+            and all(flat.dtypes.compute == one and flat.gather.plain for flat in flats)
+            and all(flat.owners_group.joins_messages for flat in flats)
+        ):
+            chosen.append(unit)
+            nbytes += size
+    return chosen
+
+
+def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
+    fulls, places, numbers = [], [], []
+    for unit in units:
+        unit.move(State.GATHERING, gather.progress.step)
+        place = gather.progress.context("all-gather", unit.name)
+        for flat in unit.flats:
+            if not flat.stale:
+                continue
+            flat.stale = False
+            full = gather.buffer_of(unit, flat)
+            gather.put(flat, full)
+            fulls.append(full)
+            places.append(place)
+            numbers.append(flat.index)
+    # A number made of the units: ranks that send other units together cannot match this message
+    number = zlib.crc32(repr(numbers).encode())
+    nbytes = sum(nbytes_of(full) for full in fulls)
+    gather.memory.add(GATHERED, nbytes)
+    group = units[0].flats[0].owners_group
+    pending = group.all_gather_together(fulls, places, number)
+    pending.then(lambda: gather.memory.add(GATHERED, -nbytes))
+    for unit in units:
+        unit.pending.append(pending)
+
+
+# -- what a forward pass writes to its parameters --------------------------------------------------
+#
+# Parameters that a module writes to inside its forward pass: a norm constraint, a clamp.
+#
+# In a forward pass the whole parameter lies in a buffer that goes back to the pool when the unit is
+# released. What was written there would be lost. So the engine looks for writes when the forward pass
+# of a unit ends, and copies this rank's part of what was written into its masters.
+#
+# | how it was written                                   | how that shows                                                                  |
+# |------------------------------------------------------|---------------------------------------------------------------------------------|
+# | `self.weight.clamp_()` under no_grad                 | the parameter's version counter                                                 |
+# | `self.weight.data = renorm(self.weight.data)`        | the parameter lies in other memory                                              |
+# | `self.weight.data.clamp_()`                          | this rank's part differs from the masters: compared in the first passes, and in |
+# |                                                      | all later ones once a module has read `.data` (`Whole` in runtime/entry.py)     |
+#
+# All ranks have to write the same, as under DDP.
+
+
+#: The number of first passes in which parts are compared with masters.
+FIRST = 2
+
+
+def keep_writes(unit: Unit) -> None:
+    """Copy what was written to a unit's parameters into the masters. Called at the end of the
+    unit's forward pass, while its parameters are whole.
+
+    Raises:
+        RuntimeError: parameters that are stored off the device or travel encoded were written to.
+    """
+    for flat in unit.flats:
+        full = flat.full
+        if flat.unsharded or full is None:
+            continue
+        versions = sum([entry.compute._version for entry in flat.entries])
+        if (
+            versions == flat.seen_versions
+            and not flat.written_in_forward
+            and flat.compared >= FIRST
+        ):
+            continue  # an assignment to `.data` sets the flag too (`Whole` in runtime/entry.py)
+        flat.seen_versions = versions
+        written = []
+        for entry in flat.entries:
+            version = entry.compute._version
+            if version != entry.seen_version:
+                entry.seen_version = version
+                written.append(entry)
+            if entry.slot.numel and storage_of(entry.compute) != storage_of(full):
+                flat.view(full, entry).copy_(entry.compute.detach())
+                point(entry.compute, flat.view(full, entry))
+                written.append(entry)
+        if written or flat.written_in_forward or flat.compared < FIRST:
+            flat.compared += 1
+            _keep(flat, full, written)
+
+
+def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
+    if not flat.gather.exact:
+        refuse_written(written)
+    elif flat.storage.keep_written(full[slice(*flat.owned)], written):
+        flat.written_in_forward = True

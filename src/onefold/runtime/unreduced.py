@@ -7,8 +7,9 @@ refuses any other change, which would reach only one rank's part of one rank's g
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +20,8 @@ from onefold.runtime.parameters.interval import disable_torch_function, get_grad
 from onefold.runtime.parameters.storageless import is_storageless
 
 if TYPE_CHECKING:
+    import torch
+
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
     from onefold.runtime.progress import Resources
@@ -184,3 +187,42 @@ def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
             if t is not None and (storage := t.untyped_storage())._cdata not in seen:
                 seen.add(storage._cdata)
                 yield storage.nbytes()
+
+
+# -- which parameters train ------------------------------------------------------------------------
+#
+# Which parameters train: `requires_grad` as the user has set it, and hooks on their gradients.
+
+
+def follow_trainable(reduce: Reducer) -> None:
+    """Follow `requires_grad` as the user has set it, and hook the gradients of trainable
+    parameters.
+    """
+    for unit in reduce.units:
+        follow_trainable_of(reduce, unit)
+
+
+def follow_trainable_of(reduce: Reducer, unit: Unit) -> None:
+    for flat in unit.flats:
+        if flat.unsharded:
+            continue
+        before, there = flat.runs, flat.refresh_active(reduce.shows)
+        if flat.runs != before:
+            follow_runs(reduce, flat)
+        if not there or flat.hooked:
+            continue
+        flat.hooked = True
+        for entry in flat.entries:
+            if entry.active and not entry.hooked:
+                entry.hooked = True
+                entry.compute.register_post_accumulate_grad_hook(
+                    _arrival(weakref.ref(reduce), weakref.ref(entry))
+                )
+
+
+def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
+    def hook(_: torch.Tensor) -> None:
+        if (r := reduce()) is not None and (e := entry()) is not None and not r.progress.closed:
+            r.arrived(e)
+
+    return hook

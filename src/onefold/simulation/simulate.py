@@ -46,8 +46,8 @@ from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 from onefold.recipe.rows import FLAT, NODE
-from onefold.runtime.forward_writes import FIRST
 from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.stale import FIRST
 from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.prices import Prices
 from onefold.simulation.refusals import OPTIMIZERS, check, check_timed

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from onefold.layout import Part
 from onefold.runtime.handles import saving
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.tile import TiledModule, WeightTile
+from onefold.runtime.units import TiledModule, WeightTile
 from onefold.tiling.weight import copy_of, weight_of
 
 if TYPE_CHECKING:

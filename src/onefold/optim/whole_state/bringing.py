@@ -25,9 +25,9 @@ from onefold.optim.whole_state.outline import (
 )
 from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.entry import Entry
-from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import Read, tell_all, to_first
+from onefold.runtime.storage import OnDisk
 
 _CALL = "optimizer.state_dict()"
 

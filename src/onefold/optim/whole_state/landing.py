@@ -33,9 +33,9 @@ from onefold.optim.whole_state.outline import (
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
-from onefold.runtime.on_disk import OnDisk
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import Put, from_first, tell_all
+from onefold.runtime.storage import OnDisk
 
 #: A top-level key of `local_state_dict`, by which this loader knows it.
 LOCAL = "onefold_local"

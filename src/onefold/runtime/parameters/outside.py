@@ -22,10 +22,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
+from onefold.runtime.differentiate import is_checkpoint
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.interval import disable_torch_function, spec_of
 from onefold.runtime.parameters.write_counters import ForwardPass
-from onefold.runtime.recomputation import is_checkpoint
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry

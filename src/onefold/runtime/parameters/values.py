@@ -143,7 +143,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
 
 def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
     """`param.data = value` in a forward pass, by code that does not own the parameter:
-    runtime/forward_writes.py keeps what is written.
+    runtime/stale.py keeps what is written.
 
     Raises:
         ShardedParameterError: another shape, dtype or device.

@@ -16,7 +16,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.tile import first_tiles
+from onefold.runtime.units import first_tiles
 
 
 def as_parameters(engine: Engine, wholes: Mapping[str, torch.Tensor]) -> dict[Entry, nn.Parameter]:

@@ -22,6 +22,7 @@ from onefold.runtime.buffers import refuse_parts
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import new_masters, put_elements, state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.contents import (
     as_parameters,
@@ -30,7 +31,6 @@ from onefold.runtime.state.contents import (
     showing,
 )
 from onefold.runtime.state.stream import from_first, tell_all, to_first
-from onefold.runtime.whole import new_masters, put_elements, state_context
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from onefold.layout import overlap
 from onefold.recipe.moments import BLOCK
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
-from onefold.runtime.whole import state_context
+from onefold.runtime.gathers import state_context
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20

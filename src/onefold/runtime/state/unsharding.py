@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onefold.runtime.gathers import whole_masters
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
-from onefold.runtime.whole import whole_masters
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine

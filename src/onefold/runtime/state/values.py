@@ -16,11 +16,11 @@ from onefold.memory import GATHERED
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
+from onefold.runtime.gathers import put_elements, state_context, whole_masters
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import from_first
 from onefold.runtime.unit import Unit
 from onefold.runtime.unset import value_of
-from onefold.runtime.whole import put_elements, state_context, whole_masters
 
 
 def scatter_masters(

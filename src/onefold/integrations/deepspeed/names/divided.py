@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from onefold.device import available, default_device
 from onefold.runtime.parameters.operators.names import words
-from onefold.runtime.state.elsewhere import KEEPER
+from onefold.runtime.state.materialize import KEEPER
 
 #: Where a parameter keeps the number that it got under `Init`, alike on all ranks.
 NUMBER = "_onefold_init_number"
@@ -112,7 +112,7 @@ class DividedParameter(_Divided, nn.Parameter):
 
 
 class Intervals:
-    """The keeper of divided parameters (see runtime/state/elsewhere.py)."""
+    """The keeper of divided parameters (see runtime/state/materialize.py)."""
 
     def give_up(self, params: Sequence[nn.Parameter]) -> None:
         gather(params)

@@ -29,10 +29,10 @@ from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStat
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
+from onefold.runtime.gathers import whole_masters
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.parameters.parameter import ShardedParameter, bare, face
 from onefold.runtime.registry import engine_of_entry
-from onefold.runtime.whole import whole_masters
 
 _DEPTH = "_onefold_gathered"
 _WRITTEN = "_onefold_written_inside"
