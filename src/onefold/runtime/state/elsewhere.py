@@ -1,7 +1,7 @@
-"""Parameters whose values rest elsewhere until their unit is laid out.
+"""Parameters whose values are kept by another object until their unit is laid out.
 
-Who keeps them says so on the parameter, under `KEEPER`; `shard` asks for a unit's values just
-before it lays the unit out, so that no rank holds more than a unit of them.
+That object, the keeper, is an attribute of the parameter, named by `KEEPER`. `shard` asks it for a
+unit's values just before it lays out the unit, so no rank holds more than one unit of them.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Protocol
 
 from torch import nn
 
-#: Where a parameter names its keeper.
+#: The attribute of a parameter that refers to its keeper.
 KEEPER = "_onefold_keeper"
 
 
 class Keeper(Protocol):
-    """Who has the values of parameters that no engine has yet."""
+    """An object that keeps the values of parameters which no engine has laid out yet."""
 
     def give_up(self, params: Sequence[nn.Parameter]) -> None:
-        """Make them whole on every rank, with rank 0's values, and keep them no longer.
+        """Make the parameters whole on every rank, with rank 0's values, and forget them.
         Collective.
         """
 
 
 def fetch(params: Iterable[nn.Parameter]) -> None:
-    """Make parameters whole whose values a keeper has; others are left alone. Collective if any
-    is.
+    """Make those parameters whole that have a keeper; the others stay as they are. Collective if any
+    has one.
     """
     kept: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
     for param in params:
