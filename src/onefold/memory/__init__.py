@@ -1,4 +1,4 @@
-"""Room `memory`: buffers with a lifetime, the tiers, and the memory ledger. Knows no modules and no
+"""Room `memory`: pools of buffers, the memory ledger, and errors of the tiers. Knows no modules and no
 collectives.
 """
 
