@@ -133,8 +133,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps the functions `shard` and `unsharded` under these names: an import of the modules with the
-    same names would replace them.
+    """Keeps the functions `shard` and `unsharded` under these names: an import of the modules with
+    the same names would replace them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

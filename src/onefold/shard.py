@@ -64,13 +64,13 @@ def shard(
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Divide a model's training state among the ranks by the recipe, in place. Collective. Returns the
-    module.
+    """Divide a model's training state among the ranks by the recipe, in place. Collective. Returns
+    the module.
 
     Then train as usual: `module.parameters()` are the tensors that this rank's optimizer steps;
     whole parameters exist only while the model computes with them. All ranks start from rank 0's
-    weights. Parameters stay the same objects, so an optimizer may be made before or after (after, if
-    the model is on the meta device).
+    weights. Parameters stay the same objects, so an optimizer may be made before or after (after,
+    if the model is on the meta device).
 
     Args:
         module: any nn.Module. A module (partly) on the meta device gets memory unit by unit, never
@@ -79,12 +79,13 @@ def shard(
         group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or for a single
             process.
         units: names or classes of the modules that become units; None finds the repeated block.
-        init: a function that initializes one module in place (called for modules on the meta device).
-        device: where to compute; None keeps the module's device (for meta modules: the accelerator if
-            there is one, else the CPU). Parameters on other devices are moved unit by unit.
-        weights: a Hugging Face folder (safetensors). Each rank reads only the bytes that it will own;
-            these parameters are not initialized first. Others keep their values, or are initialized by
-            `init` if they are on the meta device.
+        init: a function that initializes one module in place (called for modules on the meta
+            device).
+        device: where to compute; None keeps the module's device (for meta modules: the accelerator
+            if there is one, else the CPU). Parameters on other devices are moved unit by unit.
+        weights: a Hugging Face folder (safetensors). Each rank reads only the bytes that it will
+            own; these parameters are not initialized first. Others keep their values, or are
+            initialized by `init` if they are on the meta device.
 
     Raises:
         ValueError: an argument is invalid; the message says what to change.
@@ -206,8 +207,8 @@ def shard(
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the norm
-    before scaling, on every rank.
+    """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
+    norm before scaling, on every rank.
 
     Raises:
         ValueError: `max_norm` is not a number from 0 up (infinity only measures), or `norm_type` is
@@ -229,8 +230,8 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator[nn.Module]:
-    """Context in which passes without gradients (generating, evaluating) keep units gathered, in the
-    compute dtype. Collective.
+    """Context in which passes without gradients (generating, evaluating) keep units gathered, in
+    the compute dtype. Collective.
 
     Units are gathered once and stay gathered, in the order of the forward pass, as many as fit into
     `limit`. The others are gathered and released in each pass as usual. Kept units are released on
@@ -286,7 +287,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def capabilities() -> Capabilities:
-    """Return the factories of the engine's parts. Parts outside the core are imported on first use."""
+    """Return the factories of the engine's parts. Those outside the core are imported on first use.
+    """
 
     def storage(flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
         if encoded:
@@ -390,8 +392,8 @@ def _note_unset(
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:
     """Return the device to compute on, and move buffers there.
 
-    With `at_once` parameters are moved too. Else each is moved when its unit is laid out, so that the
-    device never holds the whole model.
+    With `at_once` parameters are moved too. Else each is moved when its unit is laid out, so that
+    the device never holds the whole model.
     """
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:

@@ -26,16 +26,17 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     sharded again by the same recipe over the same ranks, from rank 0's values. All ranks must make
     the same changes.
 
-    Existing optimizers stay valid. Their states, whole inside the block, are kept for every parameter
-    that keeps its shape. Add new parameters yourself (`optimizer.add_param_group`). A parameter that
-    was removed from the model stays in its group, but is not stepped, because it gets no gradient.
+    Existing optimizers stay valid. Their states, whole inside the block, are kept for every
+    parameter that keeps its shape. Add new parameters yourself (`optimizer.add_param_group`). A
+    parameter that was removed from the model stays in its group, but is not stepped, because it
+    gets no gradient.
 
     If the block raises on any rank, it raises on all. The model then cannot be called until
     `onefold.shard` has sharded it again.
 
     Raises:
-        ValueError: this recipe does not support it (offloaded, in tiles, encoded), or the ranks made
-            different models.
+        ValueError: this recipe does not support it (offloaded, in tiles, encoded), or the ranks
+            made different models.
         RuntimeError: it was entered inside a pass or with unreduced gradients, or another rank
             raised inside.
     """
@@ -87,8 +88,8 @@ def _ready(module: nn.Module) -> Engine:
 
 
 def _shard_again(engine: Engine, module: nn.Module) -> None:
-    """Repeat the call of `shard()`. `engine` takes over the new engine's state, so that objects which
-    hold it (a meter, a scaler, a Checkpointer) use the new one.
+    """Repeat the call of `shard()`. `engine` takes over the new engine's state, so that objects
+    which hold it (a meter, a scaler, a Checkpointer) use the new one.
     """
     given, group, step = engine.given, engine.group, engine.step
     moved = (
@@ -103,8 +104,8 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
 
 
 def _let_go(engine: Engine, module: nn.Module, but_group: bool = True) -> None:
-    """Detach the engine from the model. With `but_group` the communicators stay open, for the exchange
-    at the end of the block.
+    """Detach the engine from the model. With `but_group` the communicators stay open, for the
+    exchange at the end of the block.
     """
     unwatch(engine)
     if engine.finalizer is not None:

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Elements that are processed at a time. On a CPU a slab and its scratch fit the second-level cache; a
-# GPU needs larger slabs to be busy.
+# Elements that are processed at a time. On a CPU a slab and its scratch fit the second-level cache;
+# a GPU needs larger slabs to be busy.
 CPU_SLAB, GPU_SLAB = 1 << 18, 1 << 20
-#: A call uses at most this many bytes of scratch memory for each element of a slab, however long the
-#: interval is.
+#: A call uses at most this many bytes of scratch memory for each element of a slab, however long
+#: the interval is.
 SCRATCH_BYTES = 24
 
 
@@ -59,8 +59,8 @@ class Codec(ABC):
     with equal fields write equal bytes.
 
     Every tensor is one-dimensional and contiguous, and all are on one device. No method allocates
-    more than `SCRATCH_BYTES` for each element of a slab, so none makes a second copy of the interval.
-    On CUDA the host does not wait for the device.
+    more than `SCRATCH_BYTES` for each element of a slab, so none makes a second copy of the
+    interval. On CUDA the host does not wait for the device.
 
     Args:
         slab: elements that are processed at a time; None for the device's default. The bytes do not
@@ -122,8 +122,8 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode_add(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Decode `encoded`, and add the values to `into`, which must be fp32: sums are never kept in 16
-        bits or encoded.
+        """Decode `encoded`, and add the values to `into`, which must be fp32: sums are never kept
+        in 16 bits or encoded.
         """
         self._check(into, encoded, "the sum to add to")
         if into.dtype != torch.float32:
@@ -137,9 +137,9 @@ class Codec(ABC):
     def keep_residual(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
         """Replace `source` by its encoding error, `source - decoded`, in place, for error feedback.
 
-        The error is added to the next values before they are encoded. Where the source or the decoded
-        value is not finite, the error is 0: that step is skipped, and the next one must not inherit
-        the infinity.
+        The error is added to the next values before they are encoded. Where the source or the
+        decoded value is not finite, the error is 0: that step is skipped, and the next one must not
+        inherit the infinity.
         """
         self._check(source, encoded, "the tensor that was encoded")
         self._decode(encoded, source, -1)

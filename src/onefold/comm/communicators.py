@@ -126,8 +126,8 @@ class Communicators:
         torch makes that name from the ranks and the number of groups that this process knows. Ranks
         in different numbers of groups would wait under different names. And after a group has been
         destroyed, the next one could get its name, and find its old addresses. So inside, all ranks
-        of the subset know equally many groups, and more than when they last made one: groups of this
-        rank alone make up the difference.
+        of the subset know equally many groups, and more than when they last made one: groups of
+        this rank alone make up the difference.
         """
         known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
         if len(self.ranks) == dist.get_world_size() or known is None:

@@ -1,10 +1,10 @@
 """`Group`: the ranks of one data-parallel axis, and its two levels. Their collectives are in
 comm/moves.py, the waiting in comm/standing.py.
 
-[Note: two levels] Ranks may be arranged in groups (layout/topology.py); by default the ranks of each
-node are a group if there are several nodes. This rank then has a group on each level: `intra_group`
-and `inter_group`. A gather over all ranks runs between groups first, then inside them. So each byte
-enters a node once.
+[Note: two levels] Ranks may be arranged in groups (layout/topology.py); by default the ranks of
+each node are a group if there are several nodes. This rank then has a group on each level:
+`intra_group` and `inter_group`. A gather over all ranks runs between groups first, then inside
+them. So each byte enters a node once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from onefold.layout import Topology
 
 
 class Group(Moves):
-    """The ranks of one axis. The engine has communicators of its own for gathers and for reductions,
-    so that neither queues behind the other.
+    """The ranks of one axis. The engine has communicators of its own for gathers and for
+    reductions, so that neither queues behind the other.
 
     Args:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a
@@ -129,8 +129,8 @@ class Group(Moves):
         return self._inter_group or self
 
     def _agreed(self, per_node: int | None) -> int | None:
-        """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some ranks
-        may see a number that divides the world size by chance.
+        """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some
+        ranks may see a number that divides the world size by chance.
         """
         said = (per_node or 0).to_bytes(8, "little")
         return (

@@ -15,8 +15,8 @@ With TRITON_INTERPRET=1 in the environment kernels run in Triton's interpreter, 
 they can be tried on any machine, slowly.
 
 [Note: the tensor's device] Triton launches on the current device of the calling thread and on that
-device's current stream, wherever the arguments are. If the tensors are on another device, the launch
-fails, or the kernel reads them over the link between the two devices.
+device's current stream, wherever the arguments are. If the tensors are on another device, the
+launch fails, or the kernel reads them over the link between the two devices.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _allowed: ContextVar[bool] = ContextVar("kernels_are_allowed", default=True)
 
 
 def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """Launch `programs` programs of a Triton kernel on the device of `like` and its current stream. See
-    [Note: the tensor's device].
+    """Launch `programs` programs of a Triton kernel on the device of `like` and its current stream.
+    See [Note: the tensor's device].
     """
     if programs:
         with guard(like.device):
@@ -81,8 +81,8 @@ def usable(device: torch.device) -> bool:
 
 
 def _starts(device: torch.device) -> bool:
-    """Whether Triton can build and launch a kernel. It needs a C compiler and Python's headers, which
-    a slim image may lack.
+    """Whether Triton can build and launch a kernel. It needs a C compiler and Python's headers,
+    which a slim image may lack.
     """
     try:
         from onefold.comm.triton_floats import nothing

@@ -1,9 +1,9 @@
 """The traffic ledger: bytes that this rank sent, by move and by unit, and the time that it waited.
 
 Bytes are exact, and counted when a move is launched. A move is also recorded as an event with its
-start, its end and its *exposed* seconds: those in which the rank waited for it and did nothing else.
-Measuring adds no synchronization. On gloo the engine's own waits are timed; on CUDA two timing events
-on the compute stream, before and after the wait, are read once both are done.
+start, its end and its *exposed* seconds: those in which the rank waited for it and did nothing
+else. Measuring adds no synchronization. On gloo the engine's own waits are timed; on CUDA two
+timing events on the compute stream, before and after the wait, are read once both are done.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class Sent:
 
 
 class TrafficLedger:
-    """Counts payload bytes sent by this rank. Bytes of `control` messages (a few hundred a step) are
-    counted apart from the payload.
+    """Counts payload bytes sent by this rank. Bytes of `control` messages (a few hundred a step)
+    are counted apart from the payload.
 
-    Bytes and exposed seconds are always counted. Events are kept only while `wanted()` is True, which
-    is while a recording runs.
+    Bytes and exposed seconds are always counted. Events are kept only while `wanted()` is True,
+    which is while a recording runs.
     """
 
     def __init__(self) -> None:
@@ -159,15 +159,15 @@ class TrafficLedger:
         return event
 
     def waited(self, event: TrafficEvent | None, since: float) -> None:
-        """Record that this rank waited for `event` from `since` until now, and that it is complete."""
+        """Record that this rank waited for `event` from `since` until now, and has it complete."""
         now = time.perf_counter()
         self._exposed += now - since
         if event is not None:
             event.landed, event.exposed = now, event.exposed + now - since
 
     def marked(self, event: TrafficEvent | None, start: Any, end: Any) -> None:
-        """Record a wait on CUDA: `start` and `end` are timing events on the compute stream, before and
-        after it.
+        """Record a wait on CUDA: `start` and `end` are timing events on the compute stream, before
+        and after it.
         """
         if event is not None:
             event.landed = time.perf_counter()  # when the wait was queued, as an estimate
@@ -185,8 +185,8 @@ class TrafficLedger:
 
     @property
     def exposed(self) -> float:
-        """Seconds since the last reset in which this rank waited for others, for payload and control
-        messages.
+        """Seconds since the last reset in which this rank waited for others, for payload and
+        control messages.
         """
         if self._marks:
             self.settle()

@@ -16,8 +16,8 @@ class Messages(Standing):
     def exchange_control(
         self, payload: torch.Tensor, context: CollectiveContext, kind: str = "control"
     ) -> list[torch.Tensor]:
-        """Gather every rank's small uint8 payload ([n], the same length on all ranks, on the host), in
-        rank order. Waits.
+        """Gather every rank's small uint8 payload ([n], the same length on all ranks, on the host),
+        in rank order. Waits.
 
         Takes log2(ranks) rounds: in each, a rank passes on all payloads that it has (Bruck et al.
         1997). The messages go over gloo on any backend, because the host reads them.
@@ -49,8 +49,8 @@ class Messages(Standing):
     def any_of(self, bits: bytes, context: CollectiveContext) -> bytes:
         """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
 
-        Takes log2(ranks) rounds of one message, over gloo on any backend. With `both` and `alike` it
-        also tells whether all ranks gave the same bits.
+        Takes log2(ranks) rounds of one message, over gloo on any backend. With `both` and `alike`
+        it also tells whether all ranks gave the same bits.
         """
         if self.size == 1 or self.fake:
             return bits
@@ -82,8 +82,8 @@ class Messages(Standing):
         kind: str,
         length: int,
     ) -> None:
-        """Send to one rank and receive from another, on the host. Messages of different `length` have
-        different tags, so they are never taken for each other.
+        """Send to one rank and receive from another, on the host. Messages of different `length`
+        have different tags, so they are never taken for each other.
         """
         tag = self.tag(kind, length)
         self.ledger.control_bytes += sent.numel()
@@ -134,6 +134,6 @@ def both(bits: bytes) -> bytes:
 
 
 def alike(found: bytes) -> bool:
-    """Whether all ranks gave the same bits to `both`; `found` is the result of `any_of` on these."""
+    """Whether all ranks gave the same bits to `both`; `found` is the result of `any_of` on it."""
     half = len(found) // 2
     return not any(a & b for a, b in zip(found[:half], found[half:], strict=True))

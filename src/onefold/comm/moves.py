@@ -10,14 +10,15 @@
 With `reduce="native"` in the recipe partial sums go by the backend's own reduce_scatter_single and
 all_reduce.
 
-[Note: sums are local and in rank order] Every reduction sends the parts unchanged. The rank that owns
-the interval adds them up in rank order, in the accumulation dtype. So the bits of a sum depend
+[Note: sums are local and in rank order] Every reduction sends the parts unchanged. The rank that
+owns the interval adds them up in rank order, in the accumulation dtype. So the bits of a sum depend
 neither on the placement of the result nor on how the unit was cut into messages, and stages 0 to 3
 are bit-equal. And 16-bit gradients can be sent in 16 bits and still be summed in fp32.
 
 [Note: one rank stands for all] Under torch's "fake" backend (simulation/simulate.py) moves are entered in
-the ledger and nothing arrives. Where a rank needs the others' values, it takes its own. A simulation
-with a clock (simulation/clock.py) gives each move a work object that is waited for like NCCL's.
+the ledger and nothing arrives. Where a rank needs the others' values, it takes its own. A
+simulation with a clock (simulation/clock.py) gives each move a work object to wait for, as NCCL
+does.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Moves(Messages):
 
     @property
     def joins_messages(self) -> bool:
-        """Whether `all_gather_together` is available and pays: on gloo and a CPU, a message costs the
-        host more than copying the few bytes in it.
+        """Whether `all_gather_together` is available and pays: on gloo and a CPU, a message costs
+        the host more than copying the few bytes in it.
         """
         return (
             self.wire is GLOO
@@ -109,8 +110,8 @@ class Moves(Messages):
     ) -> Pending:
         """All-gather several buffers, in one message to each rank.
 
-        Until the move is waited for, temporary buffers, together as large as all `fulls`, hold what is
-        sent and received.
+        Until the move is waited for, temporary buffers, together as large as all `fulls`, hold what
+        is sent and received.
 
         Args:
             fulls: [numel] each, cut evenly, of one dtype.
@@ -141,8 +142,8 @@ class Moves(Messages):
     # -- moves of reductions on native backends ----------------------------------------------------
 
     def cut(self, sizes: Sequence[int]) -> Cut:
-        """Return the division of a buffer into parts of `sizes` elements, by position, for the moves
-        below. Make it once.
+        """Return the division of a buffer into parts of `sizes` elements, by position, for the
+        moves below. Make it once.
         """
         elsewhere = sum(size for size, far in zip(sizes, self._elsewhere, strict=True) if far)
         return Cut(tuple(sizes), sum(sizes), sizes[self.rank], elsewhere, len(set(sizes)) == 1)
@@ -166,8 +167,8 @@ class Moves(Messages):
             received: the parts from all ranks, by position: [ranks, own] with a row for this rank,
                 or [ranks - 1, own] without.
             plain: bytes that each rank's part was encoded from, for the ledger.
-            addresses: the range of the unit's buffer that is reduced, the same on all ranks. If ranks
-                disagree on it, they do not take each other's bytes for their own.
+            addresses: the range of the unit's buffer that is reduced, the same on all ranks. If
+                ranks disagree on it, they do not take each other's bytes for their own.
         """
         width = sent.element_size()
         parts = (cut.numel - cut.own) * width, cut.between * width
@@ -177,8 +178,8 @@ class Moves(Messages):
         )
 
     def can_reduce(self, cut: Cut) -> bool:
-        """Whether the backend's own reduce-scatter fits: the parts are even, and in the order in which
-        the communicator counts the ranks.
+        """Whether the backend's own reduce-scatter fits: the parts are even, and in the order in
+        which the communicator counts the ranks.
         """
         return cut.even and self.ordered
 
@@ -193,8 +194,8 @@ class Moves(Messages):
         mean: bool,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel]. This
-        rank's part is written to `own`. The backend adds in the dtype of `sent`.
+        """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel].
+        This rank's part is written to `own`. The backend adds in the dtype of `sent`.
         """
         width = sent.element_size()
         event = self._record(
@@ -212,8 +213,8 @@ class Moves(Messages):
         mean: bool,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """Run the backend's own all-reduce: the sum, or mean, of all ranks' `whole`, in place and in
-        its dtype.
+        """Run the backend's own all-reduce: the sum, or mean, of all ranks' `whole`, in place and
+        in its dtype.
         """
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
         event = self._record(move, context, whole.dtype, *self._to_all(each))
@@ -229,8 +230,8 @@ class Moves(Messages):
         unit_index: int,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """All-gather each rank's part of `whole` ([numel], by position) in place, after a reduction. It
-        goes to the communicator of reductions, in their order.
+        """All-gather each rank's part of `whole` ([numel], by position) in place, after a
+        reduction. It goes to the communicator of reductions, in their order.
 
         `cut` is one that `can_reduce`.
         """
@@ -256,8 +257,8 @@ class Moves(Messages):
         return zlib.crc32(repr(found).encode()).to_bytes(4, "little")
 
     def out_of_order(self, context: CollectiveContext) -> StallError:
-        """Return the error that every rank raises when the ranks launched different moves. The group
-        cannot be used any more.
+        """Return the error that every rank raises when the ranks launched different moves. The
+        group cannot be used any more.
         """
         self.broken = StallError(
             f"rank {self.ranks[self.rank]} found at the end of the backward pass of step"
@@ -323,8 +324,8 @@ class Moves(Messages):
                     t.copy_(part.clone().view(t.dtype).view(t.shape))
 
     def from_first(self, message: torch.Tensor, context: CollectiveContext, number: int) -> Pending:
-        """Broadcast rank 0's `message`, uint8 [n] on the device, in place. `number`: on gloo, messages
-        with different numbers are never taken for each other.
+        """Broadcast rank 0's `message`, uint8 [n] on the device, in place. `number`: on gloo,
+        messages with different numbers are never taken for each other.
         """
         if not self.native or self.fake:
             sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []

@@ -55,14 +55,14 @@ class Pending:
 
 
 class Chain(Pending):
-    """Two moves, of which the second sends what the first has received. On CUDA the second waits for
-    the first on a stream of its own.
+    """Two moves, of which the second sends what the first has received. On CUDA the second waits
+    for the first on a stream of its own.
 
     [Note: chains go on in order] gloo cannot tell whether a move is done, so no callback can start
     the second move. Instead, every wait of this rank first begins the second moves that are due, in
     the order in which the chains were made, which is the same on all ranks. A wait for a reduction
-    begins those up to the reduction's unit; any other wait begins all. So a rank that took part in a
-    gather and did not use the result does not keep the others waiting.
+    begins those up to the reduction's unit; any other wait begins all. So a rank that took part in
+    a gather and did not use the result does not keep the others waiting.
     """
 
     __slots__ = ("_first", "_second", "_then")
@@ -100,8 +100,8 @@ class Chain(Pending):
 
 
 class Chains:
-    """The chains of a group whose second moves have not begun, in the order in which they were made.
-    See [Note: chains go on in order].
+    """The chains of a group whose second moves have not begun, in the order in which they were
+    made. See [Note: chains go on in order].
     """
 
     def __init__(self) -> None:

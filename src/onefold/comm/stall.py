@@ -1,9 +1,9 @@
 """`StallError`: the error of a rank that waited for others in vain.
 
 A wait fails by timeout, or because a peer's connection closed. It then ends in a `StallError` on
-every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which rank,
-which collective, for how long) and reads the notes of the others. So the error says where every rank
-is. A rank without a note was not waiting in any collective of this model.
+every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which
+rank, which collective, for how long) and reads the notes of the others. So the error says where
+every rank is. A rank without a note was not waiting in any collective of this model.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def stall_error(
     ranks: list[int],
     heard: int | None,
 ) -> StallError:
-    """Exchange notes through the store and return the error. `ranks` are global ranks; `heard` is the
-    last step that all ranks have ended, or None.
+    """Exchange notes through the store and return the error. `ranks` are global ranks; `heard` is
+    the last step that all ranks have ended, or None.
     """
     notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]

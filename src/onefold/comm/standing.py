@@ -2,14 +2,14 @@
 
 [Note: tags instead of order] A pairwise message carries a tag made of the move, the unit, a count,
 the addresses that are reduced, and the length. If two ranks disagree on what comes next, their
-messages do not match: both wait, and the wait ends in a `StallError`. Neither takes the other's bytes
-for something else.
+messages do not match: both wait, and the wait ends in a `StallError`. Neither takes the other's
+bytes for something else.
 
 [Note: order instead of tags] A native backend matches operations by the order in which each rank
 launches them. It takes one unit's bytes for another's if they have the same size. So every launch
-goes into a checksum of its communicator (`launched`), and the ranks compare the checksums at the end
-of every backward pass, before the optimizer step. Gathers and reductions have a communicator each,
-because the order between a gather and a reduction may differ from rank to rank.
+goes into a checksum of its communicator (`launched`), and the ranks compare the checksums at the
+end of every backward pass, before the optimizer step. Gathers and reductions have a communicator
+each, because the order between a gather and a reduction may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _KINDS = {
 
 
 class Standing:
-    """A set of ranks with this one among them: the base of `Group`, which documents `ranks` to `size`.
+    """The base of `Group`: a set of ranks, with this one among them. `Group` documents the other
+    attributes.
 
     Attributes:
         control_group: gloo's communicator, for messages that the host reads.
@@ -111,8 +112,8 @@ class Standing:
     def wait(
         self, works: list[Any], context: CollectiveContext, event: TrafficEvent | None = None
     ) -> None:
-        """Wait for `works`, and record in the ledger how long that took. On a device with streams the
-        current stream waits, not the host.
+        """Wait for `works`, and record in the ledger how long that took. On a device with streams
+        the current stream waits, not the host.
         """
         on_host = self.backend == "gloo" or not has_streams(self.device)
         self._wait(works, context, event, on_host)
@@ -192,8 +193,8 @@ class Standing:
         plain: int = 0,
         plain_between: int = 0,
     ) -> TrafficEvent:
-        """Enter a move in the ledger. `nbytes` are sent, `between` of them to other nodes; they were
-        encoded from `plain` and `plain_between` bytes, 0 if not encoded.
+        """Enter a move in the ledger. `nbytes` are sent, `between` of them to other nodes; they
+        were encoded from `plain` and `plain_between` bytes, 0 if not encoded.
         """
         on_the_wire = str(dtype).removeprefix("torch.")
         return self.ledger.record(

@@ -9,8 +9,8 @@ pass over memory.
 [Note: the order of a sum] Floating-point addition is not associative, so the result depends on the
 order. Rank 0's part comes first. Each part is converted exactly and added with one rounding. The
 multiplication by the scale comes last: before an addition, a compiler could fuse it into one
-operation, which rounds once instead of twice. Stages 0 to 3 therefore sum the same parts to the same
-bits, in different places, on any device.
+operation, which rounds once instead of twice. Stages 0 to 3 therefore sum the same parts to the
+same bits, in different places, on any device.
 
 On CUDA one Triton kernel reads every part once and writes the result once (triton_sums.py);
 elsewhere torch adds slab by slab. Both give the same bits, except for the payload of NaNs.
@@ -26,8 +26,8 @@ import torch
 from onefold.comm.launching import served
 from onefold.device import simulated
 
-#: Elements that torch adds up at a time on a CPU if parts are converted: torch would convert a whole
-#: addend into new memory.
+#: Elements that torch adds up at a time on a CPU if parts are converted: torch would convert a
+#: whole addend into new memory.
 CPU_SLAB = 1 << 19
 #: Up to this many elements that memory is cheap (glibc serves it from its heap).
 _SMALL = 1 << 15
@@ -54,8 +54,8 @@ def sum_parts(
         out: [n], contiguous, on the device of `parts`. It may be `own` or a row of `parts` of the
             same dtype; it must not overlap them otherwise.
         scale: the sum is multiplied by it, as by `Tensor.mul_`.
-        own: [n], contiguous: this rank's part, left in its place, in any floating-point dtype. It is
-            added at position `rank`.
+        own: [n], contiguous: this rank's part, left in its place, in any floating-point dtype. It
+            is added at position `rank`.
         rank: this rank's position among the ranks, counted from 0; read with `own` only.
         round_to: the scaled sum is rounded to this dtype before it is converted to that of `out`;
             None: it is not.
@@ -149,8 +149,8 @@ def _add_up(
     round_to: torch.dtype | None,
     dtype: torch.dtype,
 ) -> None:
-    """Add up one slab. `apart`: the buffer for the sum, if it cannot be `out`. `room`: a buffer in which
-    narrower parts are converted, so that torch does not allocate for each.
+    """Add up one slab. `apart`: the buffer for the sum, if it cannot be `out`. `room`: a buffer in
+    which narrower parts are converted, so that torch does not allocate for each.
     """
     first, *others = parts
     sums = out if apart is None else apart

@@ -117,7 +117,8 @@ def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
 def sides_of(
     ranks: Sequence[int], per_node: int | None, group: int | str | None, topology: Topology
 ) -> tuple[list[int], str]:
-    """Return what counts as the node of each position, and their number in words; "" if there is one.
+    """Return what counts as the node of each position, and the number of nodes in words; "" if
+    there is one.
 
     These are the launcher's nodes. If there is only one, and the recipe names a number of ranks for
     its groups, the groups stand for nodes.

@@ -1,9 +1,9 @@
 """The Triton kernel of sums.py: it reads every part once and writes the result once. See [Note: the
 order of a sum] there.
 
-A program adds up `BLOCK` elements of all ranks, in a loop over the rows of the receive buffer. So one
-kernel serves any number of ranks. The loads of a row do not depend on the sum so far, and an SM runs
-16 programs, which keeps the memory busy.
+A program adds up `BLOCK` elements of all ranks, in a loop over the rows of the receive buffer. So
+one kernel serves any number of ranks. The loads of a row do not depend on the sum so far, and an SM
+runs 16 programs, which keeps the memory busy.
 
 What could change bits on a GPU, and what prevents it:
 
@@ -49,9 +49,9 @@ def sum_parts(
     )  # fmt: skip
 
 
-# Triton compiles a variant for values of `n` and `stride` that 16 divides, which lets a thread load 16
-# bytes at once, and another for int64, from 2**31 on. `rows` and `rank` are excluded: 1, multiples of
-# 16 and all other numbers would be compiled separately.
+# Triton compiles a variant for values of `n` and `stride` that 16 divides, which lets a thread load
+# 16 bytes at once, and another for int64, from 2**31 on. `rows` and `rank` are excluded: 1,
+# multiples of 16 and all other numbers would be compiled separately.
 @triton.jit(do_not_specialize=["rows", "rank"])
 def _sum(  # type: ignore[no-untyped-def]
     parts,

@@ -1,5 +1,5 @@
-"""How collectives are launched: one `Wire` for each kind of backend. Wires have no state; a `Launch`
-carries what a move needs of its group.
+"""How collectives are launched: one `Wire` for each kind of backend. Wires have no state; a
+`Launch` carries what a move needs of its group.
 
 | wire     | backend                | a gather                     | an exchange of parts                    |
 |----------|------------------------|------------------------------|-----------------------------------------|
@@ -165,8 +165,8 @@ class Gloo(Wire):
 def of_length(tag: int, message: torch.Tensor) -> int:
     """Return `tag` with the message's length hashed into its lower bits (Fibonacci hashing).
 
-    Messages of different lengths then never match: gloo would abort the process if more bytes arrived
-    than the receiver asked for.
+    Messages of different lengths then never match: gloo would abort the process if more bytes
+    arrived than the receiver asked for.
     """
     return tag ^ (message.numel() * message.element_size() * 2654435769 & 0xFFFFFFFF) >> 20
 
@@ -279,8 +279,8 @@ class Fake(Wire):
     def _stand_in(
         launch: Launch, keep: Any, ring: bool = False, queue: str = "reductions"
     ) -> Pending:
-        """Return a move in which nothing arrives. `ring`: a real backend would send it round a ring.
-        `queue`: the communicator that it would use.
+        """Return a move in which nothing arrives. `ring`: a real backend would send it round a
+        ring. `queue`: the communicator that it would use.
         """
         group, event = launch.group, launch.event
         if (clock := simulated()) is not None:

@@ -1,8 +1,8 @@
-"""Room `device`: which device to use, its streams and events, pinned memory, and copies between it and
-the host.
+"""Room `device`: which device to use, its streams and events, pinned memory, and copies between it
+and the host.
 
-No other room uses torch.cuda or torch.accelerator (except for Triton kernels and the doctor's facts).
-It knows no modules, no parameters and no collectives.
+No other room uses torch.cuda or torch.accelerator (except for Triton kernels and the doctor's
+facts). It knows no modules, no parameters and no collectives.
 
     place.py      the device and its index, a thread's current device, the random state
     streams.py    streams and events; on a device without streams, work is done when the call returns
@@ -10,8 +10,8 @@ It knows no modules, no parameters and no collectives.
     pinned.py     pinned host memory
     facts.py      bytes allocated and free, names of devices
 
-CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and torch.Event. On a CPU,
-and on a device without streams (with one warning), the same calls run synchronously.
+CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and torch.Event. On a
+CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
 from onefold.device.copies import CopyStream, Reading, Ticket

@@ -3,12 +3,12 @@
     computing    f0     f1     f2 ...             the host waits only in `wait`, or beyond HOST_WINDOWS
     copies          [c0 ]  [c1 ]
 
-[Note: nothing is freed under a copy] torch's allocator reuses freed device memory in the order of the
-stream on which it was allocated, and knows nothing of the copy stream. So the copy holds its device
-tensor until the host has seen that the copy is done, or until the computing stream waits for the copy:
-work that gets the memory next then runs after it. At most `window` bytes are held like this; beyond
-them the computing stream, not the host, waits for the oldest copy. Host memory has no stream order, so
-the host tensor is held until the copy is done.
+[Note: nothing is freed under a copy] torch's allocator reuses freed device memory in the order of
+the stream on which it was allocated, and knows nothing of the copy stream. So the copy holds its
+device tensor until the host has seen that the copy is done, or until the computing stream waits for
+the copy: work that gets the memory next then runs after it. At most `window` bytes are held like
+this; beyond them the computing stream, not the host, waits for the oldest copy. Host memory has no
+stream order, so the host tensor is held until the copy is done.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class CopyStream:
         return current_stream(self.device) if self.asynchronous else None
 
     def start(self, into: torch.Tensor, source: torch.Tensor) -> Any:
-        """Start a copy that runs after all work queued on the current stream so far. The caller must
-        keep both tensors alive until it is done.
+        """Start a copy that runs after all work queued on the current stream so far. The caller
+        must keep both tensors alive until it is done.
 
         Args:
             into, source: the same number of elements, any dtypes; at least one of them on the
@@ -115,8 +115,8 @@ class CopyStream:
     def copy(
         self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
     ) -> Any:
-        """Start a copy, and hold both tensors as [Note: nothing is freed under a copy] says. `done` is
-        called when the device's tensor is released. Returns: a Ticket, or None.
+        """Start a copy, and hold both tensors as [Note: nothing is freed under a copy] says. `done`
+        is called when the device's tensor is released. Returns: a Ticket, or None.
         """
         with self._lock:
             ticket = self.start(into, source)
@@ -147,15 +147,15 @@ class CopyStream:
             self._on_host -= self._landing.popleft().nbytes
 
     def order(self, ticket: Any, stream: Any = None) -> None:
-        """Make `stream` (None: the current one) wait for the copy before it runs later work. The host
-        does not wait.
+        """Make `stream` (None: the current one) wait for the copy before it runs later work. The
+        host does not wait.
         """
         if ticket is not None:
             (self.current() if stream is None else stream).wait_event(ticket)
 
     def beside(self) -> Any:
-        """Return a context in which this thread's work goes to the copy stream, after all work queued
-        on the current stream so far.
+        """Return a context in which this thread's work goes to the copy stream, after all work
+        queued on the current stream so far.
         """
         if self.stream is not None:
             self.stream.wait_stream(self.current())
@@ -166,8 +166,8 @@ class CopyStream:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
-        """Wait on the host until every copy so far is done. Returns at once if there was none since the
-        last call.
+        """Wait on the host until every copy so far is done. Returns at once if there was none since
+        the last call.
         """
         if self._idle:
             return
@@ -190,8 +190,8 @@ class Reading:
     def __init__(self, *numbers: torch.Tensor) -> None:
         """
         Args:
-            numbers: tensors of one element, all of one dtype and device. On a device without streams
-                they are read at once.
+            numbers: tensors of one element, all of one dtype and device. On a device without
+                streams they are read at once.
         """
         here = torch.stack([number.detach().reshape(()) for number in numbers])
         self._event: Any = None

@@ -10,8 +10,8 @@ from onefold.device.place import available, with_index
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes of torch's allocator on a device: allocated to tensors, and reserved from the system, now
-    and at peak.
+    """Bytes of torch's allocator on a device: allocated to tensors, and reserved from the system,
+    now and at peak.
     """
 
     allocated: int

@@ -26,13 +26,14 @@ SMALL = 1 << 20
 def host_pages(
     nbytes: int, huge: bool, device: torch.device | None = None, paged: bool = False
 ) -> torch.Tensor:
-    """Return host memory in whole pages of its own, as uint8, [nbytes]. The mapping is freed with the
-    last tensor over it.
+    """Return host memory in whole pages of its own, as uint8, [nbytes]. The mapping is freed with
+    the last tensor over it.
 
     Args:
         huge: ask the system for huge pages.
         device: pin the pages for this device.
-        paged: the storage extends to the end of the last page, as a direct transfer moves whole pages.
+        paged: the storage extends to the end of the last page, as a direct transfer moves whole
+            pages.
 
     Raises:
         RuntimeError: the pages could not be pinned.
@@ -78,7 +79,9 @@ def can_pin_in_place(device: torch.device) -> bool:
 
 
 def _runtime(device: torch.device) -> Any:
-    """Return the library that pins memory in place: the CUDA runtime, or ROCm's with the same names."""
+    """Return the library that pins memory in place: the CUDA runtime, or ROCm's with the same
+    names.
+    """
     if device.type == "cuda":
         return torch.cuda.cudart()
     module = torch.get_device_module(device) if has_streams(device) else None
@@ -91,8 +94,8 @@ def host_empty(
     """Return a new one-dimensional host buffer with undefined contents for copies to and from
     `device`. It is pinned if the device has streams.
 
-    `paged`: the buffer begins on a page and shares its last page with nothing, as direct reads from a
-    disk need.
+    `paged`: the buffer begins on a page and shares its last page with nothing, as direct reads from
+    a disk need.
     """
     nbytes = numel * dtype.itemsize
     if not has_streams(device):
@@ -124,8 +127,8 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a one-dimensional buffer with undefined contents; plain memory if the device has no
-        streams.
+        """Return a one-dimensional buffer with undefined contents; plain memory if the device has
+        no streams.
         """
         if not has_streams(self.device) or not numel:
             return torch.empty(numel, dtype=dtype)

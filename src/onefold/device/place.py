@@ -27,8 +27,8 @@ def default_device() -> torch.device:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """Return `device` with an index. "cuda" becomes this thread's current device, and so means the same
-    device in every other thread.
+    """Return `device` with an index. "cuda" becomes this thread's current device, and so means the
+    same device in every other thread.
 
     Raises:
         ValueError: there is no such device.

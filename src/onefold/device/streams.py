@@ -1,12 +1,12 @@
 """Streams and events of a device.
 
-[Note: streams and threads] Each thread has its own current stream. A new thread begins on the device's
-default stream, whatever stream its creator uses. So a thread that works on tensors of another thread
-must be given that thread's stream (`use_stream(stream)`), or wait for an event.
+[Note: streams and threads] Each thread has its own current stream. A new thread begins on the
+device's default stream, whatever stream its creator uses. So a thread that works on tensors of
+another thread must be given that thread's stream (`use_stream(stream)`), or wait for an event.
 
-[Note: simulated streams] Inside `clocked(clock)`, streams and events are the clock's, on any device.
-simulation/clock.py uses them to time a step in which nothing is computed. The code that uses streams
-is the same in both cases.
+[Note: simulated streams] Inside `clocked(clock)`, streams and events are the clock's, on any
+device. simulation/clock.py uses them to time a step in which nothing is computed. The code that
+uses streams is the same in both cases.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def new_stream(device: torch.device, name: str = "") -> Any:
 
 
 def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Queue this thread's work for the stream's device on `stream`, inside the context. None changes
-    nothing.
+    """Queue this thread's work for the stream's device on `stream`, inside the context. None
+    changes nothing.
     """
     if stream is not None and (clock := _clock.get()) is not None:
         return clock.use_stream(stream)
@@ -119,8 +119,8 @@ def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Using:
-    """Like `with stream:`, but the previous stream is not stored in the stream object, so that several
-    threads can use one at the same time.
+    """Like `with stream:`, but the previous stream is not stored in the stream object, so that
+    several threads can use one at the same time.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -145,7 +145,9 @@ def new_event(device: torch.device, timing: bool = False) -> Any:
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Return the seconds from one recorded event to another. Both must be made for timing, and done."""
+    """Return the seconds from one recorded event to another. Both must be made for timing, and
+    done.
+    """
     return float(first.elapsed_time(second)) / 1000
 
 
@@ -158,7 +160,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream is capturing a graph: work queued now runs later, at each replay."""
+    """Whether the current stream is capturing a graph: work queued now runs at each replay."""
     if not has_streams(device):
         return False
     stream = current_stream(device)

@@ -33,8 +33,8 @@ from onefold.recipe.moments import BLOCK
 # Slots and intervals start at multiples of this. 64 elements are a whole number of SIMD vectors in
 # every dtype, so an element-wise kernel computes an element with the same instructions wherever the
 # intervals begin: stages are bit-equal. And 64 elements are at least 64 bytes, the alignment that
-# device kernels expect of a view. (Intervals also start at multiples of BLOCK where that costs under
-# 0.5 % of padding, and always in recipes that store moments in blocks.)
+# device kernels expect of a view. (Intervals also start at multiples of BLOCK where that costs
+# under 0.5 % of padding, and always in recipes that store moments in blocks.)
 ALIGNMENT = 64
 
 
@@ -76,8 +76,8 @@ class Part:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The address space of one flat buffer: `slots` in order, `numel` elements with padding, divided
-    among `ranks` ranks.
+    """The address space of one flat buffer: `slots` in order, `numel` elements with padding,
+    divided among `ranks` ranks.
     """
 
     slots: tuple[Slot, ...]
@@ -118,8 +118,8 @@ class FlatLayout:
         sector: int = 0,
         block: int = 0,
     ) -> FlatLayout:
-        """Lay out `(name, shape)` pairs in order for `ranks` ranks. Intervals are multiples of `sector`
-        elements if that costs little padding.
+        """Lay out `(name, shape)` pairs in order for `ranks` ranks. Intervals are multiples of
+        `sector` elements if that costs little padding.
 
         `block`: the length, in elements, of blocks that must each be on one rank, counted from each
         parameter's beginning; 0 if there are none.
@@ -148,8 +148,8 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` if it
-        owns none.
+        """Return the part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` if
+        it owns none.
         """
         return overlap((slot.start, slot.end), self.interval(rank))
 

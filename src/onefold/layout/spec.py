@@ -22,15 +22,15 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
 | gathered                       | whole, and N·e·interval while it arrives encoded   | `gathered_bytes`          |
 | buffers of a reduction         | sent, received, and the sum if it is apart         | `exchange`                |
 
-e is the number of bytes in which an element is sent (encoded, or in the compute dtype), N the number of
-ranks. `__post_init__` checks that
+e is the number of bytes in which an element is sent (encoded, or in the compute dtype), N the
+number of ranks. `__post_init__` checks that
 
 1. the layout is divided for these ranks, and the position is one of them;
 2. interval, shard and whole contain one another, and this rank owns one of the three;
-3. each hop divides the addresses that the hop before has left, its ranges tile them, and the last hop
-   leaves the interval;
-4. encoded parts begin at multiples of `CODED_ALIGNMENT` bytes and do not overlap, and each block that
-   is stored encoded is on one rank;
+3. each hop divides the addresses that the hop before has left, its ranges tile them, and the last
+   hop leaves the interval;
+4. encoded parts begin at multiples of `CODED_ALIGNMENT` bytes and do not overlap, and each block
+   that is stored encoded is on one rank;
 5. there are several ranks or groups where a property needs them.
 """
 
@@ -86,8 +86,8 @@ class Dtypes:
 
     @classmethod
     def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
-        """Return the recipe's dtypes for a parameter of `dtype`. Float64 and integer parameters keep
-        their own dtype throughout.
+        """Return the recipe's dtypes for a parameter of `dtype`. Float64 and integer parameters
+        keep their own dtype throughout.
 
         A recipe without a compute dtype computes in the parameter's own. Gradients are sent in the
         compute dtype unless the recipe names a wire dtype. Frozen parameters have no optimizer, so
@@ -105,16 +105,16 @@ class Dtypes:
 
 
 def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    """Return the key by which parameters of `dtype` share a flat buffer: their own dtype, or one key
-    for all dtypes that the recipe converts to its compute dtype.
+    """Return the key by which parameters of `dtype` share a flat buffer: their own dtype, or one
+    key for all dtypes that the recipe converts to its compute dtype.
     """
     return torch.float32 if recipe.compute_dtype is not None and dtype in LOW else dtype
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers of one flat buffer: of its parameters (this rank's part in the compute dtype), of its
-    gradients, and of its masters and optimizer states.
+    """The tiers of one flat buffer: of its parameters (this rank's part in the compute dtype), of
+    its gradients, and of its masters and optimizer states.
     """
 
     parameters: Tier
@@ -140,8 +140,8 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a reduction: `size` ranks divide the addresses from `start` on into `own` elements
-    each. This rank is at `index` among them.
+    """One step of a reduction: `size` ranks divide the addresses from `start` on into `own`
+    elements each. This rank is at `index` among them.
     """
 
     level: Level
@@ -200,8 +200,8 @@ class ShardSpec:
         unsharded: one rank and one dtype: parameters stay in their memory, without a flat buffer.
         whole_master: every rank steps the whole.
         group_master: every group steps the whole, each rank its shard.
-        has_secondary: a second copy: the cached shard is this rank's part in its group, refreshed once
-            after a step.
+        has_secondary: a second copy: the cached shard is this rank's part in its group, refreshed
+            once after a step.
         gather_codec: the codec of gathers; None sends parameters as they are.
         stored: the parameters are also stored encoded, and have no masters.
         reduce_codec: the codec of reductions; None sends gradients as they are.
@@ -388,11 +388,11 @@ class ShardSpec:
 
     @property
     def cached(self) -> tuple[int, int]:
-        """The cached shard, as the range of positions of the intervals in it. Gathers read it in place
-        of the masters.
+        """The cached shard, as the range of positions of the intervals in it. Gathers read it in
+        place of the masters.
 
-        It is a second copy, this rank's part encoded, or the stored frozen weights. The range is empty
-        if there is no cached shard.
+        It is a second copy, this rank's part encoded, or the stored frozen weights. The range is
+        empty if there is no cached shard.
         """
         if self.has_secondary:
             first = self.position // self.topology.outer * self.topology.outer
@@ -436,8 +436,8 @@ class ShardSpec:
 
     @property
     def offloaded(self) -> tuple[tuple[Tier, str, int], ...]:
-        """(tier, kind, bytes) of all that is stored off the device, without moments, by the table of
-        offload/storage.py. Kinds are "master", "parameter" and "gradient".
+        """(tier, kind, bytes) of all that is stored off the device, without moments, by the table
+        of offload/storage.py. Kinds are "master", "parameter" and "gradient".
         """
         if self.tiers is None:
             return ()
@@ -464,8 +464,8 @@ class ShardSpec:
         return self.tiers is not None and self.tiers.parameters is Tier.NVME and not self.resident
 
     def moment_bytes(self, slot: Slot, count: int) -> int:
-        """Return the bytes of `count` optimizer states of one parameter. Each state has one element for
-        every element that this rank steps.
+        """Return the bytes of `count` optimizer states of one parameter. Each state has one element
+        for every element that this rank steps.
         """
         numel = self.local(slot)
         if self.moments is None:
@@ -496,8 +496,8 @@ class ShardSpec:
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """The hops of a reduction of gradients, from the whole to the interval. If the backend makes
-        the sums for every rank, that is one move: a single hop.
+        """The hops of a reduction of gradients, from the whole to the interval. If the backend
+        makes the sums for every rank, that is one move: a single hop.
         """
         interval, whole = self.layout.shard_numel, self.whole_master
         if whole and self.adds == "backend":
@@ -537,8 +537,8 @@ class ShardSpec:
 
         Args:
             span: the addresses that are reduced, if not all parameters take part.
-            adds: who adds the parts, if not as usual: parts may be uneven, or not sent as the recipe
-                says.
+            adds: who adds the parts, if not as usual: parts may be uneven, or not sent as the
+                recipe says.
         """
         hop, wire = self.hops[at], self.dtypes.wire
         numel, own, largest = hop.span, hop.own, hop.own

@@ -1,4 +1,4 @@
-"""Two levels of ranks: groups of `inner` consecutive ranks (usually a node), and `outer` such groups.
+"""Two levels of ranks: `outer` groups of `inner` consecutive ranks (usually a node) each.
 
 Six ranks in groups of three, on the left by their numbers, on the right by their positions in the
 address space:
@@ -7,9 +7,9 @@ address space:
     group 1    rank 3   rank 4   rank 5         group 1    1   3   5        inter-group: 0 1  |  2 3  |  4 5
 
 [Note: positions] A rank's position says which interval of a flat buffer it owns. Positions count
-across the groups first. So the ranks of an `inter_group`, one of each group, own adjacent intervals,
-and together these are one shard, the part of one rank in the division among an `intra_group`. A
-gather between groups and then inside them therefore needs no reordering.
+across the groups first. So the ranks of an `inter_group`, one of each group, own adjacent
+intervals, and together these are one shard, the part of one rank in the division among an
+`intra_group`. A gather between groups and then inside them therefore needs no reordering.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Topology:
 
     @property
     def two_levels(self) -> bool:
-        """Whether moves run inside groups and between them: there are several groups of several ranks."""
+        """Whether there are several groups of several ranks: moves run inside and between them."""
         return 1 not in (self.inner, self.outer)
 
     def position_of(self, rank: int) -> int:

@@ -37,8 +37,8 @@ def free_host_memory() -> int:
 
 
 def total_host_memory() -> int:
-    """Return the bytes of host memory that this process may use at most: the machine's or the cgroup's
-    limit, whichever is lower; 0 if neither is known.
+    """Return the bytes of host memory that this process may use at most: the machine's or the
+    cgroup's limit, whichever is lower; 0 if neither is known.
     """
     found = (
         [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []

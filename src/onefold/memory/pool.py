@@ -1,10 +1,10 @@
 """Pools of buffers: a buffer is taken, and given back when the work that reads it is done.
 
-[Note: nobody reads a reused buffer] A tensor that autograd has saved, a module's output, or anything
-else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore counts the owners
-of the storage. If the pool's handle is the only one, the buffer can be reused. Else the pool forgets
-it, and the memory lives as long as its last reader. So a buffer is never reused while something can
-still read it, and no caller has to keep track of readers.
+[Note: nobody reads a reused buffer] A tensor that autograd has saved, a module's output, or
+anything else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore counts
+the owners of the storage. If the pool's handle is the only one, the buffer can be reused. Else the
+pool forgets it, and the memory lives as long as its last reader. So a buffer is never reused while
+something can still read it, and no caller has to keep track of readers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RESIDUALS = "error feedback"
 # Off the device: the optimizer's states, and buffers for transfers.
 MOMENTS, STAGING = "moments", "staging buffers"
 
-# Host buffers of this size (bytes) and more use huge pages. The C library never serves them from its
-# heap, so each new one takes page faults.
+# Host buffers of this size (bytes) and more use huge pages. The C library never serves them from
+# its heap, so each new one takes page faults.
 LARGE = 32 << 20
 
 
@@ -45,8 +45,8 @@ def empty(
     """Return a new one-dimensional buffer with undefined contents.
 
     A large host buffer is a mapping of its own that asks for huge pages: buffers of a step are
-    returned to the system after it, and touching new memory costs a fault for each page. On a system
-    without huge pages it is an ordinary mapping.
+    returned to the system after it, and touching new memory costs a fault for each page. On a
+    system without huge pages it is an ordinary mapping.
 
     Args:
         paged: the buffer has whole pages of its own at any size, as direct reads from a disk need.
@@ -65,8 +65,8 @@ def empty(
 
 
 class MemoryLedger:
-    """Bytes that the engine holds on this rank, by category and unit. `peak` is the largest sum seen,
-    by category.
+    """Bytes that the engine holds on this rank, by category and unit. `peak` is the largest sum
+    seen, by category.
 
     Attributes:
         record: True keeps every change in `timeline`, as (seconds of `time.perf_counter`, category,
@@ -143,8 +143,8 @@ class Pool:
         self._taken: dict[int, tuple[str, str]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
-        """Return a buffer of `numel` elements with undefined contents, and enter it in the ledger under
-        `category` and `unit`.
+        """Return a buffer of `numel` elements with undefined contents, and enter it in the ledger
+        under `category` and `unit`.
         """
         free = self._free[numel, dtype]
         try:
@@ -164,8 +164,8 @@ class Pool:
         return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back. The caller must not use it any more. Other code may still hold a view,
-        which keeps its memory alive.
+        """Take a buffer back. The caller must not use it any more. Other code may still hold a
+        view, which keeps its memory alive.
         """
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -nbytes_of(buffer), unit)
@@ -180,8 +180,8 @@ class Pool:
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage: the same for all its views. Works for fake
-    and meta tensors too.
+    """Return a number that identifies a tensor's storage: the same for all its views. Works for
+    fake and meta tensors too.
     """
     return t.untyped_storage()._cdata
 
@@ -195,6 +195,6 @@ def _owners(t: torch.Tensor) -> int:
     """Return the number of tensors that share t's storage, t included."""
     storage = t.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
-    # The Python handle `storage` is an owner too. If torch has no such counter, return 2: the buffer
-    # is then never reused.
+    # The Python handle `storage` is an owner too. If torch has no such counter, return 2: the
+    # buffer is then never reused.
     return count(storage._cdata) - 1 if count is not None else 2

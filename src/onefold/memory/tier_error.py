@@ -30,7 +30,7 @@ _HINTS = {
 
 
 class TierError(RuntimeError):
-    """A file operation failed. The message has the operation, the path, the system's error and a hint."""
+    """A file operation failed. The message has the operation, path, system's error and a hint."""
 
 
 def in_words(error: OSError) -> str:

@@ -9,8 +9,8 @@
 (*) The one that the recipe names (`precision`). With None it is each parameter's own, and the model
 computes as it would without Onefold.
 
-A ZeRO stage is only a name for three placements (`PLACEMENTS_OF_STAGE`). The runtime reads the rows,
-never the stage.
+A ZeRO stage is only a name for three placements (`PLACEMENTS_OF_STAGE`). The runtime reads the
+rows, never the stage.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Row:
     Attributes:
         placement: replicated or sharded.
         dtype: the dtype stored. None, for parameters only: each parameter's own.
-        wire: the dtype on the wire. None: not sent, or, for gradients, as the backward pass makes them.
+        wire: the dtype on the wire. None: not sent, or, for gradients, as the backward pass makes
+            them.
         tier: where the row is stored.
         over: the ranks that a sharded row is divided among: "all", or those of each "group".
         codec: the codec on the wire; None sends plain values.
@@ -135,16 +136,16 @@ class Recipe:
         offload_activations: bytes of host memory.
         tile: bytes of one gathered weight.
         prefetch: units gathered ahead, on each level. With groups there are two levels, inter-group
-            and intra-group, so that each link can carry a unit. Unless it is 0, small units of up to
-            SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`.
+            and intra-group, so that each link can carry a unit. Unless it is 0, small units of up
+            to SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`.
         reshard_after_forward: parameters are gathered again in backward (3Ψ on the wire, less those
             of the units that the forward pass uses last); False keeps them gathered (2Ψ).
-        sync_buffers: which buffers rank 0 sends, at the same times as DDP: in the first pass, and in
-            each pass after one with gradients outside `no_sync`.
-        moments: the format in which Adam's moments are stored. Steps compute in fp32. Moments of fp64
-            parameters stay fp64.
-        stochastic_rounding: random numbers depend only on `rounding_seed`, the step and the element's
-            index in its parameter.
+        sync_buffers: which buffers rank 0 sends, at the same times as DDP: in the first pass, and
+            in each pass after one with gradients outside `no_sync`.
+        moments: the format in which Adam's moments are stored. Steps compute in fp32. Moments of
+            fp64 parameters stay fp64.
+        stochastic_rounding: random numbers depend only on `rounding_seed`, the step and the
+            element's index in its parameter.
         reduce: "ordered" sends gradients unchanged and adds them in rank order in the accumulation
             dtype: all stages have the same bits. "native" lets the backend (NCCL) add them, in the
             wire dtype and in its own order: stages agree within rounding.
@@ -253,8 +254,8 @@ class Recipe:
         elementwise_optimizer: bool | None = None,
         stall_timeout: float = 300.0,
     ) -> Recipe:
-        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). docs/options.md has a
-        table of all options.
+        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). docs/options.md
+        has a table of all options.
 
         Raises:
             ValueError: an unknown option, an invalid value, or options that contradict each other;
@@ -310,16 +311,16 @@ class Recipe:
     # -- derived values ----------------------------------------------------------------------------
 
     def units_ahead(self, two_levels: bool) -> int:
-        """Return how many units are gathered ahead of use. `two_levels`: there are several groups of
-        several ranks.
+        """Return how many units are gathered ahead of use. `two_levels`: there are several groups
+        of several ranks.
         """
         levels = 2 if two_levels and self.parameters.over != GROUP else 1
         return levels * self.prefetch if self.overlap else 0
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage with these placements, or None. For display only: the runtime does not read
-        it.
+        """The ZeRO stage with these placements, or None. For display only: the runtime does not
+        read it.
         """
         rows = (self.parameters.placement, self.gradients.placement, self.optimizer.placement)
         return next(
@@ -328,8 +329,8 @@ class Recipe:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """The dtype that parameters and inputs are converted to; None computes in each parameter's own
-        dtype.
+        """The dtype that parameters and inputs are converted to; None computes in each parameter's
+        own dtype.
         """
         return self.parameters.dtype
 
@@ -347,7 +348,7 @@ class Recipe:
 
     @property
     def block(self) -> int:
-        """Length, in elements, of blocks that ranks and tiles must not divide; 0 if there are none."""
+        """Elements in a block that ranks and tiles must not divide; 0 if there are no blocks."""
         return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
 
     def describe(self) -> str:
@@ -371,8 +372,8 @@ class Recipe:
         return "\n".join([*lines, "; ".join(tail), *self.notes])
 
     def in_words(self, name: str) -> tuple[str, str]:
-        """Return the dtypes of a row, stored and on the wire, as a table shows them: by name, "model's"
-        for each parameter's own, "" if not sent.
+        """Return the dtypes of a row, stored and on the wire, as a table shows them: by name,
+        "model's" for each parameter's own, "" if not sent.
         """
         row: Row = getattr(self, name)
         at_rest = _short(row.dtype) if row.dtype is not None else MODELS

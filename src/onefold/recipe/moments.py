@@ -1,4 +1,4 @@
-"""The formats in which Adam's moments may be stored: names, sizes, and the layout of packed moments.
+"""The formats in which Adam's moments may be stored: names, sizes, and how they are packed.
 
     elements of a parameter   |0 ........... 255|256 ......... 511|512 ..... 599|        blocks are counted from its beginning
     codes, int8 and fp8       |one byte each                                    |
@@ -14,8 +14,8 @@
 | int4   | ⌈n/2⌉ + 4⌈n/128⌉                | exp_avg.int4, exp_avg.int4.scale           |
 
 A parameter of fewer than `SMALLEST` elements keeps fp32 moments where others have packed ones
-(Dettmers et al. 2022, section 2). The size of the whole parameter decides, not that of a rank's part
-or of a tile. Pure arithmetic, no tensors.
+(Dettmers et al. 2022, section 2). The size of the whole parameter decides, not that of a rank's
+part or of a tile. Pure arithmetic, no tensors.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 
 import torch
 
-#: Length, in elements, of blocks that ranks and tiles must not divide if moments are packed. It is a
-#: multiple of every format's block.
+#: Length, in elements, of blocks that ranks and tiles must not divide if moments are packed. It is
+#: a multiple of every format's block.
 BLOCK = 256
 #: The least number of elements of a parameter whose moments are packed.
 SMALLEST = 4096
@@ -81,7 +81,7 @@ FORMATS: Mapping[str, Format] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """A part of a packed moment: the moment's key, its format, and whether the part is the scales."""
+    """A part of a packed moment: the moment's key, its format, and whether it is the scales."""
 
     key: str
     format: Format
@@ -98,8 +98,8 @@ class Packed:
 
 
 def packed(key: object) -> Packed | None:
-    """Parse a key of an optimizer's state, such as "exp_avg.int8.scale"; None if it is not a part of a
-    packed moment.
+    """Parse a key of an optimizer's state, such as "exp_avg.int8.scale"; None if it is not a part
+    of a packed moment.
     """
     if not isinstance(key, str):
         return None
@@ -131,12 +131,13 @@ def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
 def bytes_of_moments(
     numel: int, format: str | None, *, whole: int | None = None, moments: int = 2
 ) -> int:
-    """Return the stored bytes of `moments` moments, for `numel` elements of one parameter that begin
-    with a block.
+    """Return the stored bytes of `moments` moments, for `numel` elements of one parameter that
+    begin with a block.
 
     Args:
         format: as in `Recipe.moments`; None is fp32.
-        whole: elements of the whole parameter, if `numel` is only a rank's part; None: `numel` is all.
+        whole: elements of the whole parameter, if `numel` is only a rank's part; None: `numel` is
+            all.
 
     Raises:
         ValueError: there is no such format.

@@ -5,9 +5,9 @@
         ─► key of a configuration file       `onefold train --config` (train/config.py)
         ─► the tables of docs/options.md     `make options` (tests/recipe/test_options.py)
 
-Types and defaults are also in the signature of `Recipe.zero`, for editors; a test checks that the two
-agree. Single values are checked here, combinations in recipe/checks.py. This module does not import
-torch, so that the command line can report a misspelt option at once.
+Types and defaults are also in the signature of `Recipe.zero`, for editors; a test checks that the
+two agree. Single values are checked here, combinations in recipe/checks.py. This module does not
+import torch, so that the command line can report a misspelt option at once.
 """
 
 from __future__ import annotations
@@ -281,8 +281,8 @@ def _chunk(value: Any) -> int:
 
 
 def bytes_of(name: str, value: Any) -> int:
-    """Return the bytes of a number or of a text such as "6GB" (10^9 each) or "6GiB" (2^30 each). `name`
-    is for the message.
+    """Return the bytes of a number or of a text such as "6GB" (10^9 each) or "6GiB" (2^30 each).
+    `name` is for the message.
 
     Raises:
         ValueError: it is neither, or not above 0.
@@ -297,7 +297,7 @@ def bytes_of(name: str, value: Any) -> int:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """Return the values of a type that is a Literal, alone or with None; () for every other type."""
+    """Return the values of a Literal type, alone or with None; () for every other type."""
     parts = [kind]
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -351,7 +351,8 @@ class Option:
             raise ValueError(f"{self.name}={value!r}: {error}") from None
 
     def of_text(self, value: Any) -> Any:
-        """Convert a value from a command line or a configuration file to one that `Recipe.zero` takes.
+        """Convert a value from a command line or a configuration file to one that `Recipe.zero`
+        takes.
 
         "none" becomes None. Values that are not text stay as they are.
 

@@ -10,8 +10,9 @@ Inside `disable_torch_function()` an interval is an ordinary one-dimensional ten
 elements.
 
 [Note: the same cut] Two intervals can be combined element by element without traffic if every rank
-holds the same elements of both. Whether that is so is decided from addresses and owners alone, never
-from the elements that this rank holds. So all ranks decide alike: either all communicate or none.
+holds the same elements of both. Whether that is so is decided from addresses and owners alone,
+never from the elements that this rank holds. So all ranks decide alike: either all communicate or
+none.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Place:
-    """The place of a saved tensor in a gathered buffer, kept by autograd in place of the elements."""
+    """The place of a saved tensor in a gathered buffer: autograd keeps it, not the elements."""
 
     __slots__ = ("engine", "flat", "offset", "size", "stride", "unit")
 
@@ -55,8 +55,8 @@ class _Place:
 
 
 def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
-    """Run `func` with gradients on the whole parameters of `entries`, which are among the arguments.
-    See the docstring of this module. Collective at stage 3.
+    """Run `func` with gradients on the whole parameters of `entries`, which are among the
+    arguments. See the docstring of this module. Collective at stage 3.
     """
     used: list[tuple[OwningEngine, Unit, bool]] = []
     with disable_torch_function():

@@ -1,7 +1,7 @@
 """`OwningEngine`: what sharded parameters and intervals use of the engine that they belong to.
 
-The engine is `Engine` (runtime/engine.py). Parameters refer to it weakly, and only by this protocol:
-their modules must not import the engine's.
+The engine is `Engine` (runtime/engine.py). Parameters refer to it weakly, and only by this
+protocol: their modules must not import the engine's.
 
 | user code                                         | needs                                                     |
 |---------------------------------------------------|-----------------------------------------------------------|
@@ -37,8 +37,8 @@ class OwningEngine(Protocol):
 
     @property
     def computing(self) -> bool:
-        """Whether code now computes with whole parameters: in a forward pass, or in its recomputation
-        in backward.
+        """Whether code now computes with whole parameters: in a forward pass, or in its
+        recomputation in backward.
         """
         ...
 
@@ -75,8 +75,8 @@ class OwningEngine(Protocol):
         ...
 
     def gather_outside(self, unit: Unit) -> bool:
-        """Make the unit's whole parameters available. Returns True if that took a gather; the caller
-        must then call `release_outside`. Collective at stage 3.
+        """Make the unit's whole parameters available. Returns True if that took a gather; the
+        caller must then call `release_outside`. Collective at stage 3.
         """
         ...
 

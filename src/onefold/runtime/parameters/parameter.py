@@ -1,9 +1,9 @@
 """`ShardedParameter`: the object that `model.parameters()` returns, and optimizers step, for each
 sharded parameter.
 
-It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional, in
-master precision. It reports the shape and the number of elements of the whole parameter, and keeps
-every attribute that the user has set on the original.
+It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional,
+in master precision. It reports the shape and the number of elements of the whole parameter, and
+keeps every attribute that the user has set on the original.
 
 | who reads it                                      | sees                                                                              |
 |---------------------------------------------------|-----------------------------------------------------------------------------------|
@@ -136,7 +136,7 @@ def _recomputing() -> bool:
 
 
 def _in_backward() -> bool:
-    """Whether this code runs in a backward pass: in a Function's backward, a hook, a recomputation."""
+    """Whether this code runs in a backward pass: a Function's backward, a hook, a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -288,8 +288,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if (entries := _differentiated(func, args, kwargs)) is not None:
                 return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
-        # The backward of a Function and a hook get whole parameters too, but for writes: these go to
-        # the masters, which `.data` shows, because the whole is dropped after the pass.
+        # The backward of a Function and a hook get whole parameters too, but for writes: these go
+        # to the masters, which `.data` shows, because the whole is dropped after the pass.
         if _in_backward() and not (
             name in ("data", "detach") or is_about_itself(func) or writes_in_place(func, kwargs)
         ):
@@ -390,8 +390,8 @@ _SUBCLASSES: dict[type, type] = {}
 def faced_class(kind: type) -> type:
     """Return the class of a sharded parameter whose original was of class `kind`.
 
-    It is a subclass of `kind` too, if `kind` is a subclass of `nn.Parameter` without dispatch of its
-    own, so that `isinstance` checks on the parameter still hold.
+    It is a subclass of `kind` too, if `kind` is a subclass of `nn.Parameter` without dispatch of
+    its own, so that `isinstance` checks on the parameter still hold.
     """
     if kind in (nn.Parameter, torch.Tensor, ShardedParameter):
         return ShardedParameter
@@ -482,8 +482,8 @@ def _graded(args: Any, kwargs: Any) -> list[Entry]:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> list[Entry] | None:
-    """Return the sharded parameters among the arguments if `func` will be differentiated with respect
-    to one of them, else None.
+    """Return the sharded parameters among the arguments if `func` will be differentiated with
+    respect to one of them, else None.
     """
     if not torch.is_grad_enabled() or is_about_itself(func) or writes_in_place(func, kwargs):
         return None

@@ -1,5 +1,5 @@
-"""Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored on
-NVMe or encoded.
+"""Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored
+on NVMe or encoded.
 
 A kernel that is given a tensor without memory may read address 0. So user code only sees them as a
 `Storageless`, which answers questions about its shape and raises an explanation otherwise.
@@ -20,8 +20,8 @@ class StoragelessError(RuntimeError):
 
 
 def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
-    """Return a storageless tensor with the shape, dtype and device of `like`. `what` describes it in
-    messages.
+    """Return a storageless tensor with the shape, dtype and device of `like`. `what` describes it
+    in messages.
     """
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
@@ -29,8 +29,8 @@ def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
-    """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec` it
-    shows the shape of the whole.
+    """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec`
+    it shows the shape of the whole.
     """
     seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec

@@ -31,11 +31,12 @@ def before_write(param: Any, seen: bool) -> None:
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:
-    """Return `.grad` as code outside an optimizer's step sees it: an interval with the whole's shape.
+    """Return `.grad` as code outside an optimizer's step sees it: an interval with the whole's
+    shape.
 
     A rank that owns no element of a parameter has no gradient of it. If other ranks have one, this
-    rank sees an empty interval: code such as gradient clipping then runs the same collectives on all
-    ranks.
+    rank sees an empty interval: code such as gradient clipping then runs the same collectives on
+    all ranks.
     """
     grad, spec = get_grad(param), spec_of(param)
     if spec is None:
@@ -167,8 +168,8 @@ def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
-    """Return this rank's elements of `value`, an interval or a plain tensor of the whole's shape. An
-    interval of another cut is gathered, which is collective.
+    """Return this rank's elements of `value`, an interval or a plain tensor of the whole's shape.
+    An interval of another cut is gathered, which is collective.
 
     Raises:
         ShardedParameterError: `value` has another shape.

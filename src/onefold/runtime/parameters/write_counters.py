@@ -7,11 +7,11 @@
 Autograd's version counters do not notice this: an optimizer writes to the masters, but a backward
 pass reads the flat buffers that are gathered or copied from them.
 
-Each forward pass stores one number, the count of writes when it began. If the count has changed when
-its backward pass begins, the backward pass walks up the graph from the pass's output, and raises if
-it meets a parameter whose values have been overwritten. Not every write overwrites: copies in
-another dtype keep the old values until they are refreshed, and an optimizer writes only to the
-parameters that it steps.
+Each forward pass stores one number, the count of writes when it began. If the count has changed
+when its backward pass begins, the backward pass walks up the graph from the pass's output, and
+raises if it meets a parameter whose values have been overwritten. Not every write overwrites:
+copies in another dtype keep the old values until they are refreshed, and an optimizer writes only
+to the parameters that it steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class WriteCounters:
-    """Counts the writes to an engine's masters. `entry.last_write` is the number of the last write to
-    that entry.
+    """Counts the writes to an engine's masters. `entry.last_write` is the number of the last write
+    to that entry.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -64,8 +64,8 @@ class WriteCounters:
             entry.last_write = self.count
 
     def refuse_if_computed_with(self, since: int) -> None:
-        """Check the parameters upstream of the current autograd node. Called in a hook of a backward
-        pass.
+        """Check the parameters upstream of the current autograd node. Called in a hook of a
+        backward pass.
 
         Raises:
             RuntimeError: a parameter among them was overwritten after write number `since`.
@@ -93,7 +93,8 @@ class ForwardPass:
 
     def __init__(self, counters: WriteCounters) -> None:
         self._counters, self.since, self.task = counters, counters.count, -1
-        # open: it has a graph that no backward pass has consumed. of_root: a pass of the whole model
+        # open: it has a graph that no backward pass has consumed. of_root: a pass of the whole
+        # model
         self.open = self.of_root = False
 
     def backward_reached(self, whole: bool) -> None:

@@ -1,5 +1,5 @@
-"""The values of a whole model: how `shard()` gives them to the units, and how they are read and written
-between passes.
+"""The values of a whole model: how `shard()` gives them to the units, and how they are read and
+written between passes.
 
 | question                                     | files, in the order to read them   |
 |----------------------------------------------|------------------------------------|

@@ -1,5 +1,5 @@
-"""The entries of a module's own state dict, and which of them are parameters. Local. See [Note: hooks
-of state dicts] in runtime/state/dicts.py.
+"""The entries of a module's own state dict, and which of them are parameters. Local. See [Note:
+hooks of state dicts] in runtime/state/dicts.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def showing(shown: Mapping[Entry, nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unguarded(engine: Engine) -> Iterator[None]:
-    """Allow `state_dict()` of the model's modules, which is refused elsewhere: for names and shapes."""
+    """Allow `state_dict()` of the model's modules, which is refused elsewhere: for names and
+    shapes.
+    """
     engine.whole_depth += 1
     try:
         yield
@@ -71,12 +73,12 @@ Contents = dict[str, tuple[Any, Entry | None]]
 
 
 def contents(engine: Engine, module: nn.Module) -> Contents:
-    """Return the module's own state dict: sharded parameters with their entries, buffers, extra state.
-    Local.
+    """Return the module's own state dict: sharded parameters with their entries, buffers, extra
+    state. Local.
 
     Parameters have the names that the modules' state dict hooks give them. If a hook turns a
-    parameter into other tensors, the dict holds the parameter itself, by its name in the module. See
-    [Note: hooks of state dicts].
+    parameter into other tensors, the dict holds the parameter itself, by its name in the module.
+    See [Note: hooks of state dicts].
 
     Raises:
         ShardedParameterError: a buffer is this rank's part of a parameter.
@@ -112,7 +114,8 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
 
 
 def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
-    """Do the same with whole parameters without memory (meta tensors), on which hooks may compute."""
+    """Do the same with whole parameters without memory (meta tensors): hooks may compute on them.
+    """
     wholes = {
         e.part.names[0]: torch.empty(e.part.shape, dtype=e.flat.dtypes.master, device="meta")
         for e in engine.entries

@@ -1,11 +1,11 @@
-"""State dicts of whole tensors, as the module's own `state_dict()` and `load_state_dict()` would return
-and take them without sharding. All are collective: every rank calls them.
+"""State dicts of whole tensors, as the module's own `state_dict()` and `load_state_dict()` would
+return and take them without sharding. All are collective: every rank calls them.
 
-[Note: hooks of state dicts] A module's hooks may rename its parameters in the state dict, or save them
-in other shapes (one fused weight as three). To run the hooks on values, rank 0 puts whole tensors in
-place of the modules' parameters while torch collects or loads the state dict. Code that needs only
-names, such as checkpoints, looks at the state dict of the sharded parameters; if a hook changes their
-shapes, at the state dict of whole parameters without memory (`contents`, in
+[Note: hooks of state dicts] A module's hooks may rename its parameters in the state dict, or save
+them in other shapes (one fused weight as three). To run the hooks on values, rank 0 puts whole
+tensors in place of the modules' parameters while torch collects or loads the state dict. Code that
+needs only names, such as checkpoints, looks at the state dict of the sharded parameters; if a hook
+changes their shapes, at the state dict of whole parameters without memory (`contents`, in
 runtime/state/contents.py).
 """
 
@@ -34,7 +34,7 @@ from onefold.runtime.whole import new_masters, put_elements, state_context
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return whole tensors on the host of rank 0; {} on other ranks. See `onefold.full_state_dict`."""
+    """Return whole tensors on rank 0's host; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.unsharded:
         engine.refuse_changes("full_state_dict")
         for name, buffer in module.named_buffers():
@@ -51,8 +51,8 @@ ReadEntry = Callable[[Entry, int, int], torch.Tensor]
 def whole_state_dict(
     engine: Engine, module: nn.Module, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]]
 ) -> dict[str, torch.Tensor]:
-    """Return the module's state dict on rank 0's host, with whole tensors for parameters; {} on other
-    ranks. Collective.
+    """Return the module's state dict on rank 0's host, with whole tensors for parameters; {} on
+    other ranks. Collective.
 
     Args:
         values: returns, for a flat buffer, the dtype of the tensors, the function that reads this
@@ -76,7 +76,9 @@ def whole_state_dict(
 def _wholes(
     engine: Engine, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]]
 ) -> dict[str, torch.Tensor]:
-    """Return every parameter whole on rank 0's host, by its first name; {} on other ranks. Collective."""
+    """Return every parameter whole on rank 0's host, by its first name; {} on other ranks.
+    Collective.
+    """
     first = engine.rank == 0
     wholes: dict[str, torch.Tensor] = {}
     with disable_torch_function(), torch.no_grad():
@@ -108,8 +110,8 @@ def _masters_of(flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
 def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Load rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See
-    `onefold.load_full_state_dict`.
+    """Load rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names.
+    See `onefold.load_full_state_dict`.
     """
     engine.refuse_changes("load_full_state_dict")
     engine.masters.about_to_write()
@@ -177,8 +179,8 @@ def _taken_over(
     engine: Engine, module: nn.Module, wholes: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None, strict: bool,
 ) -> tuple[list[str], list[str], str | None]:  # fmt: skip
-    """Load `state` into `wholes` by rank 0's module. Returns the same as `_compare`: (missing names,
-    unexpected names, complaint or None).
+    """Load `state` into `wholes` by rank 0's module. Returns the same as `_compare`: (missing
+    names, unexpected names, complaint or None).
     """
     if state is None:
         return _compare({}, {}, state, strict)
@@ -246,8 +248,8 @@ def _compare(
 
 
 def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
-    """Return a complaint if `state` is not a dict, or holds something other than tensors (or complex
-    tensors for real ones) under known names.
+    """Return a complaint if `state` is not a dict, or holds something other than tensors (or
+    complex tensors for real ones) under known names.
     """
     if not isinstance(state, Mapping):
         return (

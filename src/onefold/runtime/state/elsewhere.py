@@ -25,8 +25,8 @@ class Keeper(Protocol):
 
 
 def fetch(params: Iterable[nn.Parameter]) -> None:
-    """Make those parameters whole that have a keeper; the others stay as they are. Collective if any
-    has one.
+    """Make those parameters whole that have a keeper; the others stay as they are. Collective if
+    any has one.
     """
     kept: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
     for param in params:

@@ -1,4 +1,4 @@
-"""Models built on the meta device: memory and values unit by unit, never the whole model at once."""
+"""Models built on the meta device: memory and values unit by unit, never all at once."""
 
 from __future__ import annotations
 

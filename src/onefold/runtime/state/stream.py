@@ -1,12 +1,12 @@
-"""Sending one parameter's elements between the ranks that hold them and rank 0's host, in chunks, and
-the messages around that.
+"""Sending one parameter's elements between the ranks that hold them and rank 0's host, in chunks,
+and the messages around that.
 
     to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, optimizer states, averages
     from_first   rank 0's whole ──► each rank: the elements that it holds        loading these
 
 A device never holds more than `CHUNK` elements of the parameter. Hosts other than rank 0's hold no
-more than the rank's own elements. If rank 0 holds all elements (stage 0, one rank), `to_first` sends
-nothing. Both are collective.
+more than the rank's own elements. If rank 0 holds all elements (stage 0, one rank), `to_first`
+sends nothing. Both are collective.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ Put = Callable[[int, int, torch.Tensor], None]
 
 
 def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
-    """Return every rank's `value`, in rank order. `call` is the user's call, for messages. Collective.
+    """Return every rank's `value`, in rank order. `call` is the user's call, for messages.
+    Collective.
 
     Raises:
         StallError: another rank did not call it in time.
@@ -127,8 +128,8 @@ def from_first(
     put: Put,
     alone: bool = False,
 ) -> None:
-    """Send rank 0's `whole` ([numel], on any device; None on other ranks) to the ranks. `put` is called
-    with the elements [x, y) that this rank holds.
+    """Send rank 0's `whole` ([numel], on any device; None on other ranks) to the ranks. `put` is
+    called with the elements [x, y) that this rank holds.
 
     Args:
         alone: each rank gets only its interval, even if its optimizer holds more.

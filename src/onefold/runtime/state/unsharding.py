@@ -1,5 +1,5 @@
-"""Turning a sharded model back into a plain module of whole parameters, which stay the same objects.
-See `onefold.unsharded`.
+"""Turning a sharded model back into a plain module of whole parameters, which stay the same
+objects. See `onefold.unsharded`.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def refuse_unless_possible(engine: Engine) -> None:
 
 
 def make_plain(engine: Engine) -> None:
-    """Give the parameters their whole values, unit by unit, and remove everything of the engine from
-    them, and its hooks from the modules. Collective.
+    """Give the parameters their whole values, unit by unit, and remove everything of the engine
+    from them, and its hooks from the modules. Collective.
     """
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:

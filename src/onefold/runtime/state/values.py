@@ -1,5 +1,5 @@
-"""Whole parameters outside a forward pass: `lay_out` divides rank 0's among the ranks; `full_params`
-shows them to be read and changed. All are collective: every rank calls them.
+"""Whole parameters outside a forward pass: `lay_out` divides rank 0's among the ranks;
+`full_params` shows them to be read and changed. All are collective: every rank calls them.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
 
 @contextlib.contextmanager
 def full_params(engine: Engine, write: bool) -> Iterator[None]:
-    """Put whole parameters in master precision in place of the sharded ones, inside the context. See
-    `onefold.full_params`.
+    """Put whole parameters in master precision in place of the sharded ones, inside the context.
+    See `onefold.full_params`.
     """
     if engine.stack:
         raise RuntimeError(
@@ -120,8 +120,8 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
 
 
 def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
-    """Copy whole parameters that the user has given other memory (`p.data = value`), or replaced, back
-    to the memory they had. Returns a complaint if a shape does not fit.
+    """Copy whole parameters that the user has given other memory (`p.data = value`), or replaced,
+    back to the memory they had. Returns a complaint if a shape does not fit.
     """
     wrong = None
     for entry, stand_in, whole in shown:
@@ -144,8 +144,8 @@ def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | N
 
 
 def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
-    """Return the view of a tile in its whole parameter, which `joint` has by the parameter's name. A
-    missing one is allocated.
+    """Return the view of a tile in its whole parameter, which `joint` has by the parameter's name.
+    A missing one is allocated.
     """
     part = entry.part
     if part.names[0] not in joint:
@@ -163,8 +163,8 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 
 def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
-    """Build the unit's flat buffers from rank 0's weights. Parameters named in `coming` are filled with
-    NaN until they are loaded.
+    """Build the unit's flat buffers from rank 0's weights. Parameters named in `coming` are filled
+    with NaN until they are loaded.
     """
     for flat in unit.flats:
         if flat.unsharded:

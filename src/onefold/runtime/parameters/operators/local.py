@@ -110,8 +110,8 @@ def on_locals(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _replaced(value: Any, base: IntervalSpec, what: str) -> Any:
-    """Return `value` with each tensor in it replaced by its elements that belong to this rank's part
-    of `base`.
+    """Return `value` with each tensor in it replaced by its elements that belong to this rank's
+    part of `base`.
     """
     if isinstance(value, torch.Tensor):
         return part_of(value, base, what)
@@ -201,8 +201,8 @@ def _broadcast(a: Any, b: Any) -> torch.Size | None:
 
 
 def draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """Fill an interval by `func`, which uses no elements (normal_, nn.init): fill a temporary tensor
-    of the whole's shape, and take this rank's slice of it.
+    """Fill an interval by `func`, which uses no elements (normal_, nn.init): fill a temporary
+    tensor of the whole's shape, and take this rank's slice of it.
 
     If ranks have equal seeds, their slices are of one draw; else each rank's slice is of its own.
     """

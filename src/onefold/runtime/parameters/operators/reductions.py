@@ -49,8 +49,8 @@ def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
 
 
 def reduce_to_number(name: str, args: Any, kwargs: Any) -> torch.Tensor | bool | None:
-    """Return the reduction of the whole, from one number of every rank. None where one number a rank
-    is not enough (a dimension, a matrix norm).
+    """Return the reduction of the whole, from one number of every rank. None where one number a
+    rank is not enough (a dimension, a matrix norm).
     """
     x = args[0] if args else kwargs.get("input")
     spec = spec_of(x)

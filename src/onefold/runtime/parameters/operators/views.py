@@ -17,7 +17,8 @@ from onefold.runtime.parameters.operators.whole import read_whole, whole_of, wri
 def view_of(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return a view of an interval as an interval. Its elements must keep their order.
 
-    The view is first made of a meta tensor of the whole's shape, which tells where its elements are.
+    The view is first made of a meta tensor of the whole's shape, which tells where its elements
+    are.
     """
     spec = spec_of(args[0])
     meta = [_meta(a) for a in args]
