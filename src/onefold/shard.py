@@ -287,8 +287,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def capabilities() -> Capabilities:
-    """Return the factories of the engine's parts. Those outside the core are imported on first use.
-    """
+    """Return the factories of the engine's parts. Parts outside the core are imported lazily."""
 
     def storage(flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
         if encoded:

@@ -114,8 +114,7 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
 
 
 def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
-    """Do the same with whole parameters without memory (meta tensors): hooks may compute on them.
-    """
+    """Do the same with whole parameters on the meta device, on which hooks may compute."""
     wholes = {
         e.part.names[0]: torch.empty(e.part.shape, dtype=e.flat.dtypes.master, device="meta")
         for e in engine.entries

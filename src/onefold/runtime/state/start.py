@@ -19,8 +19,7 @@ _START = CollectiveContext("control", "(start)", 0, "state")
 
 
 def refuse_max_norm(module: nn.Module, alone: bool) -> None:
-    """Raise ValueError for embeddings with max_norm, which changes the rows that a rank looks up.
-    """
+    """Raise ValueError for embeddings with max_norm: it changes the rows that a rank looks up."""
     for name, inner in module.named_modules() if not alone else ():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
