@@ -7,8 +7,8 @@ onefold.clip_grad_norm_(model, 1.0)
 optim.step(); optim.zero_grad()
 
 [Note: names are loaded when they are first asked for] torch takes seconds to import. The command
-`onefold` must tell of a misspelt option, and end on Ctrl-C, before that. So this file imports
-nothing; `_FROM` says where each name comes from.
+`onefold` must report a misspelt option, and react to Ctrl-C, before that. So this file imports
+nothing of the package; `_FROM` says which module has each name.
 """
 
 import sys
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from onefold.unsharded import unsharded
 
 __version__ = "0.1.0"
-#: {module of this package: its names that are the package's, too}.
+#: {module of this package: names in it that the package exports}.
 _FROM = {
     "comm": ("StallError",),
     "memory.tier_error": ("TierError",),
@@ -63,8 +63,8 @@ _FROM = {
     "pretrained.whole_tensors": ("stream_params",),
     "integrations.deepspeed": ("initialize",),
 }
-#: Modules that read what other libraries have saved: `recognizes(path)`, and `open_source(path)`.
-#: Loaded when a folder is nobody else's.
+#: Modules that read checkpoints of other libraries, by `recognizes(path)` and `open_source(path)`.
+#: Imported only for a folder that Onefold has not written.
 READERS = (
     "onefold.integrations.deepspeed.checkpoint_reader",
     "onefold.pretrained.huggingface",
@@ -133,8 +133,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Whoever imports the module `onefold.shard` would have it bound here under that name, which is
-    its function's; so with `unsharded`.
+    """Keeps the functions `shard` and `unsharded` under these names: an import of the modules with
+    the same names would replace them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

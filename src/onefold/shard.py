@@ -1,4 +1,4 @@
-"""`onefold.shard` and the few calls that go with it."""
+"""`onefold.shard` and the functions for sharded models that belong to it."""
 
 from __future__ import annotations
 
@@ -67,30 +67,31 @@ def shard(
     device: torch.device | str | None = None,
     weights: str | os.PathLike[str] | None = None,
 ) -> nn.Module:
-    """Divide a model's training state among the ranks as the recipe says. Collective; in place;
-    returns the module.
+    """Divide a model's training state among the ranks by the recipe, in place. Collective. Returns
+    the module.
 
-    Afterwards train as ever: `module.parameters()` are the tensors that this rank's optimizer
-    steps, whole parameters exist while they are computed with. All ranks start from rank 0's
-    weights. Parameter objects keep their identity, so an optimizer made before is as good as one
-    made after (unless the model was on the meta device).
+    Then train as usual: `module.parameters()` are the tensors that this rank's optimizer steps;
+    whole parameters exist only while the model computes with them. All ranks start from rank 0's
+    weights. Parameters stay the same objects, so an optimizer may be made before or after (after,
+    if the model is on the meta device).
 
     Args:
-        module: any nn.Module, also one (partly) on the meta device: it is given memory unit by
-            unit, never whole.
+        module: any nn.Module. A module (partly) on the meta device gets memory unit by unit, never
+            the whole model at once.
         recipe: for instance `Recipe.zero(stage=3)`.
-        group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or a lone
+        group: a ProcessGroup or a one-dimensional DeviceMesh; None for all ranks, or for a single
             process.
         units: names or classes of the modules that become units; None finds the repeated block.
-        init: initializes one module in place (called for modules on the meta device).
-        device: where to compute; None keeps the module's device (for meta modules: CUDA if there is
-            any, else CPU). What lies elsewhere goes there unit by unit.
-        weights: a Hugging Face folder (safetensors). Each rank reads the bytes that it will own,
-            and no value is made up first. What the folder has not keeps the value it has, or gets
-            one from `init` if it is on the meta device.
+        init: a function that initializes one module in place (called for modules on the meta
+            device).
+        device: where to compute; None keeps the module's device (for meta modules: the accelerator
+            if there is one, else the CPU). Parameters on other devices are moved unit by unit.
+        weights: a Hugging Face folder (safetensors). Each rank reads only the bytes that it will
+            own; these parameters are not initialized first. Others keep their values, or are
+            initialized by `init` if they are on the meta device.
 
     Raises:
-        ValueError: what was given cannot be; the message says what to change.
+        ValueError: an argument is invalid; the message says what to change.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
@@ -126,23 +127,23 @@ def shard(
             " attribute if they are to be as the others, or hold what each rank keeps for itself"
             " outside the module."
         )
-    held = held_elsewhere(module)  # by an optimizer, perhaps
+    held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     mend(module)
     alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
     where, init_given = _device(module, device, alone or recipe.tile is not None), init
     wanted = units if units is not None else recipe.units
     brought = _open(weights, module, where, init)
     coming = brought.coming if brought is not None else set()
-    if recipe.tile is not None:  # tiles are cut of what is there
+    if recipe.tile is not None:  # tiles are cut from weights that have their values
         fetch(module.parameters())
-    # Weights above recipe.tile; as it was if anything below raises
+    # Cut weights above recipe.tile into tiles; undone if anything below raises
     with Cut(module, recipe) as cut:
         coming, init = with_tiles(module, coming), initializing(init)
         specs = find_units(module, wanted)
         unset: list[tuple[str, nn.Module, str]] = []
 
         refuse_max_norm(module, alone)
-        # Else it leaves unit by unit, never whole
+        # With offloading, units are materialized and offloaded one by one, never all at once
         stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
         if alone and stays and has_meta(module) and (brought is None or brought.error is None):
             for spec in specs:
@@ -171,7 +172,7 @@ def shard(
     engine.buffers.find(module)
     _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
     engine.start(_steps(engine))
-    # On one rank activations alone need the hooks
+    # An unsharded model on one rank needs hooks only to offload activations
     if not engine.unsharded or recipe.offload_activations is not None:
         for spec, unit in zip(specs, engine.units, strict=True):
             install(engine, unit, spec.module)
@@ -209,23 +210,22 @@ def shard(
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`; collective. Returns the
-    norm before, on every rank.
+    """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
+    norm before scaling, on every rank.
 
     Raises:
-        ValueError: `max_norm` is no number from 0 up (infinity measures only), or `norm_type` is
-            none above 0.
+        ValueError: `max_norm` is not a number from 0 up (infinity only measures), or `norm_type` is
+            not a number above 0.
     """
     return clip_grad_norm(engine_of(module), max_norm, norm_type)
 
 
 @contextlib.contextmanager
 def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
-    """Inside, the model holds whole parameters in master precision, to read, to evaluate, or to
+    """Context in which the model has whole parameters in master precision, to read, evaluate or
     generate with. Collective.
 
-    They take no gradients. With `write=True` changes made inside are kept on leaving; rank 0's are
-    everybody's.
+    They take no gradients. With `write=True`, rank 0's changes are kept on exit, for every rank.
     """
     with state.full_params(engine_of(module), write):
         yield module
@@ -233,21 +233,22 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
 @contextlib.contextmanager
 def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator[nn.Module]:
-    """Inside, passes without gradients (generating, evaluating) leave whole units gathered, in the
-    compute dtype. Collective.
+    """Context in which passes without gradients (generating, evaluating) keep units gathered, in
+    the compute dtype. Collective.
 
-    As many units as fit into `limit` are gathered once and stay, first in the order of the forward
-    pass; the others are gathered and released in each pass as ever. They are let go on leaving,
-    before a pass with gradients, and when parameters change; the next pass without gradients
-    gathers them again. Where all units stay, ranks may make different numbers of passes inside.
-    Else all ranks must make the same number (transformers: `generate(..., synced_gpus=True)`), or a
-    `StallError` says that they did not.
+    Units are gathered once and stay gathered, in the order of the forward pass, as many as fit into
+    `limit`. The others are gathered and released in each pass as usual. Kept units are released on
+    exit, before a pass with gradients, and when parameters change; the next pass without gradients
+    gathers them again.
+
+    If all units fit, ranks may run different numbers of passes inside. Else all ranks must run the
+    same number (transformers: `generate(..., synced_gpus=True)`), or a `StallError` is raised.
 
     Args:
         limit: bytes on each rank, as a number or a text such as "8GB"; None for all units.
 
     Raises:
-        ValueError: `limit` is no number of bytes.
+        ValueError: `limit` is not a number of bytes.
         RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
     with kept_gathered.keep_gathered(
@@ -257,8 +258,8 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
 
 
 def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The whole state dict in master precision on rank 0's host, moved a parameter at a time; {} on
-    other ranks. Collective.
+    """Return the whole state dict in master precision on rank 0's host, gathered one parameter at a
+    time; {} on other ranks. Collective.
     """
     return state_dicts.full_state_dict(engine_of(module), module)
 
@@ -270,18 +271,18 @@ def load_full_state_dict(
     and the unexpected names.
 
     Raises:
-        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or names do
-            under `strict`.
+        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or if names
+            differ and `strict` is True.
     """
     return state_dicts.load_full_state_dict(engine_of(module), module, state_dict, strict)
 
 
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Micro-batches before the last of a step: gradients that the recipe reduces at the boundary
-    stay local inside.
+    """Context for micro-batches before the last of a step: gradients that the recipe reduces at the
+    boundary stay local.
 
-    Stages that shard gradients reduce every micro-batch all the same, unless the recipe says
+    Stages that shard gradients still reduce them in every micro-batch, unless the recipe says
     reduce_at="boundary".
     """
     with engine_of(module).unsynced():
@@ -289,7 +290,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 def capabilities() -> Capabilities:
-    """What the engine may be given beyond the core. Each is imported when it is asked for."""
+    """Return the factories of the engine's parts. Parts outside the core are imported lazily."""
 
     def storage(flat: Flat, tiers: Tiers | None, encoded: bool, shared: Resources) -> Storage:
         if encoded:
@@ -350,7 +351,7 @@ def capabilities() -> Capabilities:
     def store(recipe: Recipe, rank: int, streams: bool) -> Store:
         from onefold.offload.nvme import Nvme
 
-        if not streams:  # the memory that is to be saved is the C library's
+        if not streams:  # on a CPU the memory that offloading frees is the C library's
             from onefold.offload.heap import give_large_blocks_back
 
             give_large_blocks_back()
@@ -375,7 +376,9 @@ def _note_unset(
     specs: list[UnitSpec],
     module: nn.Module,
 ) -> None:
-    """Remember what has no value, and let it be used by nobody: see runtime/unset.py."""
+    """Record parameters and buffers without a value, and guard against their use: see
+    runtime/unset.py.
+    """
     inside = {
         id(m): unit
         for spec, unit in zip(specs, engine.units, strict=True)
@@ -389,8 +392,10 @@ def _note_unset(
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:
-    """Where to compute. What lies elsewhere is moved there: parameters too if `at_once`, else they
-    are when their unit is laid out, so that the device never holds the whole model.
+    """Return the device to compute on, and move buffers there.
+
+    With `at_once` parameters are moved too. Else each is moved when its unit is laid out, so that
+    the device never holds the whole model.
     """
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:

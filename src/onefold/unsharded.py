@@ -19,23 +19,24 @@ from onefold.shard import shard
 
 @contextlib.contextmanager
 def unsharded(module: nn.Module) -> Iterator[nn.Module]:
-    """Inside, the model is a plain module of whole parameters, to change its structure: another
-    head, other ties, more tokens. Collective.
+    """Context in which the model is a plain module of whole parameters, to change its structure:
+    another head, other ties, more tokens. Collective.
 
-    Parameters are the same objects, in master precision, without gradients. On leaving, the model
-    is sharded again by the same recipe, over the same ranks; rank 0's values are everybody's. All
-    ranks must make the same changes.
+    Parameters are the same objects, in master precision, without gradients. On exit, the model is
+    sharded again by the same recipe over the same ranks, from rank 0's values. All ranks must make
+    the same changes.
 
-    Optimizers made before stay good: states (whole inside) go on for every parameter whose shape
-    stayed. A new parameter is added by you (`optimizer.add_param_group`). A parameter that left the
-    model stays in its group and is not stepped, having no gradient.
+    Existing optimizers stay valid. Their states, whole inside the block, are kept for every
+    parameter that keeps its shape. Add new parameters yourself (`optimizer.add_param_group`). A
+    parameter that was removed from the model stays in its group, but is not stepped, because it
+    gets no gradient.
 
-    If the block raises on any rank, it raises on all, and the model refuses to be called until it
-    is sharded anew by `onefold.shard`.
+    If the block raises on any rank, it raises on all. The model then cannot be called until
+    `onefold.shard` has sharded it again.
 
     Raises:
-        ValueError: this recipe has no way back (offloaded, in tiles, encoded), or the ranks made
-            different models.
+        ValueError: this recipe does not support it (offloaded, in tiles, encoded), or the ranks
+            made different models.
         RuntimeError: it was entered inside a pass or with unreduced gradients, or another rank
             raised inside.
     """
@@ -66,8 +67,8 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def unshard(module: nn.Module) -> None:
-    """Make the model a plain module of whole parameters for good: another engine is to have it.
-    Collective. Optimizers of before keep the parameters, and nothing of their states.
+    """Make the model a plain module of whole parameters for good, to give it to another engine.
+    Collective. Existing optimizers keep their parameters but lose their states.
 
     Raises:
         ValueError, RuntimeError: as `unsharded`.
@@ -78,7 +79,7 @@ def unshard(module: nn.Module) -> None:
 
 
 def _ready(module: nn.Module) -> Engine:
-    """Its engine, which can be taken from it."""
+    """Return the model's engine, after checking that the model can be unsharded now."""
     engine = engine_of(module)
     unsharding.refuse_unless_possible(engine)
     engine.masters.about_to_write()
@@ -87,8 +88,8 @@ def _ready(module: nn.Module) -> Engine:
 
 
 def _shard_again(engine: Engine, module: nn.Module) -> None:
-    """The same call of `shard()`. Whoever holds `engine` (a meter, a scaler, a Checkpointer) has
-    the new one in his hands afterwards.
+    """Repeat the call of `shard()`. `engine` takes over the new engine's state, so that objects
+    which hold it (a meter, a scaler, a Checkpointer) use the new one.
     """
     given, group, step = engine.given, engine.group, engine.step
     moved = (
@@ -103,7 +104,9 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
 
 
 def _let_go(engine: Engine, module: nn.Module, but_group: bool = True) -> None:
-    """The engine forgets the model; its communicators may stay, to leave by."""
+    """Detach the engine from the model. With `but_group` the communicators stay open, for the
+    exchange at the end of the block.
+    """
     unwatch(engine)
     if engine.finalizer is not None:
         engine.finalizer.detach()
@@ -112,11 +115,11 @@ def _let_go(engine: Engine, module: nn.Module, but_group: bool = True) -> None:
 
 
 def _tell(engine: Engine, error: BaseException | None) -> None:
-    """Ranks tell each other whether the block raised. Collective.
+    """Exchange whether the block raised on any rank. Collective.
 
     Raises:
-        BaseException: `error`, if it did here.
-        RuntimeError: it did elsewhere.
+        BaseException: `error`, if it raised on this rank.
+        RuntimeError: it raised on another rank.
     """
     payload = torch.tensor([error is not None], dtype=torch.uint8)
     place = CollectiveContext("control", "(unsharded)", engine.step, "state")

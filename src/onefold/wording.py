@@ -1,4 +1,4 @@
-"""Sentences for people: what a user can mend, lengths of time, and sizes."""
+"""Helpers for messages: suggestions, durations and sizes in words."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 
 
 def seconds_of(text: str) -> float:
-    """The length in seconds. Raises ValueError for what is none.
-    A number alone is refused: Slurm means minutes by it and others seconds.
+    """Return a duration such as "2h50m" in seconds.
+
+    Raises:
+        ValueError: it is not a duration. A number without a unit is refused: it means minutes in
+            Slurm and seconds elsewhere.
     """
     squeezed = re.sub(r"\s+", "", text.lower())
     total = (
@@ -39,7 +42,7 @@ def seconds_of(text: str) -> float:
 
 
 def worded(seconds: float) -> str:
-    """Seconds for people: "8.2 s", "170 s", "2 h 50 min"."""
+    """Format seconds: "8.2 s", "170 s", "2 h 50 min"."""
     if seconds < 600:
         return f"{seconds:.1f} s" if seconds < 60 else f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -47,7 +50,7 @@ def worded(seconds: float) -> str:
 
 
 def readable(amount: float) -> str:
-    """Bytes in binary units with three digits or so: "513 MiB", "1.24 GiB"."""
+    """Format bytes in binary units with about three digits: "513 MiB", "1.24 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if amount < 1000:
             return (

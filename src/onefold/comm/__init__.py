@@ -1,13 +1,14 @@
-"""Room `comm`: groups, moves, the traffic ledger. Knows no modules and no optimizers.
+"""Room `comm`: groups of ranks, the moves between them, the traffic ledger. Knows no modules and no
+optimizers.
 
 | question                                     | files, in the order to read them       |
 |----------------------------------------------|----------------------------------------|
-| Who are the ranks, and who is near whom?     | `members`, `topology`, `communicators` |
-| What do they move, on one level or two?      | `group` ► `moves` ► `wire`, `pending`  |
-| What do they tell each other in a few bytes? | `messages`                             |
-| How do they wait, and what if nobody comes?  | `standing`, `stall`                    |
-| How are parts added up?                      | `sums`, `triton_sums`, `triton_floats` |
-| How is a kernel of Triton's launched?        | `launching`                            |
+| Who are the ranks, and which share a node?   | `members`, `topology`, `communicators` |
+| How do tensors move, on one level or two?    | `group` ► `moves` ► `wire`, `pending`  |
+| How do ranks exchange a few bytes?           | `messages`                             |
+| How does a rank wait, and give up waiting?   | `standing`, `stall`                    |
+| How are the parts of a reduction added up?   | `sums`, `triton_sums`, `triton_floats` |
+| How is a Triton kernel launched?             | `launching`                            |
 | What does a codec promise?                   | `codec`                                |
 | What was sent?                               | `ledger`                               |
 """

@@ -1,6 +1,4 @@
-"""What a codec is: a flat interval of floats into bytes, and the bytes into a flat interval
-again.
-"""
+"""`Codec`: the interface of an encoding of flat intervals of floats as bytes."""
 
 from __future__ import annotations
 
@@ -12,23 +10,23 @@ from typing import ClassVar
 import torch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Elements that are worked on at a time. On a CPU a slab and its scratch stay in the second-level
-# cache; a GPU wants enough to be busy with.
+# Elements that are processed at a time. On a CPU a slab and its scratch fit the second-level cache;
+# a GPU needs larger slabs to be busy.
 CPU_SLAB, GPU_SLAB = 1 << 18, 1 << 20
-#: Scratch memory of any call is at most this many bytes for each element of a slab, whatever the
-#: length of the interval.
+#: A call uses at most this many bytes of scratch memory for each element of a slab, however long
+#: the interval is.
 SCRATCH_BYTES = 24
 
 
 @dataclass(frozen=True)
 class Stochastic:
-    """Round to one of the two neighbours, the nearer one with the greater probability, so that the
-    expected value is exact.
+    """Stochastic rounding: to one of the two neighbouring values, with probabilities that make the
+    expected value exact.
 
     Args:
-        seed: any integer from 0 on. Ranks that encode different values for one address need
-            different seeds, or their errors are alike.
-        step: of the training; each step draws anew.
+        seed: any integer from 0 on. Ranks that encode different values for the same address need
+            different seeds, or their errors are correlated.
+        step: the training step; each step draws new numbers.
         address: global address (elements) of the first element that is encoded.
     """
 
@@ -57,15 +55,15 @@ class Stochastic:
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """One way to write a flat interval of fp32, bf16 or fp16 as bytes. Codecs are values: two of
-    equal fields write equal bytes.
+    """An encoding of a flat interval of fp32, bf16 or fp16 as bytes. Codecs are values: two codecs
+    with equal fields write equal bytes.
 
-    Every tensor is one-dimensional, contiguous and on one device. Nothing here allocates more than
-    `SCRATCH_BYTES` for each element
-    of a slab: no second copy of the interval, in any dtype. On CUDA nothing waits for the device.
+    Every tensor is one-dimensional and contiguous, and all are on one device. No method allocates
+    more than `SCRATCH_BYTES` for each element of a slab, so none makes a second copy of the
+    interval. On CUDA the host does not wait for the device.
 
     Args:
-        slab: elements that are worked on at a time; None for the device's own. The bytes do not
+        slab: elements that are processed at a time; None for the device's default. The bytes do not
             depend on it.
     """
 
@@ -83,7 +81,7 @@ class Codec(ABC):
 
     @property
     def shared(self) -> int:
-        """Elements that share a scale; 0 where each stands for itself."""
+        """Elements that share a scale; 0 if there are no scales."""
         return 0
 
     @abstractmethod
@@ -98,12 +96,11 @@ class Codec(ABC):
         `encoded_bytes(source.numel())` long).
 
         Args:
-            rounding: None rounds to the nearest. What a codec that cannot round otherwise is asked
-                to is refused.
+            rounding: None rounds to the nearest.
 
         Raises:
-            ValueError: a tensor of another dtype, length, layout or device, and what to give
-                instead.
+            ValueError: a tensor has the wrong dtype, length, layout or device, or the codec cannot
+                round stochastically.
         """
         if rounding is not None and not self.stochastic:
             raise ValueError(
@@ -115,7 +112,7 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Write what `encoded` (uint8) says over all of `into` (fp32, bf16 or fp16, whichever was
+        """Decode `encoded` (uint8) into all of `into` (fp32, bf16 or fp16, whichever dtype was
         encoded).
 
         Values are computed in fp32 and rounded once to the dtype of `into`.
@@ -125,8 +122,8 @@ class Codec(ABC):
 
     @torch.no_grad()
     def decode_add(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
-        """Add what `encoded` says to `into`, which is fp32: sums are never made of encoded or of
-        16-bit values.
+        """Decode `encoded`, and add the values to `into`, which must be fp32: sums are never kept
+        in 16 bits or encoded.
         """
         self._check(into, encoded, "the sum to add to")
         if into.dtype != torch.float32:
@@ -138,11 +135,11 @@ class Codec(ABC):
 
     @torch.no_grad()
     def keep_residual(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
-        """Turn `source` into what its encoding lost: `source - decoded`, in place, for error
-        feedback.
+        """Replace `source` by its encoding error, `source - decoded`, in place, for error feedback.
 
-        The residual is added to what is encoded next. Where source or decoded value is not finite
-        it is 0: such a step is skipped, and what is kept for the next one must not carry it on.
+        The error is added to the next values before they are encoded. Where the source or the
+        decoded value is not finite, the error is 0: that step is skipped, and the next one must not
+        inherit the infinity.
         """
         self._check(source, encoded, "the tensor that was encoded")
         self._decode(encoded, source, -1)
@@ -150,16 +147,15 @@ class Codec(ABC):
 
     @abstractmethod
     def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:
-        """How far each element may be off once it is encoded and decoded into fp32, for any
-        interval of these magnitudes or lesser ones.
+        """Return an upper bound on the error of each element after encoding and decoding into fp32,
+        for any interval whose elements have at most these magnitudes.
 
         Args:
-            magnitudes: finite, not negative, [numel] as the interval is: blocks are counted from
-                its first element.
-            stochastic: rounding is.
+            magnitudes: [numel], finite, not negative. Blocks are counted from the first element.
+            stochastic: the bound for stochastic rounding, else for rounding to the nearest.
 
         Returns:
-            fp64, [numel]; no value's error is above it.
+            fp64, [numel].
         """
 
     @abstractmethod

@@ -1,13 +1,14 @@
-"""Communicators of the engine's own, over the ranks of one group: made, split, given up and given
-back.
+"""The engine's own communicators over the ranks of one group: how they are made, split, aborted and
+destroyed.
 
     gloo      new_group
-    native    split_group of one that is there, if the backend can split and the process group was made with its device; else new_group
+    native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
 
-[Note: NCCL's patience] A wait for NCCL is the device's, so that the host learns of a rank that does
-not come at the end of the backward pass, in the exchange over gloo, and says so in a `StallError`.
-NCCL has a watchdog of its own that ends the process without one. A native communicator therefore
-has twice the time and half a minute: the exchange begins at most a pass after the move that waits.
+[Note: NCCL's patience] The device waits for NCCL, not the host. So the host notices a missing rank
+only at the end of the backward pass, in the exchange over gloo, and then raises a `StallError`.
+NCCL's own watchdog would end the process without that error. A native communicator therefore has
+twice the stall timeout plus half a minute: the exchange begins at most a pass after the move that
+waits.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ import torch.distributed as dist
 
 from onefold.comm.stall import StallError
 
-#: Seconds that a native communicator has beyond twice the stall timeout.
+#: Seconds added to twice the stall timeout for a native communicator.
 MARGIN = 30.0
 
 
 class Communicators:
-    """Makes communicators over `ranks` (global, in the order of their numbers). Collective over
-    them.
+    """Makes communicators over `ranks` (global, in ascending order). Collective over these ranks.
 
     Attributes:
-        native: those that are not gloo's.
+        native: the communicators that are not gloo's.
     """
 
     def __init__(self, ranks: Sequence[int], device: torch.device, timeout: float) -> None:
@@ -44,15 +44,15 @@ class Communicators:
     def make(
         self, backend: str, timeout: float | None = None, where: str = "shard()", parent: Any = None
     ) -> Any:
-        """One more.
+        """Make one more communicator.
 
         Args:
-            timeout: seconds of a wait; for a native one see [Note: NCCL's patience].
-            where: the call that this is for, for messages.
+            timeout: seconds that a wait may take; for a native one see [Note: NCCL's patience].
+            where: the user's call that needs it, for messages.
             parent: a native communicator, or process group, over the same ranks, to split from.
 
         Raises:
-            StallError: the other ranks do not come.
+            StallError: the other ranks did not call it in time.
         """
         return self._make(
             backend,
@@ -63,11 +63,11 @@ class Communicators:
         )
 
     def make_part(self, backend: str, parent: Any, parts: list[list[int]]) -> Any:
-        """One over those of `parts` that this rank is in, which are these ranks.
+        """Make a communicator over the part that this rank is in. `self.ranks` must be that part.
 
         Args:
-            parent: a communicator over the union of `parts`. parts: its ranks by its own numbers,
-                divided.
+            parent: a communicator over the union of `parts`.
+            parts: a division of the parent's ranks, by their numbers in it.
         """
         return self._make(backend, self.timeout, "shard()", parent, parts)
 
@@ -96,14 +96,14 @@ class Communicators:
         return made
 
     def _can_split(self, parent: Any) -> bool:
-        """Whether torch splits `parent` (None: the default group): it wants to know the device
-        since the process group was made.
+        """Whether torch can split `parent` (None: the default group). It can only if the process
+        group was made with a device_id.
         """
         default = dist.distributed_c10d._get_default_group()
         if getattr(default, "bound_device_id", None) is None or not hasattr(dist, "split_group"):
             return False
         group = default if parent is None else parent
-        # Torch splits no group of backends that it chose by itself
+        # torch cannot split a group that was made without naming a backend
         if str(dist.get_backend(group)) == "undefined":
             return False
         try:
@@ -113,7 +113,7 @@ class Communicators:
         return bool(getattr(found, "supports_splitting", False))
 
     def alone(self, waited: float, where: str, error: Exception) -> StallError:
-        """What a rank says that waited in `where` for the others."""
+        """Return the error of a rank that waited in `where` for the others."""
         return StallError(
             f"rank {dist.get_rank()} waited {waited:.0f} s in {where} for the other ranks of"
             f" {self.ranks} to call it too. (backend: {str(error).splitlines()[0][:200]})"
@@ -121,12 +121,13 @@ class Communicators:
 
     @contextlib.contextmanager
     def rendezvous(self) -> Iterator[None]:
-        """Inside, the ranks of a subset know equally many groups, and more than when they last made
-        one.
+        """Make the ranks of a subset agree on a name for the new group that is made inside.
 
-        torch makes the name by which a subset's new group meets from its ranks and that number: a
-        rank that is in more groups than another would wait under another name, and after a group
-        has gone the next would meet at its stale addresses. Lone groups make up the difference.
+        torch makes that name from the ranks and the number of groups that this process knows. Ranks
+        in different numbers of groups would wait under different names. And after a group has been
+        destroyed, the next one could get its name, and find its old addresses. So inside, all ranks
+        of the subset know equally many groups, and more than when they last made one: groups of
+        this rank alone make up the difference.
         """
         known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
         if len(self.ranks) == dist.get_world_size() or known is None:
@@ -137,7 +138,7 @@ class Communicators:
             dist.distributed_c10d._get_default_store(),
             f"onefold/groups/{self.ranks}/",
         )
-        # The same on every rank, since each comes here as often as the others
+        # The same number on every rank: each has come here equally often
         turn = store.add(f"{name}turns/{me}", 1)
         used = int(store.get(f"{name}used/{me}")) if turn > 1 else 0
         store.set(f"{name}{turn}/{me}", str(max(len(known), used)))
@@ -159,7 +160,7 @@ class Communicators:
                 dist.destroy_process_group(lone)
 
     def give_up(self) -> None:
-        """Abort the native ones: what waits in them for a rank that does not come lets go of the
+        """Abort the native communicators, so that operations waiting for a missing rank free the
         device. Local.
         """
         native, self.native = self.native, []
@@ -168,7 +169,7 @@ class Communicators:
                 group.abort()
 
     def close(self) -> None:
-        """Give them back. Local; call it when nothing is under way."""
+        """Destroy all communicators. Local; call it when no collective is in flight."""
         groups, self._made, self.native = self._made, [], []
         for group in groups:
             with contextlib.suppress(Exception):  # already destroyed with the default group

@@ -1,9 +1,10 @@
-"""The ranks of one data-parallel axis, and its two levels. What they move is in comm/moves.py, how they
-wait in comm/standing.py.
+"""`Group`: the ranks of one data-parallel axis, and its two levels. Their collectives are in
+comm/moves.py, the waiting in comm/standing.py.
 
-[Note: two levels] Ranks may stand in groups (layout/topology.py), by themselves those of a node where
-there are several. `intra_group` and `inter_group` are then the groups of this rank's on each level,
-and a gather over all goes across first, then inside: each byte enters a node once.
+[Note: two levels] Ranks may be arranged in groups (layout/topology.py); by default the ranks of
+each node are a group if there are several nodes. This rank then has a group on each level:
+`intra_group` and `inter_group`. A gather over all ranks runs between groups first, then inside
+them. So each byte enters a node once.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ from onefold.layout import Topology
 
 
 class Group(Moves):
-    """The ranks of one axis, with communicators of the engine's own: gathers and reductions do not
-    queue behind each other.
+    """The ranks of one axis. The engine has communicators of its own for gathers and for
+    reductions, so that neither queues behind the other.
 
     Args:
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for all ranks (or for a
-            lone process).
+            single process).
         device: where the moved tensors live.
         timeout: seconds a wait may take before it ends in a `StallError`.
-        inner: ranks of a group inside; None: as many as the launcher has started on each node;
-            "node": the same, asked for; "flat": all are one. See [Note: two levels] and
-            layout/topology.py.
+        inner: ranks of each group: a number, None, "node" or "flat"; see the table of
+            comm/topology.py and [Note: two levels].
 
     Attributes:
-        ranks: global ranks by position. rank, size: this rank's position, and how many there are.
-            number: this rank among them in the order of their numbers, which is the position but
-                for groups of `inner`.
-        nodes: what counts as a node of each position, for the ledger. borders: how many there are,
-            in words; "" for one (layout/topology.py).
+        ranks: global ranks by position.
+        rank, size: this rank's position, and the number of ranks.
+        number: this rank's place among the ranks in ascending order. It differs from the position
+            only on two levels.
+        nodes: the node of each position, for the ledger.
+        borders: the number of nodes in words, such as "2 nodes"; "" if there is one
+            (comm/topology.py).
 
     Raises:
         ValueError: the groups do not divide the ranks.
@@ -64,10 +66,11 @@ class Group(Moves):
         self.broken: StallError | None = None
         self.wire: Wire = GLOO
         self.chains = Chains()
-        # Where the first of two moves is waited for; one, so that all ranks launch in one order
+        # The stream that waits for the first move of a chain. There is one, so that all ranks
+        # launch the second moves in one order
         self.relay = new_stream(device, "relay")
         self._counts: dict[tuple[str, int], int] = {}
-        # Checksums of what the gathers' communicator was given, and the reductions'
+        # Checksums of the launches on the communicators of gathers and of reductions
         self._launched = [0, 0]
         process_group, numbers = members(process_group)
         self.size = len(numbers)
@@ -78,7 +81,7 @@ class Group(Moves):
         self.communicators = Communicators(numbers, device, timeout)
         per_node = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
         if isinstance(inner, int):
-            Topology(self.size, inner_of(inner, numbers, None))  # refused before anything is made
+            Topology(self.size, inner_of(inner, numbers, None))  # raises before anything is made
         if self.size > 1:
             self.number = numbers.index(dist.get_rank())
             self.backend = backend_of(process_group, device)
@@ -92,7 +95,7 @@ class Group(Moves):
             )
             per_node = self._agreed(per_node)
         self.topology = Topology(self.size, inner_of(inner, numbers, per_node))
-        order = self.topology.order  # the communicators' own numbers of the positions
+        order = self.topology.order  # each position's number in the communicators
         self.ranks = [numbers[i] for i in order]
         self.nodes, self.borders = sides_of(self.ranks, per_node, inner, self.topology)
         if self.size == 1:
@@ -105,7 +108,7 @@ class Group(Moves):
                 self.gather_group = self.reduce_group = self.communicators.make(
                     self.backend, parent=process_group
                 )
-                # Else all that is gathered goes over the levels
+                # On two levels every gather runs over the levels, and needs no communicator here
                 if 1 in (self.topology.inner, self.topology.outer):
                     self.gather_group = self.communicators.make(self.backend, parent=process_group)
         levels = self.topology.intra_group, self.topology.inter_group
@@ -115,19 +118,19 @@ class Group(Moves):
 
     @property
     def intra_group(self) -> Group:
-        """The ranks of this rank's group; all, where there is one."""
+        """The ranks of this rank's group; all ranks if there is one group."""
         return self._intra_group or self
 
     @property
     def inter_group(self) -> Group:
-        """The ranks that hold in other groups what this rank holds in its own; all, where groups
-        have one rank.
+        """The ranks, one of each group, that hold the same shard as this rank; all ranks if groups
+        have one rank each.
         """
         return self._inter_group or self
 
     def _agreed(self, per_node: int | None) -> int | None:
-        """`per_node` if all ranks were told the same; None where nodes have unequal numbers of
-        ranks, of which some may seem to divide.
+        """Return `per_node` if it is the same on all ranks, else None. With unequal nodes, some
+        ranks may see a number that divides the world size by chance.
         """
         said = (per_node or 0).to_bytes(8, "little")
         return (
@@ -137,14 +140,14 @@ class Group(Moves):
         )
 
     def communicator(self, timeout: float) -> Any:
-        """One more gloo communicator over the same ranks, for messages of the host that may wait
+        """Make one more gloo communicator over the same ranks, for host messages that may wait
         `timeout` seconds. Collective.
         """
         with self.communicators.rendezvous():
             return self.communicators.make("gloo", timeout, "the first save or load")
 
     def close(self) -> None:
-        """Give the communicators back. Local; call it when nothing is under way."""
+        """Destroy the communicators. Local; call it when no collective is in flight."""
         levels, self._intra_group, self._inter_group = (
             (self._intra_group, self._inter_group),
             None,
@@ -159,7 +162,7 @@ class Group(Moves):
         self.communicators.close()
 
     def give_up(self) -> None:
-        """A rank does not come: the native communicators stop waiting for it on the device."""
+        """Abort the native communicators of all levels, when a rank has failed to arrive."""
         for level in (self._intra_group, self._inter_group):
             if level is not None:
                 level.communicators.give_up()
@@ -167,14 +170,16 @@ class Group(Moves):
 
 
 class Level(Group):
-    """Some of the ranks of a group, at `positions` of it; what they share is their `whole`'s:
-    ledger, failures, and gloo's connections.
+    """The ranks of one level of a group. They share the ledger, the failures and gloo's connections
+    of the `whole` group.
     """
 
     _level = 1
 
     def __init__(self, whole: Group, part: Callable[[int], list[int]]) -> None:
-        """`part`: the positions of a level, itself among them, by the position of one."""
+        """`part(p)` returns the positions, in `whole`, of the level that position p is in, p
+        included.
+        """
         positions = part(whole.rank)
         self.whole = whole
         self.timeout, self.device, self.ledger, self.wire = (

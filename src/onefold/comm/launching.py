@@ -1,22 +1,22 @@
-"""Which tensors Triton's kernels serve, and how a kernel is launched: under a guard of the device
-that its tensors are on.
+"""Which tensors Triton kernels can serve, and how a kernel is launched: with the tensors' device as
+the current one.
 
-| what              | served by kernels                                          | else by torch, with equal bits        |
+|                   | served by kernels                                          | else by torch, with equal bits        |
 |-------------------|------------------------------------------------------------|---------------------------------------|
 | device            | CUDA from compute capability 8.0 on, and ROCm              | CPU, XPU, older GPUs                  |
 | Triton            | installed, and able to build and launch a kernel           | missing, or broken: a warning says so |
 | kind of tensor    | one with memory                                            | a FakeTensor                          |
 
-8.0 is the least that Triton supports. No kernel asks for more: bf16 and e4m3 are made by integer
-arithmetic, because conversions differ by architecture (cvt to e4m3 exists from 8.9 on) and by what
-they make of values that are out of range.
+8.0 is the least that Triton supports. No kernel needs more: bf16 and e4m3 are converted by integer
+arithmetic, because the hardware's conversions differ by architecture (cvt to e4m3 exists from 8.9
+on) and in how they treat values out of range.
 
-With TRITON_INTERPRET=1 in the environment kernels run in Triton's interpreter, and serve tensors of
-the CPU: whatever uses them can be tried on any machine, slowly.
+With TRITON_INTERPRET=1 in the environment kernels run in Triton's interpreter, on CPU tensors. So
+they can be tried on any machine, slowly.
 
 [Note: the tensor's device] Triton launches on the current device of the calling thread and on that
-device's current stream, whatever its arguments are. On another device than the tensors' the
-pointers are foreign there: an error, or reads over the link between the two.
+device's current stream, wherever the arguments are. If the tensors are on another device, the
+launch fails, or the kernel reads them over the link between the two devices.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from onefold.device import guard
 
 _COMPUTE_CAPABILITY = (8, 0)
-#: How every kernel is compiled. Products are not fused with sums: a fused operation rounds once
-#: where torch's two operations round twice.
+#: Options with which every kernel is compiled. Products are not fused with sums: a fused operation
+#: rounds once, torch's two operations round twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-#: Read once, as Triton does when it is imported.
+#: Read once at import, as Triton does.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _allowed: ContextVar[bool] = ContextVar("kernels_are_allowed", default=True)
 
 
 def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **options: Any) -> None:
-    """Start `programs` programs of a Triton kernel on the device of `like`, on its current stream;
-    see [Note: the tensor's device].
+    """Launch `programs` programs of a Triton kernel on the device of `like` and its current stream.
+    See [Note: the tensor's device].
     """
     if programs:
         with guard(like.device):
@@ -54,7 +54,7 @@ def launch(kernel: Any, programs: int, like: torch.Tensor, *arguments: Any, **op
 
 
 def served(like: torch.Tensor) -> bool:
-    """Whether kernels run on this tensor."""
+    """Whether kernels can run on this tensor."""
     if not (like.is_cuda or INTERPRETED) or not _allowed.get() or isinstance(like, FakeTensor):
         return False
     return usable(like.device)
@@ -62,9 +62,7 @@ def served(like: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def by_torch() -> Iterator[None]:
-    """Inside, torch's operations do what kernels do otherwise. For this thread; to compare the
-    two.
-    """
+    """Use torch's operations in place of kernels, in this thread: to compare the two."""
     token = _allowed.set(False)
     try:
         yield
@@ -74,7 +72,7 @@ def by_torch() -> Iterator[None]:
 
 @cache
 def usable(device: torch.device) -> bool:
-    """Whether kernels run on this device: asked once, by launching an empty one."""
+    """Whether kernels run on this device: tested once, by launching an empty one."""
     if importlib.util.find_spec("triton") is None or device.type not in ("cuda", "cpu"):
         return False
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _COMPUTE_CAPABILITY:
@@ -83,8 +81,8 @@ def usable(device: torch.device) -> bool:
 
 
 def _starts(device: torch.device) -> bool:
-    """Whether Triton can build and launch: it needs a C compiler and Python's headers, which a slim
-    image may lack.
+    """Whether Triton can build and launch a kernel. It needs a C compiler and Python's headers,
+    which a slim image may lack.
     """
     try:
         from onefold.comm.triton_floats import nothing

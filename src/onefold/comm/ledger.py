@@ -1,10 +1,9 @@
-"""The traffic ledger: what this rank sent, by move and by unit, and how long it stood still for it.
+"""The traffic ledger: bytes that this rank sent, by move and by unit, and the time that it waited.
 
-Bytes are exact and counted where a move is launched. A move is also entered as an event with its
-start, its end and the seconds that were
-*exposed*: during which the rank waited for it and did nothing else. No synchronization is added: on
-gloo the engine's own waits are timed, on CUDA a pair of events on the compute stream around the
-wait is read after both have passed.
+Bytes are exact, and counted when a move is launched. A move is also recorded as an event with its
+start, its end and its *exposed* seconds: those in which the rank waited for it and did nothing
+else. Measuring adds no synchronization. On gloo the engine's own waits are timed; on CUDA two
+timing events on the compute stream, before and after the wait, are read once both are done.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ class TrafficEvent:
     """One move of one unit.
 
     Attributes:
-        move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state". nbytes: payload
-            bytes sent by this rank.
-        peers: ranks of the group. group: which they are, such as "0-7" or "0,8". dtype: on the
-            wire, such as "float32".
+        move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state".
+        nbytes: payload bytes sent by this rank.
+        peers: the number of ranks in the group.
+        group: the ranks in it, such as "0-7" or "0,8".
+        dtype: the dtype on the wire, such as "float32".
         step, phase: when the engine launched it.
-        launched, landed: seconds of `time.perf_counter`; landed is when this rank had what it
-            needed, None while under way.
+        launched, landed: seconds of `time.perf_counter`. `landed` is when the move was complete on
+            this rank; None while it is in flight.
         exposed: seconds in which the rank waited for it.
         between: of `nbytes`, those to ranks on other nodes (`Group.borders`).
-        plain, plain_between: what `nbytes` and `between` were encoded from; 0 where they travelled
-            as they are.
+        plain, plain_between: the bytes that `nbytes` and `between` were encoded from; 0 if the move
+            was not encoded.
     """
 
     move: str
@@ -60,8 +60,8 @@ class Sent:
     """Payload bytes of moves.
 
     Attributes:
-        nbytes, between: as they travelled, and those of them to ranks on other nodes.
-        plain, plain_between: as they would have travelled by the same recipe without codecs.
+        nbytes, between: bytes sent, and those of them to ranks on other nodes.
+        plain, plain_between: the same as they would be without codecs.
     """
 
     nbytes: int = 0
@@ -71,7 +71,7 @@ class Sent:
 
     @classmethod
     def of(cls, event: Any) -> Sent:
-        """What an event carried."""
+        """Return the bytes of an event."""
         if not event.plain:
             return cls(event.nbytes, event.between, event.nbytes, event.between)
         return cls(event.nbytes, event.between, event.plain, event.plain_between)
@@ -99,15 +99,15 @@ class Sent:
 
 
 class TrafficLedger:
-    """Counts payload bytes sent by this rank. `control` messages (a few hundred bytes a step) are
-    kept apart from the payload.
+    """Counts payload bytes sent by this rank. Bytes of `control` messages (a few hundred a step)
+    are counted apart from the payload.
 
-    Bytes and exposed seconds are counted always; single events are kept only while somebody records
-    (`wanted`).
+    Bytes and exposed seconds are always counted. Events are kept only while `wanted()` is True,
+    which is while a recording runs.
     """
 
     def __init__(self) -> None:
-        # Whether events are kept, asked at each move; bool() is False
+        # Called at each move: whether to keep its event. The default, bool(), is False
         self.wanted: Callable[[], bool] = bool
         self.events: deque[TrafficEvent] = deque(maxlen=WINDOW)
         self._marks: deque[tuple[Any, Any, TrafficEvent | None]] = deque()
@@ -135,7 +135,7 @@ class TrafficLedger:
         plain: int = 0,
         plain_between: int = 0,
     ) -> TrafficEvent:
-        """Enter a move that is about to start; the event is completed by `waited`."""
+        """Record a move that is about to start. `waited` or `marked` completes the event."""
         self._moves[move, unit] += nbytes
         event = TrafficEvent(
             move,
@@ -159,23 +159,23 @@ class TrafficLedger:
         return event
 
     def waited(self, event: TrafficEvent | None, since: float) -> None:
-        """This rank waited from `since` until now, and has what it waited for."""
+        """Record that this rank waited for `event` from `since` until now, and has it complete."""
         now = time.perf_counter()
         self._exposed += now - since
         if event is not None:
             event.landed, event.exposed = now, event.exposed + now - since
 
     def marked(self, event: TrafficEvent | None, start: Any, end: Any) -> None:
-        """The same on CUDA: `start` and `end` are timing events on the compute stream around its
-        wait.
+        """Record a wait on CUDA: `start` and `end` are timing events on the compute stream, before
+        and after it.
         """
         if event is not None:
-            event.landed = time.perf_counter()  # refined when the marks have passed
+            event.landed = time.perf_counter()  # when the wait was queued, as an estimate
         self._marks.append((start, end, event))
         self.settle()
 
     def settle(self) -> None:
-        """Read the marks that have passed, without waiting for those that have not."""
+        """Read the timing events that are done, without waiting for the others."""
         while self._marks and self._marks[0][1].query():
             start, end, event = self._marks.popleft()
             seconds = start.elapsed_time(end) / 1000
@@ -185,8 +185,8 @@ class TrafficLedger:
 
     @property
     def exposed(self) -> float:
-        """Seconds since the last reset in which this rank waited for others: payload and control
-        messages.
+        """Seconds since the last reset in which this rank waited for others, for payload and
+        control messages.
         """
         if self._marks:
             self.settle()
@@ -197,7 +197,7 @@ class TrafficLedger:
         return sum(self._moves.values())
 
     def by_move(self) -> dict[str, int]:
-        """Bytes by move: 'all-gather', 'reduce-scatter', 'all-reduce', and 'state' (saving,
+        """Return bytes by move: 'all-gather', 'reduce-scatter', 'all-reduce', and 'state' (saving,
         loading, full_params).
         """
         out: Counter[str] = Counter()
@@ -206,12 +206,12 @@ class TrafficLedger:
         return dict(out)
 
     def by_link(self) -> dict[str, int]:
-        """Bytes to ranks of the own node ("inside") and of others ("between")."""
+        """Return bytes to ranks on this rank's node ("inside") and on others ("between")."""
         between = sum(sent.between for sent in self._sent.values())
         return {"inside": self.total() - between, "between": between}
 
     def by_move_in_full(self) -> dict[str, Sent]:
-        """Bytes by move: those between nodes, and what they would have been without codecs."""
+        """Return bytes by move with those between nodes, and the same without codecs."""
         return dict(self._sent)
 
     def plain(self) -> int:
@@ -219,11 +219,11 @@ class TrafficLedger:
         return sum(sent.plain for sent in self._sent.values())
 
     def between_by_move(self) -> dict[str, int]:
-        """Bytes to ranks of other nodes, by move."""
+        """Return bytes to ranks on other nodes, by move."""
         return {move: sent.between for move, sent in self._sent.items() if sent.between}
 
     def by_unit(self) -> dict[str, dict[str, int]]:
-        """Bytes by unit, then by move."""
+        """Return bytes by unit, then by move."""
         out: dict[str, dict[str, int]] = {}
         for (move, unit), nbytes in self._moves.items():
             out.setdefault(unit, {})[move] = nbytes

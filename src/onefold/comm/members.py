@@ -1,5 +1,5 @@
-"""Who the ranks of an axis are: of a process group, a mesh or nothing, and by which backend they
-move tensors.
+"""The ranks of an axis, from a process group, a mesh or None, and the backend that moves their
+tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from onefold.device import backend_name
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in few letters: "0-7", "0,8,16", "0-3,8-11"."""
+    """Format ranks in short: "0-7", "0,8,16", "0-3,8-11"."""
     out: list[list[int]] = []
     for rank in ranks:
         if out and rank == out[-1][1] + 1:
@@ -25,11 +25,14 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def members(given: Any) -> tuple[Any, list[int]]:
-    """The process group that `given` stands for (None: the default one, or none at all), and its
-    global ranks; [0] for a lone process.
+    """Return the process group for `given`, and its global ranks.
+
+    The group is None for the default group, and for a single process without process groups, whose
+    ranks are [0].
 
     Raises:
-        ValueError: it is none, there are no process groups, or this rank is not in it.
+        ValueError: `given` is not a process group or a mesh, there are no process groups, or this
+            rank is not in it.
     """
     if not (dist.is_available() and dist.is_initialized()):
         if given is not None:
@@ -73,10 +76,10 @@ def members(given: Any) -> tuple[Any, list[int]]:
 
 
 def backend_of(process_group: Any, device: torch.device) -> str:
-    """The backend that moves tensors of `device` in this group: 'gloo', 'nccl', ...
+    """Return the backend that moves tensors of `device` in this group: 'gloo', 'nccl', ...
 
-    A group that was made without a backend has one for each type of device, as torch chose them.
-    gloo that was asked for by its name moves tensors of any device, through the host.
+    A group that was made without naming a backend has one for each type of device, chosen by torch.
+    If 'gloo' was named, it moves tensors of any device, through the host.
 
     Raises:
         ValueError: the group has no backend for such tensors.

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a few bytes: over gloo on any backend, where the host reads it."""
+"""Small messages between ranks. What the host reads goes over gloo, on any backend."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ class Messages(Standing):
     def exchange_control(
         self, payload: torch.Tensor, context: CollectiveContext, kind: str = "control"
     ) -> list[torch.Tensor]:
-        """Every rank's small uint8 payload ([n], one length on all ranks, on the host), in rank
-        order. Waits.
+        """Gather every rank's small uint8 payload ([n], the same length on all ranks, on the host),
+        in rank order. Waits.
 
-        In log2(ranks) rounds: in each a rank passes on all that it has (Bruck et al. 1997). Over
-        gloo on any backend: the host reads it.
+        Takes log2(ranks) rounds: in each, a rank passes on all payloads that it has (Bruck et al.
+        1997). The messages go over gloo on any backend, because the host reads them.
 
-        `kind`: messages of two kinds never meet ("call": a collective that the user calls, which
-        may come at any time).
+        Args:
+            kind: messages of different kinds are never taken for each other ("call": a collective
+                that the user calls, at any time).
         """
-        if self.size == 1 or self.fake:  # what the others would say is what this rank says
+        if self.size == 1 or self.fake:  # on a fake backend the others' payloads equal this rank's
             return [payload] * self.size
-        # Row i: of the rank i positions behind this one
+        # Row i is of the rank i positions after this one
         have = torch.empty((self.size, payload.numel()), dtype=torch.uint8)
         have[0] = payload
         step = 1
@@ -46,16 +47,16 @@ class Messages(Standing):
         return list(have.roll(self.rank, 0).unbind())
 
     def any_of(self, bits: bytes, context: CollectiveContext) -> bytes:
-        """The bits that any rank has set, of as many on each. Waits.
+        """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
 
-        In log2(ranks) rounds of one message, over gloo on any backend. See `both` for what all
-        ranks have alike.
+        Takes log2(ranks) rounds of one message, over gloo on any backend. With `both` and `alike`
+        it also tells whether all ranks gave the same bits.
         """
         if self.size == 1 or self.fake:
             return bits
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         step = 1
-        # Whose bits come twice changes nothing: any number of ranks will do
+        # Bits that arrive twice change nothing, so the number of ranks need not be a power of 2
         while step < self.size:
             theirs = torch.empty_like(mine)
             self._round(
@@ -81,8 +82,8 @@ class Messages(Standing):
         kind: str,
         length: int,
     ) -> None:
-        """Send to one rank and receive from another, on the host. Messages of another length are
-        another kind: they never meet.
+        """Send to one rank and receive from another, on the host. Messages of different `length`
+        have different tags, so they are never taken for each other.
         """
         tag = self.tag(kind, length)
         self.ledger.control_bytes += sent.numel()
@@ -96,8 +97,8 @@ class Messages(Standing):
         self._wait(works, context, None, on_host=True)
 
     def gather_values(self, value: torch.Tensor, context: CollectiveContext) -> torch.Tensor:
-        """A few numbers of every rank: [...] becomes [size, ...], in rank order. On native backends
-        without waiting on the host.
+        """Gather a few numbers of every rank: [...] becomes [size, ...], in rank order. On native
+        backends the host does not wait.
         """
         shape = (self.size, *value.shape)
         if self.size == 1 or self.fake:
@@ -120,19 +121,19 @@ class Messages(Standing):
         self.wait([work], context)
         if self.ordered:
             return out
-        if self._row_of is None:  # sent to the device once
+        if self._row_of is None:  # copied to the device once
             self._row_of = torch.tensor(self.at).to(value.device)
         return out.index_select(0, self._row_of)
 
 
 def both(bits: bytes) -> bytes:
-    """`bits` and their opposites: `any_of` these, `alike` says whether all ranks had the same
-    ones.
+    """Return `bits` followed by their complement: the input of `any_of` whose result `alike` can
+    read.
     """
     return bits + bytes(b ^ 0xFF for b in bits)
 
 
 def alike(found: bytes) -> bool:
-    """Whether no bit was set on one rank and not on another, of what `both` gave."""
+    """Whether all ranks gave the same bits to `both`; `found` is the result of `any_of` on it."""
     half = len(found) // 2
     return not any(a & b for a, b in zip(found[:half], found[half:], strict=True))

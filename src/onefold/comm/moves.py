@@ -1,4 +1,4 @@
-"""The moves between placements: the only things that touch the wire.
+"""The collectives ("moves") between placements: all tensor traffic goes through here.
 
 | from         | to         | move           | pairwise (gloo)                            | native (NCCL)                |
 |--------------|------------|----------------|--------------------------------------------|------------------------------|
@@ -10,15 +10,15 @@
 With `reduce="native"` in the recipe partial sums go by the backend's own reduce_scatter_single and
 all_reduce.
 
-[Note: sums are local and in rank order] Every reduction moves the parts as they are and adds them
-up on the rank that owns the interval, in the order of the ranks, in the accumulation dtype. The
-bits of a sum therefore depend neither on the placement of the result nor on how the unit was cut
-into messages, which is why stages 0 to 3 are bit-equal; and 16-bit gradients can travel in 16 bits
-and still be summed in fp32.
+[Note: sums are local and in rank order] Every reduction sends the parts unchanged. The rank that
+owns the interval adds them up in rank order, in the accumulation dtype. So the bits of a sum depend
+neither on the placement of the result nor on how the unit was cut into messages, and stages 0 to 3
+are bit-equal. And 16-bit gradients can be sent in 16 bits and still be summed in fp32.
 
 [Note: one rank stands for all] Under torch's "fake" backend (simulation/simulate.py) moves are entered in
-the ledger and nothing arrives. What the others would tell this rank is what it would tell them. A
-simulation with a clock (simulation/clock.py) gives each move a work that is waited for as NCCL's is.
+the ledger and nothing arrives. Where a rank needs the others' values, it takes its own. A
+simulation with a clock (simulation/clock.py) gives each move a work object to wait for, as NCCL
+does.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Moves(Messages):
-    """The moves of a group, and of its levels."""
+    """The collectives of a group, and of its levels."""
 
     _intra_group: Group | None
     _inter_group: Group | None
@@ -58,7 +58,7 @@ class Moves(Messages):
         move: str = "all-gather",
         plain: int = 0,
     ) -> Pending:
-        """sharded → replicated, in place: rank r's interval of `full` ([numel], cut evenly) goes to
+        """sharded → replicated, in place: send rank r's interval of `full` ([numel], cut evenly) to
         every other rank's `full`.
 
         `plain`: bytes that `full` was encoded from, for the ledger.
@@ -90,13 +90,13 @@ class Moves(Messages):
         return self.wire.all_gather(Launch(self, move, unit_index, context, event), full, mine)
 
     def _to_all(self, nbytes: int) -> tuple[int, int]:
-        """Bytes sent where each peer is sent so many: all, and those of them to other nodes."""
+        """Return (all bytes, bytes to other nodes) that are sent if each peer is sent `nbytes`."""
         return nbytes * len(self.peers), nbytes * self._peers_elsewhere
 
     @property
     def joins_messages(self) -> bool:
-        """Whether `all_gather_together` is there, and worth it: a message costs the host more than
-        copies of the few bytes in it.
+        """Whether `all_gather_together` is available and pays: on gloo and a CPU, a message costs
+        the host more than copying the few bytes in it.
         """
         return (
             self.wire is GLOO
@@ -108,13 +108,15 @@ class Moves(Messages):
     def all_gather_together(
         self, fulls: Sequence[torch.Tensor], places: Sequence[CollectiveContext], number: int
     ) -> Pending:
-        """The same for several buffers, in one message to each rank: what is sent and received lies
-        in memory of its own, as large as all `fulls` are together, until it is waited for.
+        """All-gather several buffers, in one message to each rank.
+
+        Until the move is waited for, temporary buffers, together as large as all `fulls`, hold what
+        is sent and received.
 
         Args:
-            fulls: [numel] each, cut evenly, of one dtype. places: what the gather of each is for; the ledger has
-                an event for each.
-            number: messages of two numbers never meet.
+            fulls: [numel] each, cut evenly, of one dtype.
+            places: the context of each gather; the ledger gets an event for each.
+            number: messages with different numbers are never taken for each other.
         """
         size, rank = self.size, self.rank
         rows = [full.view(size, -1) for full in fulls]
@@ -140,8 +142,8 @@ class Moves(Messages):
     # -- moves of reductions on native backends ----------------------------------------------------
 
     def cut(self, sizes: Sequence[int]) -> Cut:
-        """A division of a buffer by position, `sizes` in elements, for the moves below. Make it
-        once.
+        """Return the division of a buffer into parts of `sizes` elements, by position, for the
+        moves below. Make it once.
         """
         elsewhere = sum(size for size, far in zip(sizes, self._elsewhere, strict=True) if far)
         return Cut(tuple(sizes), sum(sizes), sizes[self.rank], elsewhere, len(set(sizes)) == 1)
@@ -157,16 +159,16 @@ class Moves(Messages):
         plain: int = 0,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """The wire half of a reduction, in one operation.
+        """Exchange the parts of a reduction, in one operation. The caller adds them up.
 
         Args:
-            sent: each rank's part, one behind the other by position, [numel]; or without this
-                rank's own part, [numel - own].
-            received: what comes from each rank, by position: [ranks, own] with this rank's row
-                among them; or without, [ranks - 1, own].
+            sent: the parts for all ranks, in order of position, [numel]; or without this rank's own
+                part, [numel - own].
+            received: the parts from all ranks, by position: [ranks, own] with a row for this rank,
+                or [ranks - 1, own] without.
             plain: bytes that each rank's part was encoded from, for the ledger.
-            addresses: of the unit's buffer, that the reduction is of, the same on all ranks. Ranks
-                that mean other addresses never take each other's bytes for their own.
+            addresses: the range of the unit's buffer that is reduced, the same on all ranks. If
+                ranks disagree on it, they do not take each other's bytes for their own.
         """
         width = sent.element_size()
         parts = (cut.numel - cut.own) * width, cut.between * width
@@ -176,8 +178,8 @@ class Moves(Messages):
         )
 
     def can_reduce(self, cut: Cut) -> bool:
-        """Whether the backend itself can scatter sums of such parts: they are even, and in its own
-        order of the ranks.
+        """Whether the backend's own reduce-scatter fits: the parts are even, and in the order in
+        which the communicator counts the ranks.
         """
         return cut.even and self.ordered
 
@@ -192,8 +194,8 @@ class Moves(Messages):
         mean: bool,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """The backend's own: the sum of all ranks' `sent` [numel], or their mean. This rank gets
-        its part `own`. Added in their dtype.
+        """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent` [numel].
+        This rank's part is written to `own`. The backend adds in the dtype of `sent`.
         """
         width = sent.element_size()
         event = self._record(
@@ -211,8 +213,8 @@ class Moves(Messages):
         mean: bool,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """The backend's own: the sum of all ranks' `whole`, or their mean, in place. In its
-        dtype.
+        """Run the backend's own all-reduce: the sum, or mean, of all ranks' `whole`, in place and
+        in its dtype.
         """
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
         event = self._record(move, context, whole.dtype, *self._to_all(each))
@@ -228,8 +230,8 @@ class Moves(Messages):
         unit_index: int,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """Each rank's part of `whole` ([numel], by position) to all others, in place: behind a
-        reduction, and in the order of reductions.
+        """All-gather each rank's part of `whole` ([numel], by position) in place, after a
+        reduction. It goes to the communicator of reductions, in their order.
 
         `cut` is one that `can_reduce`.
         """
@@ -241,8 +243,8 @@ class Moves(Messages):
         )
 
     def launched(self) -> bytes:
-        """A checksum of what the native communicators were given so far, in order: one on all
-        ranks. See [Note: order instead of tags].
+        """Return a checksum of all launches on the native communicators so far, in order. It is the
+        same on all ranks unless they diverged. See [Note: order instead of tags].
         """
         found = [
             self._launched,
@@ -255,8 +257,8 @@ class Moves(Messages):
         return zlib.crc32(repr(found).encode()).to_bytes(4, "little")
 
     def out_of_order(self, context: CollectiveContext) -> StallError:
-        """What all ranks say once they know that they launched different moves. Nothing can be
-        trusted from here on.
+        """Return the error that every rank raises when the ranks launched different moves. The
+        group cannot be used any more.
         """
         self.broken = StallError(
             f"rank {self.ranks[self.rank]} found at the end of the backward pass of step"
@@ -281,10 +283,10 @@ class Moves(Messages):
         plain: Mapping[int, int] | None = None,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
-        """Send each `(peer, tensor)` and receive into each `(peer, tensor)`; the wire half of a
-        reduction (or of a scatter).
+        """Send each `(peer, tensor)` and receive into each `(peer, tensor)`: the exchange in a
+        reduction, a scatter or a gather of uneven parts.
 
-        Tensors are contiguous and one-dimensional; empty ones are left out on both sides. `plain`:
+        Tensors are contiguous and one-dimensional; empty ones are skipped on both sides. `plain`:
         bytes that the part for each peer was encoded from, for the ledger. `addresses`: as in
         `scatter_parts`.
         """
@@ -300,7 +302,7 @@ class Moves(Messages):
         )
 
     def broadcast(self, tensors: list[torch.Tensor], context: CollectiveContext) -> None:
-        """Rank 0's tensors to all ranks, in place, in one message. Waits."""
+        """Broadcast rank 0's tensors to all ranks, in place, in one message. Waits."""
         flat = (
             [t.detach().reshape(-1).view(torch.uint8) for t in tensors if t.numel()]
             if self.size > 1
@@ -318,12 +320,12 @@ class Moves(Messages):
             parts = message.split([t.numel() for t in flat])
             with torch.no_grad():
                 for t, part in zip((t for t in tensors if t.numel()), parts, strict=True):
-                    # Where a part begins need not suit the dtype
+                    # clone(): a part may begin at an address that is not aligned for the dtype
                     t.copy_(part.clone().view(t.dtype).view(t.shape))
 
     def from_first(self, message: torch.Tensor, context: CollectiveContext, number: int) -> Pending:
-        """Rank 0's `message`, uint8 [n] on the device, into everybody's. `number`: messages of two
-        numbers never meet on gloo.
+        """Broadcast rank 0's `message`, uint8 [n] on the device, in place. `number`: on gloo,
+        messages with different numbers are never taken for each other.
         """
         if not self.native or self.fake:
             sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []

@@ -1,4 +1,4 @@
-"""Messages under way, and moves that wait for moves."""
+"""Moves in flight, and chains of two moves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Pending:
-    """Messages under way. `wait` returns when this rank's buffers are complete (on CUDA: in the
-    order of the current stream).
+    """A move in flight. `wait` returns when this rank's buffers are complete (on CUDA: complete for
+    work queued later on the current stream).
     """
 
     __slots__ = ("_after", "_group", "_keep", "_works", "context", "event")
@@ -49,21 +49,20 @@ class Pending:
         self._keep, self._after = None, ()
 
     def then(self, act: Callable[[], object]) -> Pending:
-        """Do `act` too, once the messages have come."""
+        """Call `act` at the end of `wait`, when the messages have arrived."""
         self._after = (*self._after, act)
         return self
 
 
 class Chain(Pending):
-    """A move after a move that brings what it sends. On CUDA the second waits on a stream of its
-    own.
+    """Two moves, of which the second sends what the first has received. On CUDA the second waits
+    for the first on a stream of its own.
 
-    [Note: chains go on in order] On gloo nobody can ask whether the first move is done, so the
-    second begins when this rank waits for it,
-    or for anything behind it: every wait begins the second moves of the chains before it, in the
-    order that they were made, which is the same on all ranks; that of a reduction those up to its
-    unit. So a rank that took part in a gather and went on without using it does not keep the others
-    waiting.
+    [Note: chains go on in order] gloo cannot tell whether a move is done, so no callback can start
+    the second move. Instead, every wait of this rank first begins the second moves that are due, in
+    the order in which the chains were made, which is the same on all ranks. A wait for a reduction
+    begins those up to the reduction's unit; any other wait begins all. So a rank that took part in
+    a gather and did not use the result does not keep the others waiting.
     """
 
     __slots__ = ("_first", "_second", "_then")
@@ -74,10 +73,10 @@ class Chain(Pending):
         self._then: Callable[[], Pending] | None = then
         self._second: Pending | None = None
         self.context, self.event = first.context, first.event
-        # The relay waits for the first move, the compute stream for the second only
+        # The relay stream waits for the first move, the compute stream for the second only
         if group.relay is not None:
-            # And for nothing else: what the second move reads was there, or was on its way, when
-            # the first was launched.
+            # The relay waits for nothing else: all that the second move reads was complete or in
+            # flight when the first was launched.
             with use_stream(group.relay):
                 self.begin()
         else:
@@ -96,13 +95,13 @@ class Chain(Pending):
         self._group.chains.relay(self)
         second, self._second = self._second, None
         if second is not None:
-            with self._group.chains.held():  # what is behind this one may take its time
+            with self._group.chains.held():  # this wait must not begin the chains after this one
                 second.wait()
 
 
 class Chains:
-    """The chains of a group whose second moves have not begun, in the order that they were made.
-    See [Note: chains go on in order].
+    """The chains of a group whose second moves have not begun, in the order in which they were
+    made. See [Note: chains go on in order].
     """
 
     def __init__(self) -> None:
@@ -116,7 +115,7 @@ class Chains:
         self._waiting.clear()
 
     def relay(self, last: Chain | None = None) -> None:
-        """Begin the second moves of all, or of those up to `last`."""
+        """Begin the second moves of all chains, or of those up to `last`."""
         if self._held or (last is not None and last not in self._waiting):
             return
         with self.held():
@@ -127,19 +126,19 @@ class Chains:
                     break
 
     def relay_before(self, context: CollectiveContext) -> None:
-        """Begin those that others may wait for before they do what is about to be waited for
-        here.
+        """Begin the second moves that other ranks may need before they can do their part of
+        `context`, which this rank is about to wait for.
         """
         if context.move not in ("reduce-scatter", "all-reduce"):
             self.relay()
         elif own := [chain for chain in self._waiting if chain.context.unit == context.unit]:
-            # What is gathered behind the unit others may begin to gather once they have this
+            # Gathers after this unit can stay: other ranks may only begin them once they have this
             # reduction
             self.relay(own[-1])
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, waits begin no second moves."""
+        """Context in which waits begin no second moves."""
         before, self._held = self._held, True
         try:
             yield

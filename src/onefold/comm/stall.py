@@ -1,9 +1,9 @@
-"""What a rank says when the others do not come.
+"""`StallError`: the error of a rank that waited for others in vain.
 
-A wait that fails, by time or because a peer's connection closed, ends in a `StallError` on every
-rank that takes part. Before raising, a rank leaves a note in the rendezvous store (who, where,
-since when) and reads the notes of the others, so that the error names every rank's place. A rank
-that left no note was not waiting in any collective of this model.
+A wait fails by timeout, or because a peer's connection closed. It then ends in a `StallError` on
+every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which
+rank, which collective, for how long) and reads the notes of the others. So the error says where
+every rank is. A rank without a note was not waiting in any collective of this model.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.distributed as dist
 
 
 class StallError(RuntimeError):
-    """A rank fell out of step: the message names rank, unit, step and the collective each rank is
-    waiting in.
+    """A rank waited in vain for another: the message names the rank, unit, step and the collective
+    that each rank is waiting in.
     """
 
 
 @dataclass
 class CollectiveContext:
-    """Where a rank stands: the move, the unit it is for, the step, the phase (forward, backward,
-    state).
+    """What a collective is for: the move, the unit, the step, the phase (forward, backward, state),
+    for messages and the ledger.
     """
 
     move: str
@@ -37,7 +37,7 @@ class CollectiveContext:
         return f"waiting in {self.move} of unit {self.unit!r} ({self.phase}, step {self.step})"
 
 
-# How long a rank that gave up waits for the notes of the others, in seconds.
+# Seconds that a rank waits, after it gave up, for the notes of the others.
 GRACE = 3.0
 
 
@@ -50,8 +50,8 @@ def stall_error(
     ranks: list[int],
     heard: int | None,
 ) -> StallError:
-    """Exchange notes through the store and build the error. `ranks` are global ranks; `heard` the
-    last step that all ended.
+    """Exchange notes through the store and return the error. `ranks` are global ranks; `heard` is
+    the last step that all ranks have ended, or None.
     """
     notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
     missing = [r for r in ranks if r != rank]
@@ -68,7 +68,7 @@ def stall_error(
                     notes[other] = f"{CollectiveContext(**note)}, {since:.1f} s"
                     missing.remove(other)
             time.sleep(0.05)
-    except Exception:  # the store may be gone with its rank; the error must come out all the same
+    except Exception:  # the store may be gone with its rank: raise the error without the notes
         pass
     for other in missing:
         notes[other] = (

@@ -1,14 +1,15 @@
-"""Where a rank stands among others, how it waits for them, and how messages are told apart.
+"""A rank's position among others, how it waits for them, and how messages are told apart.
 
-[Note: tags instead of order] Pairwise messages carry a tag made of move, unit and count, and of the
-addresses that are reduced and the length. Two ranks that disagree on what comes next never take each
-other's bytes for something else: they wait, and the wait ends in a `StallError`.
+[Note: tags instead of order] A pairwise message carries a tag made of the move, the unit, a count,
+the addresses that are reduced, and the length. If two ranks disagree on what comes next, their
+messages do not match: both wait, and the wait ends in a `StallError`. Neither takes the other's
+bytes for something else.
 
 [Note: order instead of tags] A native backend matches operations by the order in which each rank
-launches them, and takes a unit's bytes for another's where they have one size. So each
-communicator's launches are added up to a checksum (`launched`), which the ranks compare at the end
-of every backward pass, before anything is stepped. Moves of gathers and of reductions have a
-communicator each: which of the two comes first may differ from rank to rank.
+launches them. It takes one unit's bytes for another's if they have the same size. So every launch
+goes into a checksum of its communicator (`launched`), and the ranks compare the checksums at the
+end of every backward pass, before the optimizer step. Gathers and reductions have a communicator
+each, because the order between a gather and a reduction may differ from rank to rank.
 """
 
 from __future__ import annotations
@@ -41,17 +42,20 @@ _KINDS = {
 
 
 class Standing:
-    """Some ranks, of which this is one: what `Group` says of them.
+    """The base of `Group`: a set of ranks, with this one among them. `Group` documents the other
+    attributes.
 
     Attributes:
-        control_group: gloo's communicator, for what the host reads. gather_group, reduce_group: the
-            backend's. at: the positions as these two count them.
-        heard: the step at whose end all ranks agreed last. broken: what this rank has failed with.
+        control_group: gloo's communicator, for messages that the host reads.
+        gather_group, reduce_group: the backend's communicators.
+        at: each position's number in these two.
+        heard: the last step at whose end all ranks agreed.
+        broken: the error that this rank has failed with, or None.
         chains, relay: see [Note: chains go on in order] in comm/pending.py.
     """
 
-    # A bit of the tags: messages of all ranks, or of one of two levels, whose peers are never the
-    # same
+    # A bit of the tags: 0 for messages among all ranks, 1 on a level. Both levels can share 1: they
+    # never have two ranks in common
     _level: ClassVar[int] = 0
 
     timeout: float
@@ -72,35 +76,35 @@ class Standing:
     chains: Chains
     relay: Any
     _counts: dict[tuple[str, int], int]
-    # Checksums of what the gathers' communicator was given, and the reductions'
+    # Checksums of the launches on the communicators of gathers and of reductions
     _launched: list[int]
 
     def _stand_at(
         self, rank: int, numbers: list[int], control: list[int], nodes: Sequence[int]
     ) -> None:
-        """Take a position, and prepare what every move asks for. `numbers`, `control`: of the
-        positions, as the communicators of data and of control messages count.
+        """Set this rank's position, and what every move needs. `numbers` and `control` are each
+        position's number in the communicators of data and of control messages.
         """
         self.rank, self.at, self._at_control = rank, numbers, control
         self.ordered = numbers == sorted(numbers)
-        self._row_of: torch.Tensor | None = None  # where rows by position lie among rows by number
-        # Starting behind oneself spreads the load: no rank is everybody's first.
+        self._row_of: torch.Tensor | None = None  # the row, by number, of each position
+        # Each rank starts with the one after it: no rank is the first peer of all others.
         self.peers = [(rank + i) % self.size for i in range(1, self.size)]
         self._elsewhere = [node != nodes[rank] for node in nodes]
         self._peers_elsewhere = sum(self._elsewhere)
 
     @property
     def native(self) -> bool:
-        """Moves are operations of a backend's own, on the device."""
+        """Whether moves are the backend's own operations, on the device."""
         return self.size > 1 and self.wire.native
 
     @property
     def fake(self) -> bool:
-        """One rank stands for all, and nothing arrives (torch's "fake" backend)."""
+        """Whether this is torch's "fake" backend: one rank stands for all, and nothing arrives."""
         return self.wire is FAKE
 
     def give_up(self) -> None:
-        """A rank does not come: the native communicators stop waiting for it on the device."""
+        """Abort the native communicators, when a rank has failed to arrive."""
         self.communicators.give_up()
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -108,7 +112,7 @@ class Standing:
     def wait(
         self, works: list[Any], context: CollectiveContext, event: TrafficEvent | None = None
     ) -> None:
-        """Wait for `works`, and enter in the ledger how long that took. On a device with streams
+        """Wait for `works`, and record in the ledger how long that took. On a device with streams
         the current stream waits, not the host.
         """
         on_host = self.backend == "gloo" or not has_streams(self.device)
@@ -121,7 +125,7 @@ class Standing:
         event: TrafficEvent | None,
         on_host: bool,
     ) -> None:
-        # The connections are closed: say again what happened rather than wait again
+        # The connections are closed: raise the same error again instead of waiting
         if self.broken is not None:
             raise self.broken
         self.chains.relay_before(context)
@@ -139,8 +143,8 @@ class Standing:
 
     @contextlib.contextmanager
     def launching(self, context: CollectiveContext) -> Iterator[None]:
-        """Around moves that are launched: where a peer has gone already, that fails at once rather
-        than in the wait.
+        """Context around the launch of moves: raises a `StallError` if the launch fails, as it does
+        when a peer has already exited.
         """
         if self.broken is not None:
             raise self.broken
@@ -159,7 +163,7 @@ class Standing:
 
     def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
         stream = current_stream(self.device)
-        if stream == self.relay:  # nothing that computes waits
+        if stream == self.relay:  # no computation waits, so there is nothing to time
             for work in works:
                 work.wait()
             return
@@ -189,8 +193,8 @@ class Standing:
         plain: int = 0,
         plain_between: int = 0,
     ) -> TrafficEvent:
-        """Enter bytes that are sent, those of them to other nodes, and what these were encoded
-        from, or 0.
+        """Enter a move in the ledger. `nbytes` are sent, `between` of them to other nodes; they
+        were encoded from `plain` and `plain_between` bytes, 0 if not encoded.
         """
         on_the_wire = str(dtype).removeprefix("torch.")
         return self.ledger.record(

@@ -1,4 +1,4 @@
-"""Adding up the parts of a reduction: in rank order, in one dtype, scaled and rounded once. One
+"""Adding up the parts of a reduction: in rank order, in one dtype, scaled and rounded once, in one
 pass over memory.
 
     parts     [ranks, n]   16 bits or fp32, as they came over the wire        r0 |■ ■ ■ ■|
@@ -6,14 +6,14 @@ pass over memory.
     scaled    sum * scale, one multiplication behind the last addition        r2 |■ ■ ■ ■|
     rounded   to `round_to`, then to the dtype of `out`
 
-[Note: the order of a sum] Floating-point addition is not associative, so the order is part of the
-result: rank 0 first, each part converted exactly and added by one rounded addition. The factor
-comes last. Stages 0 to 3 sum the same parts into different places and get the same bits, on any
-device. (A multiplication in front of an addition could be contracted into one fused operation,
-which rounds once instead of twice; behind the additions there is nothing to contract with.)
+[Note: the order of a sum] Floating-point addition is not associative, so the result depends on the
+order. Rank 0's part comes first. Each part is converted exactly and added with one rounding. The
+multiplication by the scale comes last: before an addition, a compiler could fuse it into one
+operation, which rounds once instead of twice. Stages 0 to 3 therefore sum the same parts to the
+same bits, in different places, on any device.
 
 On CUDA one Triton kernel reads every part once and writes the result once (triton_sums.py);
-elsewhere torch adds slab by slab. Both give the same bits, NaN's payload excepted.
+elsewhere torch adds slab by slab. Both give the same bits, except for the payload of NaNs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import torch
 from onefold.comm.launching import served
 from onefold.device import simulated
 
-#: Elements that torch adds up at a time on a CPU where parts are converted: it converts an addend
-#: as a whole, into memory of its own.
+#: Elements that torch adds up at a time on a CPU if parts are converted: torch would convert a
+#: whole addend into new memory.
 CPU_SLAB = 1 << 19
-#: Up to here that memory comes at no cost (glibc maps none of its own for it).
+#: Up to this many elements that memory is cheap (glibc serves it from its heap).
 _SMALL = 1 << 15
 _SERVED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,20 +49,20 @@ def sum_parts(
 
     Args:
         parts: [ranks, n], one row for each rank in rank order: a receive buffer. Rows are
-            contiguous; their distance may be larger than n. With `own`: [ranks - 1, n], the rows of
+            contiguous; their stride may be larger than n. With `own`: [ranks - 1, n], the rows of
             the other ranks.
-        out: [n], contiguous, on the device of `parts`. It may be `own` or a row of `parts`, if it
-            has its dtype; it overlaps nothing else.
-        scale: what the sum is multiplied with, as `Tensor.mul_` would.
-        own: [n], contiguous: this rank's part where it lies, in any floating-point dtype. It is
-            added at position `rank`.
+        out: [n], contiguous, on the device of `parts`. It may be `own` or a row of `parts` of the
+            same dtype; it must not overlap them otherwise.
+        scale: the sum is multiplied by it, as by `Tensor.mul_`.
+        own: [n], contiguous: this rank's part, left in its place, in any floating-point dtype. It
+            is added at position `rank`.
         rank: this rank's position among the ranks, counted from 0; read with `own` only.
         round_to: the scaled sum is rounded to this dtype before it is converted to that of `out`;
             None: it is not.
-        dtype: the accumulation dtype: what is added and multiplied in.
+        dtype: the accumulation dtype, in which parts are added and the sum is multiplied.
 
     Raises:
-        ValueError: shapes, layouts or devices that do not belong together.
+        ValueError: shapes, layouts or devices do not fit together.
     """
     _check(parts, out, own, rank)
     if (clock := simulated()) is not None:  # on a device it is one kernel
@@ -86,7 +86,7 @@ def serve(
     round_to: torch.dtype | None,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether the kernel adds these up: in fp32, of and to fp32, bf16 and fp16."""
+    """Whether the kernel can add these up: it adds in fp32, from and to fp32, bf16 and fp16."""
     dtypes = {
         parts.dtype,
         out.dtype,
@@ -104,11 +104,11 @@ def add_up(
     round_to: torch.dtype | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """`sum_parts` by torch's operations, of parts that lie anywhere.
+    """Do the same as `sum_parts` with torch's operations, for parts that need not be in one buffer.
 
     Args:
         parts: one [n] for each rank, in rank order, in any floating-point dtypes.
-        out, scale, round_to, dtype: as `sum_parts` has them.
+        out, scale, round_to, dtype: as in `sum_parts`.
     """
     round_to, n = _narrower(round_to, dtype), out.numel()
     on_cpu, at = out.device.type == "cpu", out.data_ptr()
@@ -117,7 +117,7 @@ def add_up(
         if part.dtype != dtype:
             widened = widened or (on_cpu and n > _SMALL and _widens(part.dtype, dtype))
         elif part.data_ptr() == at and (i > 1 or (i and parts[0].dtype != dtype)):
-            # It would be overwritten before it is read
+            # `out` is this part, and would be overwritten before the part is read
             apart = True
     slab = n
     if on_cpu and n > CPU_SLAB and (apart or widened or round_to):
@@ -149,8 +149,8 @@ def _add_up(
     round_to: torch.dtype | None,
     dtype: torch.dtype,
 ) -> None:
-    """`apart`: where the sum is made, if not in `out`. `room`: where narrower parts are converted,
-    lest torch allocates for each.
+    """Add up one slab. `apart`: the buffer for the sum, if it cannot be `out`. `room`: a buffer in
+    which narrower parts are converted, so that torch does not allocate for each.
     """
     first, *others = parts
     sums = out if apart is None else apart
@@ -170,13 +170,13 @@ def _add_up(
 
 @cache
 def _narrower(other: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
-    """`other`, unless it holds every value of `dtype`."""
+    """Return `other`, or None if it can hold every value of `dtype`."""
     return None if other is None or torch.promote_types(other, dtype) == other else other
 
 
 @cache
 def _widens(part: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether `dtype` holds every value of another dtype, `part`."""
+    """Whether `dtype` is another dtype than `part`, and can hold every value of it."""
     return part != dtype and torch.promote_types(part, dtype) == dtype
 
 

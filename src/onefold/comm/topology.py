@@ -1,15 +1,14 @@
-"""Which ranks stand together, as the launcher says, and how many make a group of a recipe.
+"""Which ranks share a node, by the launcher's variables, and how many ranks make a group.
 
-| group given      | ranks of a group, where each node has the same number of neighbouring ranks, above 1 | elsewhere             |
-|------------------|------------------------------------------------------------------------------------|-----------------------|
-| None             | those of a node: two levels                                                         | all: one level        |
-| "node"           | those of a node                                                                     | all where nobody says |
-|                  |                                                                                     | where nodes end;      |
-|                  |                                                                                     | raises where uneven   |
-| "flat"           | all: one level, every rank to every other                                           | the same              |
-| a number         | that many                                                                           | the same              |
+| recipe's `group` | ranks of a group, if every node has the same number (above 1) of consecutive ranks | else                            |
+|------------------|------------------------------------------------------------------------------------|---------------------------------|
+| None             | the ranks of a node: two levels                                                    | all: one level                  |
+| "node"           | the ranks of a node                                                                | all if the nodes are unknown;   |
+|                  |                                                                                    | raises if nodes are uneven      |
+| "flat"           | all: one level, every rank to every other                                          | the same                        |
+| a number         | that many                                                                          | the same                        |
 
-`Topology` (layout/topology.py) says which interval each of them then has.
+`Topology` (layout/topology.py) says which interval each rank then has.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from itertools import groupby
 from onefold.layout import Topology
 from onefold.recipe.rows import FLAT, NODE
 
-#: (ranks of this node, ranks of the run), by launcher: torchrun and those that set the same
-#: variables; Open MPI; MPICH, Intel MPI and MVAPICH.
+#: Variables with (ranks of this node, ranks of the run), by launcher: torchrun and others that set
+#: the same; Open MPI; MPICH, Intel MPI and MVAPICH.
 _SAID_BY = (
     ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
@@ -31,21 +30,25 @@ _SAID_BY = (
 )
 #: srun: "4(x2)", or "4" on one node; anything else is uneven.
 _SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
-#: Distributions of srun by which a node has neighbouring ranks.
+#: srun's distributions that put consecutive ranks on a node.
 _NEIGHBOURS = ("", "block", "unknown")
 
 
 def ranks_of_a_node(
     environment: Mapping[str, str] = os.environ, world_size: int | None = None
 ) -> int | None:
-    """How many ranks each node has, as the launcher says: torchrun, mpirun or srun; None if nobody
-    does, or if nodes have different numbers of ranks or ranks that are no neighbours.
+    """Return the number of ranks on each node, from the variables of torchrun, mpirun or srun.
 
-    `world_size`: of the run. What a launcher says of another number of ranks is of another run,
-    inside which this one was started.
+    None if no launcher has set them, if nodes have different numbers of ranks, or if the ranks of a
+    node are not consecutive.
+
+    Args:
+        environment: the environment variables.
+        world_size: the number of ranks of this run. Variables for another number are ignored: they
+            come from an outer run, inside which this one was started.
 
     Raises:
-        ValueError: what a launcher has said, or somebody has set by hand, is no number of ranks.
+        ValueError: a variable is not a number of ranks, or exceeds the ranks of the run.
     """
     for here_name, all_name in _SAID_BY:
         if here_name in environment and all_name in environment:
@@ -81,12 +84,11 @@ def _each(here: int, all_of_them: int, world_size: int | None, name: str) -> int
 
 
 def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None) -> int:
-    """Ranks of a group, by the table of this module; `per_node` is None where nobody says where
-    nodes end.
+    """Return the ranks of a group, by the table of this module. `per_node` is None if the nodes are
+    unknown.
 
     Raises:
-        ValueError: "node" was asked for, and `ranks` are spread over nodes unevenly, or not in a
-            row.
+        ValueError: group="node", but `ranks` are spread over nodes unevenly or not consecutively.
     """
     if group == FLAT or (group in (None, NODE) and per_node is None):
         return len(ranks)
@@ -95,7 +97,7 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
     nodes = nodes_of(ranks, per_node)
     each = len(ranks) // len(set(nodes))
     uneven = [len(list(neighbours)) for _, neighbours in groupby(nodes)] != [each] * len(set(nodes))
-    if group is None:  # nobody asked for groups: none where they are not there, or have one rank
+    if group is None:  # by default, no groups if nodes are uneven or have one rank each
         return len(ranks) if uneven or each == 1 else each
     if uneven:
         raise ValueError(
@@ -106,8 +108,8 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
 
 
 def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
-    """The node of each global rank, where each node has `per_node` ranks in a row; None: all are on
-    one.
+    """Return the node of each global rank. Each node has `per_node` consecutive ranks; None means
+    that all ranks are on one node.
     """
     return [rank // per_node if per_node else 0 for rank in ranks]
 
@@ -115,11 +117,11 @@ def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
 def sides_of(
     ranks: Sequence[int], per_node: int | None, group: int | str | None, topology: Topology
 ) -> tuple[list[int], str]:
-    """What counts as a node of the ranks at each position, and how many there are, in words; ""
-    where there is one.
+    """Return what counts as the node of each position, and the number of nodes in words; "" if
+    there is one.
 
-    The launcher's nodes; where it knows of one only, groups of a number of ranks that the recipe
-    names stand for nodes.
+    These are the launcher's nodes. If there is only one, and the recipe names a number of ranks for
+    its groups, the groups stand for nodes.
     """
     nodes, name = nodes_of(ranks, per_node), "nodes"
     if len(set(nodes)) == 1 and isinstance(group, int):

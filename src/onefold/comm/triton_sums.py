@@ -1,19 +1,19 @@
-"""The kernel of sums.py: every part is read once, the result is written once. See [Note: the order
-of a sum] there.
+"""The Triton kernel of sums.py: it reads every part once and writes the result once. See [Note: the
+order of a sum] there.
 
-A program adds up `BLOCK` elements of all ranks. Its loop runs over the rows of the receive buffer,
-however many there are: one kernel for any number of ranks. The loads of a row do not depend on the
-sum so far, and an SM has 16 programs, so that memory is kept busy.
+A program adds up `BLOCK` elements of all ranks, in a loop over the rows of the receive buffer. So
+one kernel serves any number of ranks. The loads of a row do not depend on the sum so far, and an SM
+runs 16 programs, which keeps the memory busy.
 
-What would change bits on a GPU, and what is done about it:
+What could change bits on a GPU, and what prevents it:
 
 | hazard                                                             | answer                                                            |
 |--------------------------------------------------------------------|-------------------------------------------------------------------|
-| a product fused with a sum rounds once                             | the product comes last; `enable_fp_fusion=False` besides          |
+| a product fused with a sum rounds once                             | the product comes last; also `enable_fp_fusion=False`             |
 | a sum that begins with +0 turns a first part of -0 into +0         | it begins with -0: -0 + x is x, for every x                       |
-| `tl.full(-0.0)` is +0 where a builder compares with 0              | -0 is made of its bits                                            |
-| 2**31 elements and more, and rows that far apart                   | offsets are int64; rows are reached by adding to pointers         |
-| subnormals flushed to 0                                            | Triton asks for none of it (tests/quant/test_kernels_compiled.py)  |
+| `tl.full(-0.0)` is +0, since Triton compares the value with 0      | -0 is made from its bits                                          |
+| 2**31 elements and more, and rows that far apart                   | offsets are int64; each row's pointer is the last one plus stride |
+| subnormals flushed to 0                                            | Triton does not flush them (tests/quant/test_kernels_compiled.py) |
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ def sum_parts(
     )  # fmt: skip
 
 
-# Lengths and distances that 16 divides have a variant of their own, since only those let a thread
-# load 16 bytes at once. Numbers of ranks
-# must not: 1, 16 and all others would be compiled apart. `n` and `stride` of 2**31 or more are
-# int64, another variant.
+# Triton compiles a variant for values of `n` and `stride` that 16 divides, which lets a thread load
+# 16 bytes at once, and another for int64, from 2**31 on. `rows` and `rank` are excluded: 1,
+# multiples of 16 and all other numbers would be compiled separately.
 @triton.jit(do_not_specialize=["rows", "rank"])
 def _sum(  # type: ignore[no-untyped-def]
     parts,
@@ -71,7 +70,7 @@ def _sum(  # type: ignore[no-untyped-def]
     here = at < n
     total = tl.full([BLOCK], _NEGATIVE_ZERO, tl.int32).to(tl.float32, bitcast=True)
     row = parts  # a scalar: one addition a row
-    r = 0  # not `for r in range(rows)`: the interpreter makes no integer of `rows` with NumPy 2.4
+    r = 0  # not `for r in range(rows)`: with NumPy 2.4 the interpreter cannot use `rows` as an int
     if OWN:
         while r < rank:
             total += wide(tl.load(row + at, mask=here, other=0.0))

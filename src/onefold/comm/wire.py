@@ -1,5 +1,5 @@
-"""How the moves of a group are launched: one `Wire` for each kind of backend. They have no state of
-their own; what a move needs of the group is given.
+"""How collectives are launched: one `Wire` for each kind of backend. Wires have no state; a
+`Launch` carries what a move needs of its group.
 
 | wire     | backend                | a gather                     | an exchange of parts                    |
 |----------|------------------------|------------------------------|-----------------------------------------|
@@ -30,19 +30,21 @@ if TYPE_CHECKING:
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
-# Their names from torch 2.13 on
+# These have the first name from torch 2.13 on
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the ranks of a group divide one buffer among themselves, lengths in elements.
+    """How the ranks of a group divide one buffer among themselves. Lengths are in elements.
 
     Attributes:
-        sizes: by position. numel: of the buffer. own: this rank's part. between: of the buffer, what
-            belongs to ranks on other nodes.
-        even: all parts are of one length.
+        sizes: of the parts, by position.
+        numel: of the buffer.
+        own: of this rank's part.
+        between: of the parts that belong to ranks on other nodes, together.
+        even: True if all parts have the same length.
     """
 
     sizes: tuple[int, ...]
@@ -57,10 +59,13 @@ class Launch:
     """What every move is launched with.
 
     Attributes:
-        group: the ranks that take part. move: its kind, by the name that the ledger knows.
-        unit_index: the unit's number. addresses: the range of the unit's buffer that is reduced, or
-            None for all of it. These three go into tags and checksums.
-        context: what the move is for. event: the ledger's.
+        group: the ranks that take part.
+        move: the kind of move, by its name in the ledger.
+        unit_index: the unit's number.
+        addresses: the range of the unit's buffer that is reduced, or None for all of it. `move`,
+            `unit_index` and `addresses` go into tags and checksums.
+        context: what the move is for.
+        event: the ledger's event.
     """
 
     group: Standing
@@ -76,32 +81,32 @@ class Launch:
     def pending(
         self, works: list[Any], keep: Any, after: Sequence[Callable[[], object]] = ()
     ) -> Pending:
-        """The move under way; `keep` lives until it has come."""
+        """Return the move in flight. `keep` is kept alive until it is complete."""
         return Pending(self.group, works, self.context, self.event, keep, after)
 
     def note(self, which: int, numel: int = 0) -> None:
-        """Enter it in the checksum of a native communicator."""
+        """Add the move to the checksum of a native communicator: 0 of gathers, 1 of reductions."""
         about = numel if self.addresses is None else self.addresses
         self.group.note_launch(which, self.move, self.unit_index, about)
 
 
 class Wire(ABC):
-    """Tensors are as `Moves` describes them."""
+    """One kind of backend. The tensors of each move are as `Moves` describes them."""
 
     @property
     @abstractmethod
     def native(self) -> bool:
-        """Moves are operations of the backend's own, on the device."""
+        """Whether moves are the backend's own operations, on the device."""
 
     @abstractmethod
     def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
-        """Each rank's interval `mine` of `full` to all others."""
+        """Send each rank's interval `mine` of `full` to all others."""
 
     @abstractmethod
     def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
-        """One part to each peer, and one from each."""
+        """Send a part to each peer, and receive one from each."""
 
-    # -- on native backends alone ------------------------------------------------------------------
+    # -- on native backends only -------------------------------------------------------------------
 
     def scatter_parts(
         self, launch: Launch, sent: torch.Tensor, cut: Cut, received: torch.Tensor
@@ -158,8 +163,10 @@ class Gloo(Wire):
 
 
 def of_length(tag: int, message: torch.Tensor) -> int:
-    """The tag of a message among those of `tag`, by its length: gloo ends the process where more
-    bytes come than were asked for. (Fibonacci hashing, onto the bits that count.)
+    """Return `tag` with the message's length hashed into its lower bits (Fibonacci hashing).
+
+    Messages of different lengths then never match: gloo would abort the process if more bytes
+    arrived than the receiver asked for.
     """
     return tag ^ (message.numel() * message.element_size() * 2654435769 & 0xFFFFFFFF) >> 20
 
@@ -243,7 +250,7 @@ class Fake(Wire):
 
     @property
     def native(self) -> bool:
-        """In a simulation with a clock, which is a device's."""
+        """True in a simulation with a clock, which simulates a device with streams."""
         return simulated() is not None
 
     def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
@@ -272,8 +279,8 @@ class Fake(Wire):
     def _stand_in(
         launch: Launch, keep: Any, ring: bool = False, queue: str = "reductions"
     ) -> Pending:
-        """`ring`: a backend would send it round a ring. `queue`: the communicator that it would go
-        to.
+        """Return a move in which nothing arrives. `ring`: a real backend would send it round a
+        ring. `queue`: the communicator that it would use.
         """
         group, event = launch.group, launch.event
         if (clock := simulated()) is not None:
@@ -286,7 +293,7 @@ GLOO, NATIVE, FAKE = Gloo(), Native(), Fake()
 
 
 def wire_of(backend: str) -> Wire:
-    """The wire of a process group's backend, by torch's name of it."""
+    """Return the wire for a process group's backend, by torch's name for it."""
     return {"gloo": GLOO, "fake": FAKE}.get(backend, NATIVE)
 
 

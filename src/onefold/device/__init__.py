@@ -1,17 +1,17 @@
-"""Room `device`: which device this is, its streams and events, pinned memory, and copies between it
+"""Room `device`: which device to use, its streams and events, pinned memory, and copies between it
 and the host.
 
-The only room that speaks of torch.cuda or torch.accelerator (Triton's kernels and the doctor's
-facts aside). It knows no modules, no parameters and no collectives.
+No other room uses torch.cuda or torch.accelerator (except for Triton kernels and the doctor's
+facts). It knows no modules, no parameters and no collectives.
 
-    place.py      which device, its index, the guard of a thread, its random state
-    streams.py    streams and events; where a device has none, work is done when the call returns
-    copies.py     CopyStream: copies behind the computing stream; Reading: numbers that the host reads later
-    pinned.py     host memory that a device copies from and to by itself
-    facts.py      bytes that are taken and free
+    place.py      the device and its index, a thread's current device, the random state
+    streams.py    streams and events; on a device without streams, work is done when the call returns
+    copies.py     CopyStream: copies beside the computation; Reading: numbers that the host reads later
+    pinned.py     pinned host memory
+    facts.py      bytes allocated and free, names of devices
 
-CUDA, ROCm and XPU take one path, through torch.accelerator, torch.Stream and torch.Event. On a CPU,
-and on a device without streams (which says so once), the same calls run synchronously.
+CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and torch.Event. On a
+CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
 from onefold.device.copies import CopyStream, Reading, Ticket

@@ -1,14 +1,14 @@
 """Copies between one device and the host on a stream of their own.
 
-    computing    f0     f1     f2 ...             the host waits in `wait` alone, or beyond HOST_WINDOWS
+    computing    f0     f1     f2 ...             the host waits only in `wait`, or beyond HOST_WINDOWS
     copies          [c0 ]  [c1 ]
 
-[Note: nothing is freed under a copy] An allocator hands device memory on in the order of the stream
-it was asked on. So the device's end of a copy is held until the host has seen that the copy is
-done, or until the computing stream has been told to come after it: whatever gets the memory next
-then comes after the copy. At most `window` bytes are held like this; beyond them the computing
-stream waits for the oldest, not the host. The host's end knows no streams: it is held until the
-copy is done.
+[Note: nothing is freed under a copy] torch's allocator reuses freed device memory in the order of
+the stream on which it was allocated, and knows nothing of the copy stream. So the copy holds its
+device tensor until the host has seen that the copy is done, or until the computing stream waits for
+the copy: work that gets the memory next then runs after it. At most `window` bytes are held like
+this; beyond them the computing stream, not the host, waits for the oldest copy. Host memory has no
+stream order, so the host tensor is held until the copy is done.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import torch
 from onefold.device.pinned import host_empty
 from onefold.device.streams import current_stream, has_streams, new_stream, use_stream
 
-#: Bytes of copies under way whose device memory is held before the computing stream waits for the
-#: oldest: some milliseconds of the link.
+#: Bytes of device memory that copies in flight may hold before the computing stream waits for the
+#: oldest: some milliseconds of transfer.
 WINDOW = 128 << 20
-#: So many windows of host memory are held by copies under way before the host waits for the oldest.
+#: Windows of host memory that copies in flight may hold before the host waits for the oldest.
 HOST_WINDOWS = 8
 
 
 class Ticket(Protocol):
-    """A copy under way: an event of its stream."""
+    """A copy in flight: an event of the copy stream."""
 
     def query(self) -> bool: ...
     def synchronize(self) -> None: ...
 
 
 class _Flying:
-    """A copy under way. `here` are its ends on the device, `host` those on the host; `stream`
-    computed where it was asked for.
+    """A copy in flight. `here` are its tensors on the device, `host` those on the host. `stream` is
+    the computing stream from which it was started.
     """
 
     __slots__ = ("done", "here", "host", "nbytes", "stream", "ticket")
@@ -57,7 +57,7 @@ class _Flying:
         self.nbytes = max(t.numel() * t.element_size() for t in ends)
 
     def let_go(self) -> None:
-        """Of the device's end."""
+        """Release the device's tensors, and call `done`."""
         self.here = ()
         done, self.done = self.done, None
         if done is not None:
@@ -65,12 +65,12 @@ class _Flying:
 
 
 class CopyStream:
-    """Copies of one device, in order. Where it has no streams a copy is done when the call returns,
-    and its ticket is None.
+    """Copies of one device, in order. On a device without streams a copy is done when the call
+    returns, and its ticket is None.
 
     Attributes:
-        asynchronous: whether copies run behind the computing stream.
-        stream: theirs; None without streams.
+        asynchronous: whether copies run on a stream of their own.
+        stream: that stream; None without streams.
     """
 
     def __init__(self, device: torch.device, window: int = WINDOW, name: str = "copies") -> None:
@@ -82,26 +82,26 @@ class CopyStream:
         self.device, self.window = device, window
         self.asynchronous = has_streams(device)
         self.stream = new_stream(device, name)
-        self._holding: deque[_Flying] = deque()  # device memory, and perhaps host memory
-        self._landing: deque[_Flying] = deque()  # host memory alone
+        self._holding: deque[_Flying] = deque()  # copies that hold device memory
+        self._landing: deque[_Flying] = deque()  # copies that hold host memory only
         self._held = self._on_host = 0
         self._idle = True
-        # Steps in the backward pass copy from a thread of their own
+        # Optimizer steps in the backward pass copy from a thread of their own
         self._lock = threading.RLock()
 
     def current(self) -> Any:
-        """The stream that computes in this thread; None without streams."""
+        """Return the computing stream of this thread; None without streams."""
         return current_stream(self.device) if self.asynchronous else None
 
     def start(self, into: torch.Tensor, source: torch.Tensor) -> Any:
-        """Copy behind what the current stream has been given so far; the caller sees to it that
-        both ends live long enough.
+        """Start a copy that runs after all work queued on the current stream so far. The caller
+        must keep both tensors alive until it is done.
 
         Args:
             into, source: the same number of elements, any dtypes; at least one of them on the
                 device, the other there or in pinned memory.
 
-        Returns: a Ticket, or None: it is done.
+        Returns: a Ticket, or None if the copy is done.
         """
         if self.stream is None:
             into.copy_(source)
@@ -115,8 +115,8 @@ class CopyStream:
     def copy(
         self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
     ) -> Any:
-        """`start`, and hold both ends. `done` is called when the device's end is let go of.
-        Returns: a Ticket, or None.
+        """Start a copy, and hold both tensors as [Note: nothing is freed under a copy] says. `done`
+        is called when the device's tensor is released. Returns: a Ticket, or None.
         """
         with self._lock:
             ticket = self.start(into, source)
@@ -134,7 +134,7 @@ class CopyStream:
     def _let_go(self) -> None:
         while self._holding and (self._held > self.window or self._holding[0].ticket.query()):
             first = self._holding.popleft()
-            first.stream.wait_event(first.ticket)  # costs nothing where it is done
+            first.stream.wait_event(first.ticket)  # free if the copy is done
             self._held -= first.nbytes
             first.let_go()
             self._landing.append(first)
@@ -147,29 +147,27 @@ class CopyStream:
             self._on_host -= self._landing.popleft().nbytes
 
     def order(self, ticket: Any, stream: Any = None) -> None:
-        """What `stream` (None: the current one) is given from here on comes after the copy. The
+        """Make `stream` (None: the current one) wait for the copy before it runs later work. The
         host does not wait.
         """
         if ticket is not None:
             (self.current() if stream is None else stream).wait_event(ticket)
 
     def beside(self) -> Any:
-        """A context: this thread's work inside goes to the stream of the copies, behind what the
-        current stream has been given so far.
+        """Return a context in which this thread's work goes to the copy stream, after all work
+        queued on the current stream so far.
         """
         if self.stream is not None:
             self.stream.wait_stream(self.current())
         return use_stream(self.stream)
 
     def mark(self) -> Any:
-        """A Ticket of everything that the stream of the copies has been given so far; None without
-        streams.
-        """
+        """Return a Ticket for all work queued on the copy stream so far; None without streams."""
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
-        """The host waits until every copy so far is done; not at all, if there was none since it
-        last did.
+        """Wait on the host until every copy so far is done. Returns at once if there was none since
+        the last call.
         """
         if self._idle:
             return
@@ -185,13 +183,15 @@ class CopyStream:
 
 
 class Reading:
-    """Numbers of a device on their way to the host, behind what the current stream has been given
-    so far.
+    """Numbers on a device that are being copied to the host, after all work queued on the current
+    stream so far.
     """
 
     def __init__(self, *numbers: torch.Tensor) -> None:
-        """`numbers`: tensors of one element, of one dtype and device. Where that has no streams
-        they are read at once.
+        """
+        Args:
+            numbers: tensors of one element, all of one dtype and device. On a device without
+                streams they are read at once.
         """
         here = torch.stack([number.detach().reshape(()) for number in numbers])
         self._event: Any = None
@@ -203,11 +203,11 @@ class Reading:
 
     @property
     def arrived(self) -> bool:
-        """Whether `numbers` would not wait."""
+        """Whether `numbers()` would return without waiting."""
         return self._event is None or bool(self._event.query())
 
     def numbers(self) -> list[float]:
-        """The host waits for them, and for nothing that the device was given later."""
+        """Return the numbers. The host waits for them, but not for work queued later."""
         if self._event is not None:
             self._event.synchronize()
         return [float(number) for number in self._host]

@@ -1,4 +1,4 @@
-"""Bytes of a device that are taken and free, and what devices there are."""
+"""Allocated and free bytes of a device, and which devices there are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from onefold.device.place import available, with_index
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes that torch's allocator has on a device: in use now and at peak, taken from the system
+    """Bytes of torch's allocator on a device: allocated to tensors, and reserved from the system,
     now and at peak.
     """
 
@@ -21,8 +21,8 @@ class MemoryFigures(NamedTuple):
 
 
 def memory_figures(device: torch.device) -> MemoryFigures | None:
-    """What torch's allocator holds on `device`; None on a CPU. Reads counters only: nothing is
-    synchronized.
+    """Return the figures of torch's allocator on `device`; None on a CPU. Reads counters without
+    synchronizing.
     """
     if device.type in ("cpu", "meta"):
         return None
@@ -37,7 +37,7 @@ def memory_figures(device: torch.device) -> MemoryFigures | None:
 
 
 def free_memory(device: torch.device | None = None) -> int:
-    """Bytes of an accelerator's memory that nobody has: of `device`, or of the current one.
+    """Return the free bytes of an accelerator's memory: of `device`, or of the current one.
 
     Raises:
         RuntimeError: there is no accelerator.
@@ -46,12 +46,12 @@ def free_memory(device: torch.device | None = None) -> int:
 
 
 def device_count() -> int:
-    """How many accelerators torch can use."""
+    """Return the number of accelerators that torch can use."""
     return torch.accelerator.device_count() if available() else 0
 
 
 def device_names() -> tuple[str, ...]:
-    """What each accelerator calls itself."""
+    """Return the name of each accelerator."""
     found = torch.accelerator.current_accelerator() if available() else None
     if found is None:
         return ()

@@ -1,8 +1,8 @@
-"""Host memory that a device copies from and to by itself.
+"""Pinned host memory, from and to which a device copies without the host.
 
-torch's own cache of pinned memory rounds every buffer up to a power of two and keeps it for ever.
-Here memory is mapped in whole pages and pinned where it lies, so that what is taken from the system
-is what is counted.
+torch's cache of pinned memory rounds every buffer up to a power of two and never frees it. Here
+memory is mapped in whole pages and pinned in place, so the process takes no more memory than it
+counts.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ SMALL = 1 << 20
 def host_pages(
     nbytes: int, huge: bool, device: torch.device | None = None, paged: bool = False
 ) -> torch.Tensor:
-    """Host memory in whole pages of its own, as uint8, [nbytes]; the mapping goes with the last
-    tensor of it.
+    """Return host memory in whole pages of its own, as uint8, [nbytes]. The mapping is freed with
+    the last tensor over it.
 
     Args:
         huge: ask the system for huge pages.
         device: pin the pages for this device.
-        paged: the storage reaches to the end of the last page, which a direct transfer moves whole.
+        paged: the storage extends to the end of the last page, as a direct transfer moves whole
+            pages.
 
     Raises:
         RuntimeError: the pages could not be pinned.
         OSError: the system has no memory.
     """
     huge = huge and hasattr(mmap, "MADV_HUGEPAGE")
-    # The kernel aligns mappings of whole huge pages only
+    # The kernel aligns a mapping for huge pages only if its length is a multiple of them
     page = HUGE_PAGE if huge else mmap.PAGESIZE
     whole = -(-nbytes // page) * page
     mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -52,10 +53,10 @@ def host_pages(
 
 
 def pin(pages: torch.Tensor, device: torch.device, owner: object) -> None:
-    """Pin whole pages where they lie; they are set free when `owner`, which holds them, goes.
+    """Pin whole pages in place. They are unpinned when `owner`, which holds them, is freed.
 
     Raises:
-        RuntimeError: the driver would not.
+        RuntimeError: torch or the driver cannot pin them.
     """
     runtime = _runtime(device)
     if runtime is None:
@@ -67,18 +68,20 @@ def pin(pages: torch.Tensor, device: torch.device, owner: object) -> None:
             f"the driver pinned no {nbytes:,} bytes of host memory: cudaHostRegister ended with"
             f" error {code}"
         )
-    # Before the memory goes. Not at the interpreter's exit: the driver may be gone by then, and its
-    # mappings with it.
+    # Unpin before the memory is freed, but not at the interpreter's exit: the driver may be gone by
+    # then, and its mappings with it.
     weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
 
 
 def can_pin_in_place(device: torch.device) -> bool:
-    """Whether memory that is there can be pinned for `device`."""
+    """Whether existing memory can be pinned for `device`."""
     return _runtime(device) is not None
 
 
 def _runtime(device: torch.device) -> Any:
-    """What pins memory in place: the CUDA runtime, or ROCm's under the same names."""
+    """Return the library that pins memory in place: the CUDA runtime, or ROCm's with the same
+    names.
+    """
     if device.type == "cuda":
         return torch.cuda.cudart()
     module = torch.get_device_module(device) if has_streams(device) else None
@@ -88,11 +91,11 @@ def _runtime(device: torch.device) -> Any:
 def host_empty(
     numel: int, dtype: torch.dtype, device: torch.device, paged: bool = False
 ) -> torch.Tensor:
-    """A fresh one-dimensional host buffer with undefined contents for copies to and from `device`:
-    pinned, if it has streams.
+    """Return a new one-dimensional host buffer with undefined contents for copies to and from
+    `device`. It is pinned if the device has streams.
 
-    `paged`: it begins on a page, and its last page is its own, as direct reads from a disk want
-    them.
+    `paged`: the buffer begins on a page and shares its last page with nothing, as direct reads from
+    a disk need.
     """
     nbytes = numel * dtype.itemsize
     if not has_streams(device):
@@ -101,7 +104,8 @@ def host_empty(
         return host_pages(nbytes, nbytes >= HUGE_PAGE, device, paged).view(dtype)
     if not paged or not nbytes:
         return torch.empty(numel, dtype=dtype, pin_memory=True)
-    # torch's allocator hands out whole pages as a rule, but does not promise it.
+    # torch's allocator usually returns whole pages, but does not promise it: align within a larger
+    # buffer.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
     buffer = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
     skipped = -buffer.data_ptr() % mmap.PAGESIZE
@@ -109,22 +113,22 @@ def host_empty(
 
 
 class HostBuffers:
-    """Buffers for copies to and from one device, used again as soon as nobody holds them: pinning
-    anew takes longer than copying.
+    """Buffers for copies to and from one device. They are reused, because pinning takes longer than
+    copying.
 
-    A copy under way holds both of its ends (see CopyStream), so what nobody holds is not being
-    copied either.
+    A buffer is free when no tensor refers to it. A copy in flight holds both of its tensors (see
+    CopyStream), so a free buffer is not being copied.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
-        # Steps in the backward pass take some in a thread of their own
+        # Optimizer steps in the backward pass take buffers in a thread of their own
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A one-dimensional buffer with undefined contents; plain memory where the device has no
-        streams.
+        """Return a one-dimensional buffer with undefined contents; plain memory if the device has
+        no streams.
         """
         if not has_streams(self.device) or not numel:
             return torch.empty(numel, dtype=dtype)
@@ -138,12 +142,12 @@ class HostBuffers:
             return fresh[:].view(dtype)
 
     def close(self) -> None:
-        """Keep nothing for the next time."""
+        """Forget all buffers: free ones are freed now, the others with their last tensor."""
         self._known.clear()
 
 
 def _owners(t: torch.Tensor) -> int:
-    """Tensors that share t's memory, t included; 2 where torch does not say."""
+    """Return the number of tensors that share t's memory, t included; 2 if torch has no counter."""
     storage = t.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
     return int(count(storage._cdata)) - 1 if count is not None else 2

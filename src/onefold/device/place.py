@@ -1,4 +1,4 @@
-"""Which device: its index, the current one of a thread, and its random state."""
+"""The device: its index, the current device of a thread, and its random state."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-#: Devices whose tensors live in host memory, or nowhere.
+#: Devices whose tensors are in host memory, or have none.
 _HOSTS = ("cpu", "meta")
 
 
 def available() -> bool:
-    """Whether torch finds an accelerator that it can use."""
+    """Whether torch has an accelerator that it can use."""
     return bool(torch.accelerator.is_available())
 
 
 def default_device() -> torch.device:
-    """The accelerator that is current in this thread, with its index; the CPU without one."""
+    """Return this thread's current accelerator, with its index; the CPU if there is none."""
     found = torch.accelerator.current_accelerator() if available() else None
     return (
         torch.device("cpu")
@@ -27,11 +27,11 @@ def default_device() -> torch.device:
 
 
 def with_index(device: torch.device | str) -> torch.device:
-    """`device` with an index: "cuda" means the one that is current in this thread now, and goes on
-    meaning it in every other thread.
+    """Return `device` with an index. "cuda" becomes this thread's current device, and so means the
+    same device in every other thread.
 
     Raises:
-        ValueError: torch finds no such device.
+        ValueError: there is no such device.
     """
     device = torch.device(device)
     if device.index is not None or device.type in _HOSTS:
@@ -60,8 +60,8 @@ def with_index(device: torch.device | str) -> torch.device:
 
 
 def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Inside, `device` is this thread's current one: kernels, streams and events that name no
-    device go there.
+    """Make `device` this thread's current one inside the context: kernels, streams and events that
+    name no device use it.
     """
     if device.type in _HOSTS or device.index is None:
         return contextlib.nullcontext()
@@ -69,13 +69,13 @@ def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def set_default(device: torch.device) -> None:
-    """`device` is this thread's current one from now on."""
+    """Make `device` this thread's current one from now on."""
     if device.type not in _HOSTS and device.index is not None:
         torch.accelerator.set_device_index(device.index)
 
 
 def backend_name(device: torch.device | str) -> str:
-    """The torch.distributed backend that torch names for tensors of this device: "nccl", "xccl",
+    """Return torch's default torch.distributed backend for tensors of this device: "nccl", "xccl",
     ...; "gloo" on a CPU.
     """
     kind = torch.device(device).type
@@ -84,8 +84,8 @@ def backend_name(device: torch.device | str) -> str:
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the device's own random generator, as uint8 on the host; None on a CPU, whose
-    generator is torch's.
+    """Return the state of the device's random generator, as uint8 on the host. None on a CPU, which
+    uses torch's default generator.
     """
     if device.type in _HOSTS:
         return None
@@ -94,5 +94,5 @@ def rng_state(device: torch.device) -> torch.Tensor | None:
 
 
 def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
-    """Put back what `rng_state` gave."""
+    """Restore a state that `rng_state` returned."""
     torch.get_device_module(device).set_rng_state(state, with_index(device))

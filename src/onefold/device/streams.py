@@ -1,13 +1,12 @@
 """Streams and events of a device.
 
-[Note: streams and threads] A stream is current in one thread. A new thread begins on the device's
-default stream, whatever its maker
-computed on: a thread that works on tensors of another is given that one's stream
-(`use_stream(stream)`), or orders itself by an event.
+[Note: streams and threads] Each thread has its own current stream. A new thread begins on the
+device's default stream, whatever stream its creator uses. So a thread that works on tensors of
+another thread must be given that thread's stream (`use_stream(stream)`), or wait for an event.
 
-[Note: simulated streams] Inside `clocked(clock)` streams and events are the clock's, on any device:
-simulation/clock.py times a step with them in which nothing is computed. The code that asks for streams
-and waits on them is the same.
+[Note: simulated streams] Inside `clocked(clock)`, streams and events are the clock's, on any
+device. simulation/clock.py uses them to time a step in which nothing is computed. The code that
+uses streams is the same in both cases.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _streamless: dict[str, bool] = {"cpu": True, "meta": True}
 
 
 class Stream(Protocol):
-    """What is used of a torch.Stream."""
+    """The methods of torch.Stream that are used."""
 
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -34,7 +33,7 @@ class Stream(Protocol):
 
 
 class Clock(Protocol):
-    """Streams and events of a simulation. See [Note: simulated streams]."""
+    """The streams and events of a simulation. See [Note: simulated streams]."""
 
     def current_stream(self) -> Any: ...
     def new_stream(self, name: str) -> Any: ...
@@ -45,16 +44,16 @@ class Clock(Protocol):
     def kernel(
         self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
     ) -> None:
-        """One kernel on the current stream, of the engine's own: one that adds up parts."""
+        """Run one of the engine's own kernels, which adds up parts, on the current stream."""
         ...
 
     def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> Any:
-        """A work for a collective that the current stream launches: `event` of the traffic ledger,
-        among the global `ranks`.
+        """Return a work object for a collective that the current stream launches, among the global
+        `ranks`. `event` is its event in the traffic ledger.
 
         Args:
             ring: each rank's bytes enter a node once; else each peer is sent its own part.
-            communicator: which of those of these ranks; its collectives follow one another.
+            communicator: which communicator of these ranks; its collectives run one after another.
         """
         ...
 
@@ -64,7 +63,7 @@ _clock: ContextVar[Clock | None] = ContextVar("onefold's simulated streams", def
 
 @contextlib.contextmanager
 def clocked(clock: Clock) -> Iterator[None]:
-    """Inside, this thread's streams and events are those of `clock`."""
+    """Replace this thread's streams and events by those of `clock`, inside the context."""
     before = _clock.set(clock)
     try:
         yield
@@ -73,12 +72,12 @@ def clocked(clock: Clock) -> Iterator[None]:
 
 
 def simulated() -> Clock | None:
-    """The clock that stands in for this thread's streams; None in every run that computes."""
+    """Return the clock that simulates this thread's streams; None outside a simulation."""
     return _clock.get()
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work for `device` is put into streams, and the host goes on. False on a CPU."""
+    """Whether work for `device` is queued on streams while the host goes on. False on a CPU."""
     if _clock.get() is not None:
         return True
     if device.type not in _streamless:
@@ -97,24 +96,22 @@ def has_streams(device: torch.device) -> bool:
 
 
 def current_stream(device: torch.device) -> Any:
-    """The stream that this thread computes on; None where the device has none."""
+    """Return this thread's current stream; None if the device has no streams."""
     if (clock := _clock.get()) is not None:
         return clock.current_stream()
     return torch.accelerator.current_stream(device) if has_streams(device) else None
 
 
 def new_stream(device: torch.device, name: str = "") -> Any:
-    """A stream beside the computation; None where the device has none. `name`: what a simulation
-    calls it.
-    """
+    """Return a new stream; None if the device has none. `name` is its name in a simulation."""
     if (clock := _clock.get()) is not None:
         return clock.new_stream(name)
     return torch.Stream(device=device) if has_streams(device) else None
 
 
 def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
-    """Inside, this thread's work for the stream's device goes to `stream` (None changes
-    nothing).
+    """Queue this thread's work for the stream's device on `stream`, inside the context. None
+    changes nothing.
     """
     if stream is not None and (clock := _clock.get()) is not None:
         return clock.use_stream(stream)
@@ -122,8 +119,8 @@ def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Using:
-    """`with stream:`, without keeping the stream's state in the stream itself: several threads may
-    use one at a time.
+    """Like `with stream:`, but the previous stream is not stored in the stream object, so that
+    several threads can use one at the same time.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -141,19 +138,21 @@ class _Using:
 
 
 def new_event(device: torch.device, timing: bool = False) -> Any:
-    """An event of `device`, not recorded yet. `timing`: for `seconds_between`."""
+    """Return a new event of `device`, not recorded yet. `timing`: for `seconds_between`."""
     if (clock := _clock.get()) is not None:
         return clock.new_event()
     return torch.Event(device=device, enable_timing=timing)
 
 
 def seconds_between(first: Any, second: Any) -> float:
-    """Seconds from one recorded event to another; both were made for timing, and are done."""
+    """Return the seconds from one recorded event to another. Both must be made for timing, and
+    done.
+    """
     return float(first.elapsed_time(second)) / 1000
 
 
 def synchronize(device: torch.device) -> None:
-    """The host waits until everything that the device was given is done."""
+    """Wait on the host until all work queued on the device is done."""
     if (clock := _clock.get()) is not None:
         clock.synchronize()
     elif has_streams(device):
@@ -161,9 +160,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the current stream records a graph: what is given to it now runs later, again and
-    again.
-    """
+    """Whether the current stream is capturing a graph: work queued now runs at each replay."""
     if not has_streams(device):
         return False
     stream = current_stream(device)

@@ -1,5 +1,5 @@
-"""Room `layout`: where every element lives, and every size that follows. Knows no processes and
-makes no tensors.
+"""Room `layout`: the address of every element, and every size that follows from it. Knows no
+processes and makes no tensors.
 """
 
 from onefold.layout.flat import ALIGNMENT, BLOCK, FlatLayout, Part, Slot, overlap, round_up

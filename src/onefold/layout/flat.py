@@ -1,6 +1,6 @@
-"""Where every element of a unit lives: one flat address space, cut into one interval a rank.
+"""The flat address space of a unit's parameters, divided into one interval for each rank.
 
-A unit of three parameters over four ranks (`.` is alignment, `-` is padding at the end):
+Three parameters over four ranks (`.` is alignment, `-` is padding at the end):
 
     address   0        320  384      640            1280 1300  1536
               |w.......|....|b.......|v.............|....------|
@@ -9,13 +9,13 @@ A unit of three parameters over four ranks (`.` is alignment, `-` is padding at 
     rank 2                                [768 ....... 1152)
     rank 3                                             [1152 .. 1536)
 
-What the checker in `__post_init__` verifies:
+`__post_init__` checks that
 
-1. slots are in order, do not overlap, and each starts at a multiple of `ALIGNMENT` elements, or of
-   `block` if there is one, so that blocks counted from a parameter's beginning lie on one rank
-   each;
-2. the intervals of the ranks tile the space exactly, all of one length, cut at multiples of
-   `quantum` elements;
+1. slots are in order and do not overlap. Each starts at a multiple of `ALIGNMENT` elements, or of
+   `block` if there is one: blocks are counted from a parameter's beginning, and each must be on one
+   rank.
+2. the intervals of the ranks tile the space exactly. All have the same length, a multiple of
+   `quantum` elements.
 3. no slot reaches past the end.
 
 Every length here is in elements, never bytes. Pure integer arithmetic: no tensors, no processes.
@@ -30,18 +30,17 @@ from math import prod
 
 from onefold.recipe.moments import BLOCK
 
-# Slots start, and ranks are cut, at multiples of this. 64 elements are a whole number of SIMD
-# vectors for every dtype, so an element-wise kernel computes an element with the same instructions
-# wherever the cut falls (bit-equal stages), and 64 bytes even for int8, which is what device
-# kernels want of a view.
+# Slots and intervals start at multiples of this. 64 elements are a whole number of SIMD vectors in
+# every dtype, so an element-wise kernel computes an element with the same instructions wherever the
+# intervals begin: stages are bit-equal. And 64 elements are at least 64 bytes, the alignment that
+# device kernels expect of a view. (Intervals also start at multiples of BLOCK where that costs
+# under 0.5 % of padding, and always in recipes that store moments in blocks.)
 ALIGNMENT = 64
-# Ranks are cut at multiples of this wherever that costs under 0.5 % of padding; always in recipes
-# whose moments rest in blocks.
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: `numel` elements of logical `shape` from address `start`."""
+    """The place of one parameter: `numel` elements of logical `shape` from address `start` on."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,11 +57,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class Part:
-    """What a slot is of a parameter as it is known outside: the elements from `first` on of a
-    tensor of `shape`.
+    """Which part of the model's parameter a slot holds: the elements from `first` on of a tensor of
+    `shape`.
 
-    Ordinarily it is all of it. A tile is rows of it (tiling). `names` are the parameter's, first
-    the one that it goes by.
+    Usually that is all of the parameter; a tile is some of its rows (tiling). `names` are all names
+    of the parameter, the primary one first.
     """
 
     names: tuple[str, ...]
@@ -77,8 +76,8 @@ class Part:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The address space of one flat buffer: `slots` in order, `numel` elements with padding, cut
-    for `ranks` ranks.
+    """The address space of one flat buffer: `slots` in order, `numel` elements with padding,
+    divided among `ranks` ranks.
     """
 
     slots: tuple[Slot, ...]
@@ -119,11 +118,11 @@ class FlatLayout:
         sector: int = 0,
         block: int = 0,
     ) -> FlatLayout:
-        """Lay `(name, shape)` pairs out in order for `ranks` ranks, cut at multiples of `sector`
-        elements wherever that costs little.
+        """Lay out `(name, shape)` pairs in order for `ranks` ranks. Intervals are multiples of
+        `sector` elements if that costs little padding.
 
-        `block`: elements, counted from each parameter's beginning, that no two ranks may share; 0
-        where any may be.
+        `block`: the length, in elements, of blocks that must each be on one rank, counted from each
+        parameter's beginning; 0 if there are none.
         """
         slots, end, unit = [], 0, max(ALIGNMENT, block)
         for name, shape in parameters:
@@ -136,29 +135,30 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements a rank owns."""
+        """Elements of each rank's interval."""
         return self.numel // self.ranks
 
     @property
     def content(self) -> int:
-        """Elements that are somebody's parameter; `numel - content` is alignment and padding."""
+        """Elements that belong to a parameter; `numel - content` is alignment and padding."""
         return sum(slot.numel for slot in self.slots)
 
     def interval(self, rank: int) -> tuple[int, int]:
-        """The addresses `[start, end)` that `rank` owns."""
+        """Return the addresses `[start, end)` that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """The part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` where it
-        owns none.
+        """Return the part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` if
+        it owns none.
         """
         return overlap((slot.start, slot.end), self.interval(rank))
 
     def runs(self, active: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-        """The address ranges to move when only some slots take part (`active`, one flag a slot).
+        """Return the address ranges to move when only some slots take part (`active`, one flag for
+        each slot).
 
-        Neighbouring active slots join into one range; with all of them active the range is the
-        whole space, padding included, so that what travels is one contiguous message a rank.
+        Consecutive active slots become one range. If all are active, the range is the whole space,
+        padding included, which makes one contiguous message for each rank.
         """
         if all(active):
             return ((0, self.numel),) if self.slots else ()
@@ -173,7 +173,7 @@ class FlatLayout:
         return tuple(runs)
 
     def picture(self, width: int = 72) -> str:
-        """The space drawn as in this module's docstring."""
+        """Draw the space as in this module's docstring."""
         scale = max(self.numel, 1) / width
         line = ["-"] * width
         for slot in self.slots:
@@ -192,7 +192,7 @@ class FlatLayout:
 
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
-    """The addresses in both ranges; an empty range at a's start where there are none."""
+    """Return the addresses in both ranges; an empty range at a's start if there are none."""
     start, end = max(a[0], b[0]), min(a[1], b[1])
     return (start, end) if start < end else (a[0], a[0])
 

@@ -1,5 +1,5 @@
 """`ShardSpec`: every size of one flat buffer on one rank, in integers. The runtime allocates and
-sends what it says, the plan adds up what it says.
+sends by these sizes; the plan adds them up.
 
 Six ranks in groups of three, the buffer of one unit, seen by the rank at position 2:
 
@@ -9,29 +9,29 @@ Six ranks in groups of three, the buffer of one unit, seen by the rank at positi
     interval                       [=========)                                 this rank's part among all
 
     gathers      interval ── inter-group ──► shard ── intra-group ──► whole    without groups: one hop over all ranks
-    reductions   whole ── intra-group ──► shard ── inter-group ──► interval    and back, where others hold the sums too
+    reductions   whole ── intra-group ──► shard ── inter-group ──► interval    then back, if other ranks hold the sums too
 
-| what                           | elements or bytes                                  | where it is said          |
+| kind of memory                 | elements or bytes                                  | property                  |
 |--------------------------------|----------------------------------------------------|---------------------------|
 | masters of this rank           | whole, shard or interval, by the optimizer's row   | `owned`, `own`            |
-| cached shard, gathered from    | e·interval, or the shard with a second copy        | `cached_bytes`            |
+| cached shard, gathered from    | e·interval, or e·shard with a second copy          | `cached_bytes`            |
 | resident parameters            | whole                                              | `resident`                |
-| offloaded                      | what the tiers say, of `own`                       | `offloaded`               |
-| moments                        | by the format, of each slot's part                 | `moment_bytes`            |
+| offloaded                      | `own` in the dtypes of the tiers                   | `offloaded`               |
+| moments                        | by their format, for each slot's part              | `moment_bytes`            |
 | error feedback                 | the span of each encoded hop, fp32                 | `residual_bytes`          |
 | gathered                       | whole, and N·e·interval while it arrives encoded   | `gathered_bytes`          |
-| buffers of a reduction         | what travels, what is received, the sum apart      | `exchange`                |
+| buffers of a reduction         | sent, received, and the sum if it is apart         | `exchange`                |
 
-e is what a codec leaves of an element, N the number of ranks. What the checker in `__post_init__`
-verifies:
+e is the number of bytes in which an element is sent (encoded, or in the compute dtype), N the
+number of ranks. `__post_init__` checks that
 
-1. the layout is cut for these ranks, and the position is one of them;
-2. interval, shard and whole lie in one another, and this rank owns one of the three;
-3. each hop divides what the hop before has left, its ranges tile it, and the last leaves the
-   interval;
-4. encoded parts begin at multiples of `CODED_ALIGNMENT` bytes and do not overlap, and blocks that
-   rest encoded lie on one rank each;
-5. what needs several ranks or groups has them.
+1. the layout is divided for these ranks, and the position is one of them;
+2. interval, shard and whole contain one another, and this rank owns one of the three;
+3. each hop divides the addresses that the hop before has left, its ranges tile them, and the last
+   hop leaves the interval;
+4. encoded parts begin at multiples of `CODED_ALIGNMENT` bytes and do not overlap, and each block
+   that is stored encoded is on one rank;
+5. there are several ranks or groups where a property needs them.
 """
 
 from __future__ import annotations
@@ -51,31 +51,33 @@ from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
 
-#: Encoded parts begin at multiples of this many bytes: scales are read as numbers of four.
+#: Encoded parts begin at multiples of this many bytes: scales are read as 4-byte numbers.
 CODED_ALIGNMENT = 16
 LOW = (torch.float32, torch.bfloat16, torch.float16)
-#: Whom a hop moves between: all ranks at once, those of a group, or one of each group.
+#: The ranks of a hop: all ranks, those of a group, or one of each group.
 Level = Literal["all", "intra-group", "inter-group"]
-#: Who adds gradients up (runtime/reductions.py): this rank, part by part, as gloo's pairwise messages
-#: bring them ("pairwise"); this rank, all parts of one operation of NCCL's at once ("at once"); or,
-#: under reduce="native", NCCL itself ("backend").
+#: Who adds gradients up (runtime/reductions.py). "pairwise": this rank, part by part, as gloo's
+#: messages arrive. "at once": this rank, all parts of one NCCL operation together. "backend": NCCL
+#: itself, under reduce="native".
 Adds = Literal["pairwise", "at once", "backend"]
 
 
 class Encoding(Protocol):
-    """What a spec asks of a codec."""
+    """What a spec needs to know of a codec."""
 
     @property
     def shared(self) -> int:
         """Elements that share a scale."""
 
     def encoded_bytes(self, numel: int) -> int:
-        """Bytes of `numel` elements, scales included."""
+        """Return the bytes of `numel` encoded elements, scales included."""
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The four dtypes of a flat buffer: computed in, held by the optimizer, summed in, sent in."""
+    """The four dtypes of a flat buffer: of computation, of master weights, of gradient sums, and of
+    gradients on the wire.
+    """
 
     compute: torch.dtype
     master: torch.dtype
@@ -84,12 +86,12 @@ class Dtypes:
 
     @classmethod
     def of(cls, dtype: torch.dtype, trainable: bool, recipe: Recipe) -> Dtypes:
-        """For a parameter of `dtype`: the recipe's, but never less than a float64 or integer
-        parameter came with.
+        """Return the recipe's dtypes for a parameter of `dtype`. Float64 and integer parameters
+        keep their own dtype throughout.
 
-        A recipe that names no compute dtype takes the parameter's own, and sends its gradient so
-        unless it names a wire. Frozen parameters have no optimizer, hence no master copy: they rest
-        in the compute dtype.
+        A recipe without a compute dtype computes in the parameter's own. Gradients are sent in the
+        compute dtype unless the recipe names a wire dtype. Frozen parameters have no optimizer, so
+        they are stored in the compute dtype, without master weights.
         """
         if dtype not in LOW:
             return cls(dtype, dtype, dtype, dtype)
@@ -103,16 +105,16 @@ class Dtypes:
 
 
 def grouped_as(dtype: torch.dtype, recipe: Recipe) -> torch.dtype:
-    """What parameters of `dtype` share a flat buffer with: their like, or, where the recipe
-    converts them, all that it converts.
+    """Return the key by which parameters of `dtype` share a flat buffer: their own dtype, or one
+    key for all dtypes that the recipe converts to its compute dtype.
     """
     return torch.float32 if recipe.compute_dtype is not None and dtype in LOW else dtype
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The tiers of one flat buffer's parameters (this rank's part of what is computed with),
-    gradients, masters and states.
+    """The tiers of one flat buffer: of its parameters (this rank's part in the compute dtype), of
+    its gradients, and of its masters and optimizer states.
     """
 
     parameters: Tier
@@ -121,9 +123,10 @@ class Tiers:
 
     @classmethod
     def of(cls, trainable: bool, recipe: Recipe) -> Tiers | None:
-        """For a flat buffer of an offloaded unit; None where nothing of it leaves the device.
+        """Return the tiers of a flat buffer in an offloaded unit; None if all of it stays on the
+        device.
 
-        What is frozen has no optimizer: it rests where parameters do.
+        Frozen weights have no optimizer, so they are stored on the tier of parameters.
         """
         p, o = recipe.parameters.tier, recipe.optimizer.tier
         if not trainable:
@@ -137,8 +140,8 @@ class Tiers:
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a reduction: `size` ranks divide the addresses from `start` on, `own` each, this
-    rank is at `index` among them.
+    """One step of a reduction: `size` ranks divide the addresses from `start` on into `own`
+    elements each. This rank is at `index` among them.
     """
 
     level: Level
@@ -149,26 +152,28 @@ class Hop:
 
     @property
     def span(self) -> int:
-        """Elements of the buffer that is divided."""
+        """Elements of the range that is divided."""
         return self.size * self.own
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The addresses that each rank sums, by its place in the hop."""
+        """The addresses that each rank sums, by its index in the hop."""
         edges = [self.start + i * self.own for i in range(self.size + 1)]
         return tuple(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The buffers of one hop of a reduction, beside the one that holds what is sent.
+    """The buffers of one hop of a reduction, besides the gradient buffer.
 
     Attributes:
-        dtype: of what travels: that of the wire, or bytes.
-        sent: elements of the buffer that travels instead; 0: the gradient's own does.
-        rows: parts in the receive buffer. part: elements of each.
-        apart: elements of a peer's part that becomes the sum, in memory of its own; 0: none does.
-        whole: the backend sums the whole for every rank, and nothing is received in parts.
+        dtype: the dtype of these buffers: that of the wire, or uint8 if encoded.
+        sent: elements of the send buffer; 0 if the gradient buffer itself is sent.
+        rows: parts in the receive buffer.
+        part: elements of each of these parts.
+        apart: elements of one peer's part that is received outside the receive buffer, because the
+            sum is made in its memory; 0 if there is none.
+        whole: the backend sums the whole on every rank, and no parts are received.
     """
 
     dtype: torch.dtype
@@ -186,19 +191,23 @@ class Exchange:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """See this module.
+    """The sizes of one flat buffer; see the docstring of this module.
 
     Attributes:
-        position: this rank's, see [Note: positions] in layout/topology.py.
-        trainable: an optimizer steps it, or did when the model was sharded.
-        resident: the whole always exists, and nothing is gathered but what has become stale.
-        unsharded: one rank and one dtype: parameters stay where they are, without a flat buffer.
-        whole_master: every rank steps the whole. group_master: every group does.
-        has_secondary: the cached shard is the group's, and renewed once after a step.
-        gather_codec: how it is gathered; None: as it is. stored: it rests so, and has no masters.
-        reduce_codec: how its gradients travel. error_feedback: what that loses is kept, in fp32.
-        adds: who adds its gradients up.
-        tiers: of a buffer whose state rests off the device; None for any other.
+        position: this rank's position; see [Note: positions] in layout/topology.py.
+        trainable: the parameters were trainable when the model was sharded.
+        resident: the whole always exists; it is gathered only when it has become stale.
+        unsharded: one rank and one dtype: parameters stay in their memory, without a flat buffer.
+        whole_master: every rank steps the whole.
+        group_master: every group steps the whole, each rank its shard.
+        has_secondary: a second copy: the cached shard is this rank's part in its group, refreshed
+            once after a step.
+        gather_codec: the codec of gathers; None sends parameters as they are.
+        stored: the parameters are also stored encoded, and have no masters.
+        reduce_codec: the codec of reductions; None sends gradients as they are.
+        error_feedback: the errors of `reduce_codec` are kept in fp32, and added to later gradients.
+        adds: who adds the gradients up.
+        tiers: the tiers of a buffer with state off the device; else None.
         moments: the format of Adam's moments; None for the masters' dtype.
     """
 
@@ -236,15 +245,15 @@ class ShardSpec:
         in_place: bool = False,
         native: bool = False,
     ) -> ShardSpec:
-        """What a recipe makes of the parameters of a unit that share a dtype.
+        """Return the spec of parameters of one unit that share a dtype, by a recipe.
 
         Args:
             parameters: (name, shape) in order.
-            codec: the codec of a name.
-            stored: they are frozen weights that rest encoded.
-            in_place: all of them have memory and `dtypes` throughout, so that one rank can leave
-                them where they are.
-            native: reductions are operations of the backend's own (NCCL), not pairwise messages.
+            codec: returns a codec by its name.
+            stored: they are frozen weights that are stored encoded.
+            in_place: all of them have memory, in the dtypes of `dtypes`, so that a single rank can
+                leave them in place.
+            native: reductions are the backend's own operations (NCCL), not pairwise messages.
         """
         ranks, low = topology.size, dtypes.compute in LOW
         same = dtypes.compute == dtypes.master
@@ -335,16 +344,16 @@ class ShardSpec:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """The addresses of this rank among all ranks."""
+        """The addresses of this rank in the division among all ranks."""
         return self.layout.interval(self.position)
 
     @property
     def shard(self) -> tuple[int, int]:
-        """The addresses of this rank among those of its group."""
+        """The addresses of this rank in the division among its group."""
         return self.shard_of(self.position)
 
     def shard_of(self, position: int) -> tuple[int, int]:
-        """The addresses of the rank at `position` among those of its group."""
+        """Return the addresses of the rank at `position` in the division among its group."""
         outer, each = self.topology.outer, self.layout.shard_numel
         first = position // outer * outer
         return first * each, (first + outer) * each
@@ -355,7 +364,7 @@ class ShardSpec:
         return self.owned_by(self.position)
 
     def owned_by(self, position: int) -> tuple[int, int]:
-        """The addresses whose masters the rank at `position` has."""
+        """Return the addresses whose masters the rank at `position` has."""
         if self.whole_master:
             return 0, self.numel
         return self.shard_of(position) if self.group_master else self.layout.interval(position)
@@ -366,7 +375,7 @@ class ShardSpec:
         return self.owned[1] - self.owned[0]
 
     def local(self, slot: Slot) -> int:
-        """Elements of `slot` that this rank's optimizer steps."""
+        """Return the number of elements of `slot` that this rank's optimizer steps."""
         a, b = overlap((slot.start, slot.end), self.owned)
         return b - a
 
@@ -374,13 +383,16 @@ class ShardSpec:
 
     @property
     def shares_memory(self) -> bool:
-        """The masters lie in the resident whole: they are no bytes of their own."""
+        """Whether the masters are a slice of the resident whole, and take no bytes of their own."""
         return self.resident and self.dtypes.compute == self.dtypes.master and self.tiers is None
 
     @property
     def cached(self) -> tuple[int, int]:
-        """The intervals, by position, of the cached shard, gathered from instead of masters: a second
-        copy, the own part encoded, or frozen weights at rest. An empty range where nothing is.
+        """The cached shard, as the range of positions of the intervals in it. Gathers read it in
+        place of the masters.
+
+        It is a second copy, this rank's part encoded, or the stored frozen weights. The range is
+        empty if there is no cached shard.
         """
         if self.has_secondary:
             first = self.position // self.topology.outer * self.topology.outer
@@ -398,7 +410,7 @@ class ShardSpec:
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes on the device of what is computed with, or gathered from; masters aside."""
+        """Bytes on the device of resident parameters and of the cached shard, without masters."""
         compute = self.dtypes.compute.itemsize
         if self.tiers is not None:
             on_device = self.tiers.parameters is Tier.DEVICE
@@ -410,22 +422,22 @@ class ShardSpec:
 
     @property
     def master_bytes(self) -> int:
-        """Bytes on the device of masters that have memory of their own there."""
+        """Bytes on the device of masters with memory of their own."""
         if self.tiers is not None or self.unsharded or self.stored or self.shares_memory:
             return 0
         return self.own * self.dtypes.master.itemsize
 
     @property
     def residual_bytes(self) -> int:
-        """Bytes of what encoding its gradients lost, for each hop."""
+        """Bytes of the encoding errors kept for error feedback, over all encoded hops."""
         if not (self.trainable and self.error_feedback):
             return 0
         return sum(hop.span * torch.float32.itemsize for hop in self.hops if self.encodes(hop))
 
     @property
     def offloaded(self) -> tuple[tuple[Tier, str, int], ...]:
-        """(tier, kind, bytes) of what rests off the device, moments aside: the table of
-        offload/storage.py. Kinds are "master", "parameter" and "gradient".
+        """(tier, kind, bytes) of all that is stored off the device, without moments, by the table
+        of offload/storage.py. Kinds are "master", "parameter" and "gradient".
         """
         if self.tiers is None:
             return ()
@@ -439,7 +451,7 @@ class ShardSpec:
 
     @property
     def lies_apart(self) -> bool:
-        """What is computed with has a place of its own on NVMe."""
+        """Whether parameters in the compute dtype are stored on NVMe apart from the masters."""
         return (
             self.tiers is not None
             and self.tiers.parameters is Tier.NVME
@@ -448,12 +460,12 @@ class ShardSpec:
 
     @property
     def gathers_from_disk(self) -> bool:
-        """What is gathered begins with a read from NVMe."""
+        """Whether a gather begins with a read from NVMe."""
         return self.tiers is not None and self.tiers.parameters is Tier.NVME and not self.resident
 
     def moment_bytes(self, slot: Slot, count: int) -> int:
-        """Bytes of `count` optimizer states with an element for each that this rank steps of one
-        parameter.
+        """Return the bytes of `count` optimizer states of one parameter. Each state has one element
+        for every element that this rank steps.
         """
         numel = self.local(slot)
         if self.moments is None:
@@ -464,7 +476,7 @@ class ShardSpec:
 
     @cached_property
     def each(self) -> int:
-        """Bytes of one interval in a gather."""
+        """Bytes in which one interval is gathered."""
         numel = self.layout.shard_numel
         if self.gather_codec is None:
             return numel * self.dtypes.compute.itemsize
@@ -472,20 +484,20 @@ class ShardSpec:
 
     @property
     def coded_bytes(self) -> int:
-        """Bytes of the buffer in which all intervals arrive encoded; 0: they are not."""
+        """Bytes of the buffer that receives all intervals encoded; 0 if they are not encoded."""
         return self.ranks * self.each if self.gather_codec is not None else 0
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the whole while it is gathered, and of what arrives encoded."""
+        """Bytes of the whole while it is gathered, and of the buffer that receives it encoded."""
         return self.numel * self.dtypes.compute.itemsize + self.coded_bytes
 
     # -- reduced -----------------------------------------------------------------------------------
 
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
-        """Of a reduction of its gradients, from the whole to the interval. Sums that a backend
-        makes for everybody are one move of its own.
+        """The hops of a reduction of gradients, from the whole to the interval. If the backend
+        makes the sums for every rank, that is one move: a single hop.
         """
         interval, whole = self.layout.shard_numel, self.whole_master
         if whole and self.adds == "backend":
@@ -494,8 +506,8 @@ class ShardSpec:
 
     @property
     def broadcast_back(self) -> tuple[Hop, ...]:
-        """The hops by which sums go on to who holds them too: back over those of the reduction, all
-        where everybody holds them, else the last.
+        """The hops that send finished sums to the other ranks that hold them: the hops of the
+        reduction in reverse if every rank holds the whole, or the last hop if groups do.
         """
         if self.ranks == 1 or self.owned == self.interval:
             return ()
@@ -503,15 +515,15 @@ class ShardSpec:
 
     @property
     def landed(self) -> torch.dtype:
-        """What sums are in when they are handed over."""
+        """The dtype in which finished sums are handed over."""
         return self.dtypes.wire if self.whole_master or self.broadcast_back else self.dtypes.sums
 
     def encodes(self, hop: Hop) -> bool:
-        """Whether gradients travel encoded on a hop."""
+        """Whether gradients are sent encoded on a hop."""
         return self.reduce_codec is not None and hop.size > 1
 
     def added_by(self, hop: Hop) -> Adds:
-        """Who adds up what comes on a hop: what travels encoded is decoded part by part."""
+        """Return who adds up the parts of a hop. Encoded parts are decoded and added one by one."""
         return "pairwise" if hop.size == 1 or self.encodes(hop) else self.adds
 
     def exchange(
@@ -521,12 +533,12 @@ class ShardSpec:
         span: tuple[int, int] | None = None,
         adds: Adds | None = None,
     ) -> Exchange:
-        """The buffers that hop `at` needs for gradients in `dtype`.
+        """Return the buffers that hop `at` needs for gradients in `dtype`.
 
         Args:
-            span: the addresses that are reduced, where not all parameters take part.
-            adds: who adds this time, where parts are uneven or travel otherwise than the recipe
-                says.
+            span: the addresses that are reduced, if not all parameters take part.
+            adds: who adds the parts, if not as usual: parts may be uneven, or not sent as the
+                recipe says.
         """
         hop, wire = self.hops[at], self.dtypes.wire
         numel, own, largest = hop.span, hop.own, hop.own
@@ -554,7 +566,7 @@ class ShardSpec:
 
 
 def hops_of(topology: Topology, position: int, interval: int) -> tuple[Hop, ...]:
-    """The hops of a reduction of `interval` elements a rank."""
+    """Return the hops of a reduction that leaves `interval` elements on each rank."""
     size, inner, outer = topology.size, topology.inner, topology.outer
     if not topology.two_levels:
         return (Hop("all", size, 0, interval, position),)
@@ -566,12 +578,12 @@ def hops_of(topology: Topology, position: int, interval: int) -> tuple[Hop, ...]
 
 
 def adds_of(recipe: Recipe, native: bool) -> Adds:
-    """Who adds gradients up by this recipe, on NCCL (`native`) or on gloo."""
+    """Return who adds gradients up by this recipe, on NCCL (`native`) or on gloo."""
     return "backend" if recipe.reduce == NATIVE else "at once" if native else "pairwise"
 
 
 def padded_bytes(codec: Encoding, numel: int) -> int:
-    """Bytes that `numel` encoded elements take in a buffer, padding included."""
+    """Return the bytes that `numel` encoded elements take in a buffer, padding included."""
     return round_up(codec.encoded_bytes(numel), CODED_ALIGNMENT)
 
 

@@ -1,15 +1,15 @@
-"""Two levels of ranks: groups of `inner` neighbours (as a rule a node), and `outer` such groups.
+"""Two levels of ranks: `outer` groups of `inner` consecutive ranks (usually a node) each.
 
-Six ranks in groups of three; in the first picture by their numbers, in the second by their
-positions in the address space:
+Six ranks in groups of three, on the left by their numbers, on the right by their positions in the
+address space:
 
     group 0    rank 0   rank 1   rank 2         group 0    0   2   4        intra-group: 0 2 4  |  1 3 5
     group 1    rank 3   rank 4   rank 5         group 1    1   3   5        inter-group: 0 1  |  2 3  |  4 5
 
-[Note: positions] A rank's interval of a flat buffer is that of its position, and positions count
-across the groups first. So the intervals of the ranks that hold the same part in different groups
-(`inter_group`) lie side by side, and what one of them gathers there is one interval of the division
-among the ranks of a group (`intra_group`): moves over both levels need no reordering.
+[Note: positions] A rank's position says which interval of a flat buffer it owns. Positions count
+across the groups first. So the ranks of an `inter_group`, one of each group, own adjacent
+intervals, and together these are one shard, the part of one rank in the division among an
+`intra_group`. A gather between groups and then inside them therefore needs no reordering.
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ class Topology:
 
     @property
     def outer(self) -> int:
-        """Groups."""
+        """The number of groups."""
         return self.size // self.inner
 
     @property
     def order(self) -> list[int]:
-        """The ranks' numbers, 0 to size − 1, by position."""
+        """The rank number, 0 to size − 1, of each position."""
         return [(p % self.outer) * self.inner + p // self.outer for p in range(self.size)]
 
     def intra_group(self, position: int) -> list[int]:
-        """The positions in the group of `position`, itself among them."""
+        """Return the positions in the group of `position`, which is one of them."""
         return list(range(position % self.outer, self.size, self.outer))
 
     def inter_group(self, position: int) -> list[int]:
-        """The positions that hold in other groups what `position` holds in its own, itself among
-        them.
+        """Return the positions, one of each group, that hold the same shard as `position`, which is
+        one of them.
         """
         first = position // self.outer * self.outer
         return list(range(first, first + self.outer))
 
     @property
     def two_levels(self) -> bool:
-        """Moves go inside groups and between them: there are several groups of several ranks."""
+        """Whether there are several groups of several ranks: moves run inside and between them."""
         return 1 not in (self.inner, self.outer)
 
     def position_of(self, rank: int) -> int:
-        """The position of the rank of this number, 0 to size − 1."""
+        """Return the position of the rank with this number, 0 to size − 1."""
         return rank % self.inner * self.outer + rank // self.inner

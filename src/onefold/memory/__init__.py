@@ -1,5 +1,5 @@
-"""Room `memory`: buffers with a lifetime, the tiers, and the memory ledger. Knows no modules and no
-collectives.
+"""Room `memory`: pools of buffers, the memory ledger, and errors of the tiers. Knows no modules and
+no collectives.
 """
 
 from onefold.memory.pool import (

@@ -1,4 +1,4 @@
-"""What this host has of memory, and what of it is free."""
+"""The memory of this host: how much is free, and how much there is."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_host_memory() -> int:
-    """Bytes of memory that can be taken without swapping: the least of what the kernel and the
-    cgroup say.
+    """Return the bytes of memory that can be allocated without swapping: the kernel's figure or the
+    cgroup's, whichever is lower.
     """
     candidates = []
     try:
@@ -37,8 +37,8 @@ def free_host_memory() -> int:
 
 
 def total_host_memory() -> int:
-    """Bytes of host memory that this process may ever have: the machine's, or the cgroup's limit; 0
-    where neither is known.
+    """Return the bytes of host memory that this process may use at most: the machine's or the
+    cgroup's limit, whichever is lower; 0 if neither is known.
     """
     found = (
         [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []

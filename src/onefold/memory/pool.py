@@ -1,10 +1,10 @@
-"""Buffers with a lifetime: taken from a pool, given back when the work that reads them is done.
+"""Pools of buffers: a buffer is taken, and given back when the work that reads it is done.
 
-[Note: nobody reads a reused buffer] A tensor that autograd saved, a module's output, or anything
-else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore looks at how
-many owners the storage has: the pool's own handle alone means that it can be reused; any other
-owner means that the pool forgets the buffer, and the memory lives as long as its last reader. A
-buffer is never reused under a reader, and nothing is kept alive by a convention.
+[Note: nobody reads a reused buffer] A tensor that autograd has saved, a module's output, or
+anything else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore counts
+the owners of the storage. If the pool's handle is the only one, the buffer can be reused. Else the
+pool forgets it, and the memory lives as long as its last reader. So a buffer is never reused while
+something can still read it, and no caller has to keep track of readers.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import torch
 from onefold.device import host_empty, host_pages
 from onefold.device.pinned import HUGE_PAGE
 
-# Categories of the ledger: what the engine holds, in the words that plans and reports use too.
+# Categories of the ledger, by the names that plans and reports use too.
 PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"
-#: Bytes of gradients on the device that a copy to the host still reads.
+#: Gradients on the device that a copy to the host still reads.
 LEAVING = "gradients on their way"
 GATHERED, REDUCTION, IDLE = "gathered units", "reduction buffers", "idle buffers"
-# What encoding gradients for the wire has lost, to be added to the next ones.
+# Errors of encoded gradients, which are added to the next ones.
 RESIDUALS = "error feedback"
-# Off the device: an optimizer's states there, and buffers for what is on its way.
+# Off the device: the optimizer's states, and buffers for transfers.
 MOMENTS, STAGING = "moments", "staging buffers"
 
-# Host buffers from this size on ask for huge pages. The C library never serves them from its heap,
-# so each would fault in anew.
+# Host buffers of this size (bytes) and more use huge pages. The C library never serves them from
+# its heap, so each new one takes page faults.
 LARGE = 32 << 20
 
 
@@ -42,35 +42,37 @@ def empty(
     paged: bool = False,
     pinned: torch.device | None = None,
 ) -> torch.Tensor:
-    """A fresh one-dimensional buffer with undefined contents.
+    """Return a new one-dimensional buffer with undefined contents.
 
-    A large one on the host lies in a mapping of its own that asks for huge pages: buffers of a step
-    go back to the system after it, and touching fresh memory costs a fault for each page. Where the
-    system has no huge pages it is a mapping like any other. `paged` asks for whole pages of its own
-    whatever the size, as direct reads from a disk want them. `pinned`: a device that copies from it
-    and to it by itself.
+    A large host buffer is a mapping of its own that asks for huge pages: buffers of a step are
+    returned to the system after it, and touching new memory costs a fault for each page. On a
+    system without huge pages it is an ordinary mapping.
+
+    Args:
+        paged: the buffer has whole pages of its own at any size, as direct reads from a disk need.
+        pinned: pin the host buffer for copies from and to this device.
     """
     nbytes = numel * dtype.itemsize
     if pinned is not None and numel:
         return host_empty(numel, dtype, pinned, paged=paged)
-    # A disk takes huge pages in longer pieces
+    # A disk transfers huge pages in longer pieces, so paged buffers use them from a smaller size on
     large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")
     plain = device.type != "cpu" or not (large or paged) or numel == 0
-    # Under a mode torch makes the tensor itself: it may be one without contents
+    # Under a dispatch mode torch must make the tensor: it may be a fake one
     if plain or torch._C._len_torch_dispatch_stack():
         return torch.empty(numel, dtype=dtype, device=device)
     return host_pages(nbytes, large, paged=paged).view(dtype)
 
 
 class MemoryLedger:
-    """Bytes that the engine holds on this rank, by category and unit; `peak` is the largest sum
-    seen, with its categories.
+    """Bytes that the engine holds on this rank, by category and unit. `peak` is the largest sum
+    seen, by category.
 
     Attributes:
         record: True keeps every change in `timeline`, as (seconds of `time.perf_counter`, category,
             unit, change in bytes).
-        probes: categories whose end the engine does not see (the user drops them): asked whenever
-            somebody looks.
+        probes: functions that return the bytes of categories whose memory the user frees without
+            the engine's knowledge. They are called whenever the ledger is read.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class MemoryLedger:
         self._units: Counter[tuple[str, str]] = Counter()
         self._peak: dict[str, int] = {}
         self._total = self._peak_total = 0
-        # Steps in the backward pass take buffers in a thread of their own
+        # Optimizer steps in the backward pass take buffers in a thread of their own
         self._lock = threading.Lock()
 
     def add(self, category: str, nbytes: int, unit: str = "") -> None:
@@ -98,11 +100,11 @@ class MemoryLedger:
         self.add(category, nbytes - self._now[category])
 
     def held(self, category: str) -> int:
-        """Bytes entered under `category`, without asking the probes."""
+        """Return the bytes of `category`, without calling the probes."""
         return self._now[category]
 
     def look(self) -> None:
-        """Ask the probes."""
+        """Call the probes, and update their categories."""
         for category, probe in self.probes.items():
             self.set(category, probe())
 
@@ -111,7 +113,7 @@ class MemoryLedger:
         return {k: v for k, v in self._now.items() if v}
 
     def by_unit(self) -> dict[str, dict[str, int]]:
-        """What is held now by unit, then by category; under "" what belongs to no unit."""
+        """Return the bytes held now by unit, then by category. "" has those of no unit."""
         self.look()
         out: dict[str, dict[str, int]] = {}
         for (unit, category), nbytes in self._units.items():
@@ -141,29 +143,29 @@ class Pool:
         self._taken: dict[int, tuple[str, str]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
-        """A buffer of `numel` elements with undefined contents, entered in the ledger under
-        `category` and `unit`.
+        """Return a buffer of `numel` elements with undefined contents, and enter it in the ledger
+        under `category` and `unit`.
         """
         free = self._free[numel, dtype]
         try:
             buffer = free.pop()  # another thread may have taken the last one
             self.ledger.add(IDLE, -nbytes_of(buffer))
         except IndexError:
-            self.drain()  # new memory is asked for only when no idle memory is left
+            self.drain()  # free all idle buffers before allocating
             buffer = empty(numel, dtype, self.device, self.paged, self.pinned)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, nbytes_of(buffer), unit)
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """New memory with undefined contents that will not come back to the pool; whoever takes it
+        """Return new memory with undefined contents that will not come back to the pool. The caller
         enters it in the ledger.
         """
         return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back. The caller holds no view of it any more; other readers may, and keep
-        it alive.
+        """Take a buffer back. The caller must not use it any more. Other code may still hold a
+        view, which keeps its memory alive.
         """
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -nbytes_of(buffer), unit)
@@ -172,27 +174,27 @@ class Pool:
             self.ledger.add(IDLE, nbytes_of(buffer))
 
     def drain(self) -> None:
-        """Let go of every buffer that is not in use."""
+        """Free every idle buffer."""
         self._free.clear()
         self.ledger.set(IDLE, 0)
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """Which memory a tensor lies in: the same number for all its views, also where there are no
-    contents (fake tensors, meta).
+    """Return a number that identifies a tensor's storage: the same for all its views. Works for
+    fake and meta tensors too.
     """
     return t.untyped_storage()._cdata
 
 
 def nbytes_of(t: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the bytes of a tensor's elements."""
     return t.numel() * t.element_size()
 
 
 def _owners(t: torch.Tensor) -> int:
-    """Tensors that share t's storage, t included."""
+    """Return the number of tensors that share t's storage, t included."""
     storage = t.untyped_storage()
     count = getattr(torch._C, "_storage_Use_Count", None)
-    # The Python handle in `storage` is an owner too. Without the counter, say "many": the buffer is
-    # then never reused.
+    # The Python handle `storage` is an owner too. If torch has no such counter, return 2: the
+    # buffer is then never reused.
     return count(storage._cdata) - 1 if count is not None else 2

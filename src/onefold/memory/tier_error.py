@@ -1,4 +1,4 @@
-"""What a tier says when it cannot do its work."""
+"""`TierError`: the error of a failed file operation on the NVMe tier, in a sentence with a hint."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _HINTS = {
 
 
 class TierError(RuntimeError):
-    """One sentence: which file, which operation, what the system said, what to change."""
+    """A file operation failed. The message has the operation, path, system's error and a hint."""
 
 
 def in_words(error: OSError) -> str:
-    """What the system said, and what to do about it where that is known."""
+    """Return the system's error message, and a hint what to do about it if there is one."""
     said = error.strerror or str(error) or type(error).__name__
     hint = _HINTS.get(error.errno or 0)
     return f"{said}; {hint}" if hint else said
 
 
 def failure(what: str, path: Path, error: OSError) -> TierError:
-    """`what` was tried on `path` and the system refused."""
+    """Return the error for an operation `what` on `path` that the system refused."""
     return TierError(f"{what} {path} failed: {in_words(error)}.")

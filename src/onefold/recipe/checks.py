@@ -1,5 +1,5 @@
-"""What a recipe's values can mean together, and which of them change nothing: sentences that say
-what to write. What can be told of one value is in recipe/options.py.
+"""Checks of a recipe as a whole: values that contradict each other, and options without effect. The
+messages say what to write. Checks of single values are in recipe/options.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement, Tier
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
 
-#: What a row may travel in, and what frozen weights may rest in.
+#: Codecs of rows on the wire, and of stored frozen weights.
 _WIRE_CODECS, _FROZEN_CODECS = choices_of(WireCodec), choices_of(FrozenCodec)
 
 
 def check_dtype(name: str, dtype: Any, optional: bool = False) -> None:
-    """Raise ValueError unless `dtype` is a floating-point one (or None, if that is an option)."""
+    """Raise ValueError unless `dtype` is a floating-point dtype (or None, if `optional`)."""
     if not (dtype is None and optional) and not (
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ):
@@ -32,7 +32,7 @@ def check_dtype(name: str, dtype: Any, optional: bool = False) -> None:
 
 
 def divided_among(given: Mapping[str, Any]) -> tuple[dict[str, str], Any]:
-    """(what each row is divided among, the recipe's `group`) by the options of `Recipe.zero`.
+    """Return (`over` of each row, the recipe's `group`) from the options of `Recipe.zero`.
 
     Raises:
         ValueError: options that contradict each other.
@@ -66,7 +66,7 @@ def divided_among(given: Mapping[str, Any]) -> tuple[dict[str, str], Any]:
 
 
 def check_recipe(recipe: Recipe) -> None:
-    """Raise ValueError for what no run can mean, in a sentence that says what to change."""
+    """Raise ValueError if no run can follow the recipe; the message says what to change."""
     _check_placements(recipe)
     _check_tiers(recipe)
     _check_groups(recipe)
@@ -229,7 +229,7 @@ def _check_codecs(recipe: Recipe) -> None:
 
 
 def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
-    """A sentence for each option of `given` that changes nothing in this recipe, so that nothing is
+    """Return a sentence for each option of `given` that has no effect in this recipe: no option is
     silently ignored.
     """
     said = {}
@@ -286,7 +286,7 @@ def without_effect(recipe: Recipe, given: Mapping[str, Any]) -> list[str]:
 
 
 def remarks(recipe: Recipe) -> list[str]:
-    """What a user should know about where the recipe's rows rest."""
+    """Return what a user should know about the tiers of the recipe's rows."""
     if recipe.parameters.tier is not Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE:
         return [
             f"offload_param={recipe.parameters.tier.value!r} without offload_optimizer moves frozen"

@@ -1,16 +1,16 @@
-"""The recipe: three rows that say where every byte of training state lives and how it travels.
+"""The recipe: three rows that say where every byte of training state is stored and how it is sent.
 
-| kind of state | placement              | tier                  | dtype it rests in       | dtype on the wire |
+| kind of state | placement              | tier                  | dtype stored            | dtype on the wire |
 |---------------|------------------------|-----------------------|-------------------------|-------------------|
 | parameters    | replicated / sharded   | device / host / NVMe  | compute dtype (*)       | compute dtype     |
 | gradients     | replicated / sharded   | device / host / NVMe  | accumulation (fp32)     | compute dtype     |
-| optimizer     | replicated / sharded   | device / host / NVMe  | master weights (fp32)   | never travels     |
+| optimizer     | replicated / sharded   | device / host / NVMe  | master weights (fp32)   | never sent        |
 
-(*) One that the recipe names (`precision`), or, with None, each parameter's own: the model computes
-as it would without Onefold.
+(*) The one that the recipe names (`precision`). With None it is each parameter's own, and the model
+computes as it would without Onefold.
 
-A ZeRO stage is a name for three placements (`PLACEMENTS_OF_STAGE`), nothing else: the runtime reads
-the rows, never the stage.
+A ZeRO stage is only a name for three placements (`PLACEMENTS_OF_STAGE`). The runtime reads the
+rows, never the stage.
 """
 
 from __future__ import annotations
@@ -44,22 +44,24 @@ from onefold.recipe.options import (
 )
 from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
 
-#: Bytes of small units that may be gathered ahead, and of small reductions that may be under way,
-#: beyond the counts `prefetch` and
-#: `in_flight`: so few bytes cost latency, and waiting for each in turn would hold the ranks in
-#: lockstep.
+#: Bytes of small units that may be gathered ahead, and of small reductions that may be in flight,
+#: beyond the counts `prefetch` and `in_flight`. For so few bytes latency dominates, and waiting for
+#: each in turn would keep the ranks in lockstep.
 SMALL_TRAFFIC = 256 << 10
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the recipe: placement, tier, the dtype at rest, the dtype on the wire (None: it
-    does not travel).
+    """One row of the recipe.
 
-    `dtype` None, in the row of parameters: each in its own. `wire` None, in the row of gradients:
-        as the backward pass makes them.
-    `over`: what a sharded row is divided among, "all" ranks or those of each "group". `codec`: how
-    it is written on the wire; None is as it is.
+    Attributes:
+        placement: replicated or sharded.
+        dtype: the dtype stored. None, for parameters only: each parameter's own.
+        wire: the dtype on the wire. None: not sent, or, for gradients, as the backward pass makes
+            them.
+        tier: where the row is stored.
+        over: the ranks that a sharded row is divided among: "all", or those of each "group".
+        codec: the codec on the wire; None sends plain values.
     """
 
     placement: Placement
@@ -82,7 +84,7 @@ class Row:
 
 _R, _S = Placement.REPLICATED, Placement.SHARDED
 
-# stage -> (parameters, gradients, optimizer states); gradients "replicated" means: whole until the
+# stage -> (parameters, gradients, optimizer states). "Replicated" gradients stay whole until the
 # boundary.
 PLACEMENTS_OF_STAGE: Mapping[int, tuple[Placement, Placement, Placement]] = {
     0: (_R, _R, _R),
@@ -96,7 +98,7 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-#: What an option about a dtype may say.
+#: The values of options that name a dtype.
 DTYPES: Mapping[str, torch.dtype] = {"fp64": torch.float64, **COMPUTE_DTYPES}
 
 P = ParamSpec("P")
@@ -105,8 +107,8 @@ P = ParamSpec("P")
 def _explained(
     make: Callable[Concatenate[type[Recipe], P], Recipe],
 ) -> Callable[Concatenate[type[Recipe], P], Recipe]:
-    """A preset that says what it does not know, and notes which of the given options change
-    nothing.
+    """Decorate a preset: refuse unknown options, and add a note for each given option that has no
+    effect.
     """
 
     @functools.wraps(make)
@@ -121,32 +123,32 @@ def _explained(
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `onefold.shard` executes. Build one with `Recipe.zero`, or row by row.
+    """The options of `onefold.shard`. Build one with `Recipe.zero`, or row by row.
 
     Attributes:
         parameters: where parameters are stored, and how they are sent.
-        gradients: the same of gradients.
-        optimizer: the same of master weights and optimizer states.
-        offload_share: share of the optimizer's states that is stored on their row's tier
+        gradients: the same for gradients.
+        optimizer: the same for master weights and optimizer states.
+        offload_share: the share of the optimizer's states that is stored on their row's tier
             (`offload_optimizer=0.6` of `zero`). The last units of the model are offloaded first:
             their transfers overlap with the rest of the backward pass and the next forward pass.
-        offload_bytes: the same as a budget: bytes of a rank (`offload_optimizer="6GB"`).
+        offload_bytes: the same as a budget, in bytes of each rank (`offload_optimizer="6GB"`).
         offload_activations: bytes of host memory.
         tile: bytes of one gathered weight.
-        prefetch: units gathered ahead, on each level of gathers: with groups there are two,
-            inter-group and intra-group, so one unit is then on each of the two links. Unless it is
-            0, small units do not count up to SMALL_TRAFFIC bytes; so with `in_flight`.
+        prefetch: units gathered ahead, on each level. With groups there are two levels, inter-group
+            and intra-group, so that each link can carry a unit. Unless it is 0, small units of up
+            to SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`.
         reshard_after_forward: parameters are gathered again in backward (3Ψ on the wire, less those
             of the units that the forward pass uses last); False keeps them gathered (2Ψ).
-        sync_buffers: sent where DDP would: in the first pass, and in each that follows one with
-            gradients outside `no_sync`.
-        moments: the format of Adam's moments. They are computed with in fp32; those of fp64
-            parameters stay fp64.
-        stochastic_rounding: random numbers depend on `rounding_seed`, the step and the element's
-            index in its parameter, on nothing else.
-        reduce: "ordered" sends gradients as they are and adds them in rank order in the
-            accumulation dtype: stages have the same bits. "native" lets the backend (NCCL) add
-            them, in the dtype of the wire and in its own order: stages agree within rounding.
+        sync_buffers: which buffers rank 0 sends, at the same times as DDP: in the first pass, and
+            in each pass after one with gradients outside `no_sync`.
+        moments: the format in which Adam's moments are stored. Steps compute in fp32. Moments of
+            fp64 parameters stay fp64.
+        stochastic_rounding: random numbers depend only on `rounding_seed`, the step and the
+            element's index in its parameter.
+        reduce: "ordered" sends gradients unchanged and adds them in rank order in the accumulation
+            dtype: all stages have the same bits. "native" lets the backend (NCCL) add them, in the
+            wire dtype and in its own order: stages agree within rounding.
         notes: sentences about options that have no effect; `shard` logs them once.
 
     The other fields are options of `Recipe.zero`: docs/options.md has a table.
@@ -193,7 +195,7 @@ class Recipe:
                 check_dtype(f"{name}.dtype", getattr(self, name).dtype)
         for name in _FIELDS & OPTIONS.keys():
             value = getattr(self, name)
-            none = name == "nvme" and not value  # () of a recipe, but for `zero` a list of nothing
+            none = name == "nvme" and not value  # a recipe has () for none, `zero` takes None
             object.__setattr__(self, name, OPTIONS[name].read(None if none else value))
         if self.reduce_at is None:
             object.__setattr__(self, "reduce_at", _usual_time(self.gradients.placement))
@@ -252,12 +254,12 @@ class Recipe:
         elementwise_optimizer: bool | None = None,
         stall_timeout: float = 300.0,
     ) -> Recipe:
-        """A ZeRO stage by its number (Rajbhandari et al. 2020, section 5). docs/options.md has a table of
-        all options.
+        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). docs/options.md
+        has a table of all options.
 
         Raises:
-            ValueError: an unknown option, a value that it cannot have, or options that cannot go
-                together; the sentence says what to write.
+            ValueError: an unknown option, an invalid value, or options that contradict each other;
+                the message says what to write.
         """
         asked = {name: value for name, value in locals().items() if name != "cls"}
         given = {name: OPTIONS[name].read(value) for name, value in asked.items()}
@@ -290,35 +292,35 @@ class Recipe:
         )
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed, checked again.
+        """Return a copy with some fields changed, checked again.
 
         Raises:
-            ValueError: an unknown field, or one of a value it cannot have.
+            ValueError: an unknown field or an invalid value.
         """
         refuse_unknown("a recipe", changes, self.__dataclass_fields__)
         if "reduce_at" not in changes and self.reduce_at == _usual_time(self.gradients.placement):
-            changes["reduce_at"] = None  # what is usual for the gradient row as it will be
+            changes["reduce_at"] = None  # the default of the new gradient row
         if "notes" not in changes:
-            # Found anew
+            # Drop notes about options without effect: they are made again for the copy
             changes["notes"] = tuple(n for n in self.notes if " has no effect " not in n)
             given = {name: value for name, value in changes.items() if name in _FIELDS}
             copy = replace(self, **changes)
             return replace(copy, notes=(*copy.notes, *without_effect(copy, given)))
         return replace(self, **changes)
 
-    # -- what it says ------------------------------------------------------------------------------
+    # -- derived values ----------------------------------------------------------------------------
 
     def units_ahead(self, two_levels: bool) -> int:
-        """How many units are gathered ahead of use. `two_levels`: the ranks stand in groups,
-        several of several.
+        """Return how many units are gathered ahead of use. `two_levels`: there are several groups
+        of several ranks.
         """
         levels = 2 if two_levels and self.parameters.over != GROUP else 1
         return levels * self.prefetch if self.overlap else 0
 
     @property
     def stage(self) -> int | None:
-        """The ZeRO stage whose placements these are (for display; nothing in the runtime asks), or
-        None.
+        """The ZeRO stage with these placements, or None. For display only: the runtime does not
+        read it.
         """
         rows = (self.parameters.placement, self.gradients.placement, self.optimizer.placement)
         return next(
@@ -327,30 +329,30 @@ class Recipe:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """What parameters and inputs are converted to; None computes in each parameter's own
-        dtype.
+        """The dtype that parameters and inputs are converted to; None computes in each parameter's
+        own dtype.
         """
         return self.parameters.dtype
 
     @property
     def master_dtype(self) -> torch.dtype:
-        """What the optimizer steps."""
+        """The dtype of the weights that the optimizer steps."""
         assert self.optimizer.dtype is not None
         return self.optimizer.dtype
 
     @property
     def sums_dtype(self) -> torch.dtype:
-        """What gradients are added up in."""
+        """The dtype in which gradients are added up."""
         assert self.gradients.dtype is not None
         return self.gradients.dtype
 
     @property
     def block(self) -> int:
-        """Elements that must not be divided among ranks or tiles; 0 where any may be."""
+        """Elements in a block that ranks and tiles must not divide; 0 if there are no blocks."""
         return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
 
     def describe(self) -> str:
-        """The recipe as the table of this module's docstring, filled in."""
+        """Return the recipe as a table like the one in this module's docstring."""
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
         for name in ("parameters", "gradients", "optimizer"):
             row: Row = getattr(self, name)
@@ -370,8 +372,8 @@ class Recipe:
         return "\n".join([*lines, "; ".join(tail), *self.notes])
 
     def in_words(self, name: str) -> tuple[str, str]:
-        """What a row rests in and travels in, as a table shows it: dtypes by name, "model's" for
-        each parameter's own, "" for no travel.
+        """Return the dtypes of a row, stored and on the wire, as a table shows them: by name,
+        "model's" for each parameter's own, "" if not sent.
         """
         row: Row = getattr(self, name)
         at_rest = _short(row.dtype) if row.dtype is not None else MODELS
@@ -387,7 +389,7 @@ class Recipe:
         return at_rest, MODELS if travels else ""
 
     def _levels(self) -> list[str]:
-        """What the recipe says about groups and codecs besides the rows."""
+        """Return phrases about groups and codecs, for `describe`."""
         rows = {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -419,7 +421,7 @@ class Recipe:
         return tail
 
     def _tails(self) -> list[str]:
-        """What the recipe says about tiers besides the rows."""
+        """Return phrases about tiers and formats, for `describe`."""
         tail = []
         if self.moments is not None:
             tail.append(f"moments in {self.moments}")
@@ -441,7 +443,7 @@ class Recipe:
         return tail
 
 
-#: How a table names each parameter's own dtype.
+#: The name of each parameter's own dtype in a table.
 MODELS = "model's"
 _ROWS = ("parameters", "gradients", "optimizer")
 _FIELDS = frozenset(Recipe.__dataclass_fields__) - {*_ROWS, "notes"}

@@ -1,5 +1,4 @@
-"""The formats that Adam's moments may rest in: names, sizes, and where the parts of a packed moment
-lie.
+"""The formats in which Adam's moments may be stored: names, sizes, and how they are packed.
 
     elements of a parameter   |0 ........... 255|256 ......... 511|512 ..... 599|        blocks are counted from its beginning
     codes, int8 and fp8       |one byte each                                    |
@@ -14,10 +13,9 @@ lie.
 | fp8    | n + 4⌈n/256⌉                    | exp_avg.fp8, exp_avg.fp8.scale             |
 | int4   | ⌈n/2⌉ + 4⌈n/128⌉                | exp_avg.int4, exp_avg.int4.scale           |
 
-A parameter of fewer than `SMALLEST` elements keeps fp32 moments where the others have packed ones
-(Dettmers et al. 2022, section 2), by
-the size of the whole parameter: what a rank holds of it, or a tile, decides nothing. Pure
-arithmetic, no tensors.
+A parameter of fewer than `SMALLEST` elements keeps fp32 moments where others have packed ones
+(Dettmers et al. 2022, section 2). The size of the whole parameter decides, not that of a rank's
+part or of a tile. Pure arithmetic, no tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +25,10 @@ from dataclasses import dataclass
 
 import torch
 
-#: Elements that no rank and no tile shares with another where moments are packed; the blocks of
-#: every format divide it.
+#: Length, in elements, of blocks that ranks and tiles must not divide if moments are packed. It is
+#: a multiple of every format's block.
 BLOCK = 256
-#: Elements from which a parameter's moments are packed.
+#: The least number of elements of a parameter whose moments are packed.
 SMALLEST = 4096
 #: Adam's element-wise states, and whether they have a sign.
 SIGNED: Mapping[str, bool] = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
@@ -38,13 +36,13 @@ SIGNED: Mapping[str, bool] = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg
 
 @dataclass(frozen=True)
 class Format:
-    """How one moment rests.
+    """The format of one stored moment.
 
     Attributes:
         name: as in `Recipe.moments`.
-        dtype: of what it rests as: the values, or the codes.
-        grain: elements that one code stands for.
-        block: elements that share a scale; 0 where there are none.
+        dtype: the dtype of the stored values or codes.
+        grain: elements in one stored item: 2 for int4, else 1.
+        block: elements that share a scale; 0 if there are no scales.
     """
 
     name: str
@@ -57,17 +55,17 @@ class Format:
         return self.block > 0
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of one moment of `numel` elements that begin with a block."""
+        """Return the bytes of one moment of `numel` elements that begin with a block."""
         scales = -(-numel // self.block) * torch.float32.itemsize if self.block else 0
         return -(-numel // self.grain) * self.dtype.itemsize + scales
 
     def keys(self, key: str) -> tuple[str, ...]:
-        """What the parts of the moment `key` are called in an optimizer's state."""
+        """Return the keys of the parts of moment `key` in an optimizer's state."""
         return (f"{key}.{self.name}", f"{key}.{self.name}.scale") if self.packed else (key,)
 
     def of(self, numel: int) -> Format:
-        """The format of a whole parameter of `numel` elements: this one, or fp32 where that is too
-        small to be packed.
+        """Return the format for a whole parameter of `numel` elements: this one, or fp32 if the
+        parameter is too small to be packed.
         """
         return FORMATS["fp32"] if self.packed and numel < SMALLEST else self
 
@@ -83,7 +81,7 @@ FORMATS: Mapping[str, Format] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """A part of a packed moment: of which one, in which format, and whether it is the scales."""
+    """A part of a packed moment: the moment's key, its format, and whether it is the scales."""
 
     key: str
     format: Format
@@ -91,7 +89,7 @@ class Packed:
 
     @property
     def grain(self) -> int:
-        """Elements that one item of it stands for."""
+        """Elements of the moment that one item stands for."""
         return self.format.block if self.scale else self.format.grain
 
     @property
@@ -100,8 +98,8 @@ class Packed:
 
 
 def packed(key: object) -> Packed | None:
-    """What a key of an optimizer's state, such as "exp_avg.int8.scale", is a part of; None if it is
-    an ordinary one.
+    """Parse a key of an optimizer's state, such as "exp_avg.int8.scale"; None if it is not a part
+    of a packed moment.
     """
     if not isinstance(key, str):
         return None
@@ -118,25 +116,27 @@ def packed(key: object) -> Packed | None:
 
 
 def grain_of(key: object) -> int:
-    """Elements that one item of the state `key` stands for: 1 but for int4 codes and scales."""
+    """Return the elements that one item of the state `key` stands for: 1 except for int4 codes and
+    scales.
+    """
     part = packed(key)
     return part.grain if part is not None else 1
 
 
 def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
-    """The items whose first element is one of [start, stop)."""
+    """Return the range of items whose first element is in [start, stop)."""
     return -(-start // grain), -(-stop // grain)
 
 
 def bytes_of_moments(
     numel: int, format: str | None, *, whole: int | None = None, moments: int = 2
 ) -> int:
-    """Bytes at rest of Adam's `moments` moments of `numel` elements of one parameter that begin
-    with a block.
+    """Return the stored bytes of `moments` moments, for `numel` elements of one parameter that
+    begin with a block.
 
     Args:
         format: as in `Recipe.moments`; None is fp32.
-        whole: elements of the whole parameter, where `numel` is a rank's part of it; None: it is
+        whole: elements of the whole parameter, if `numel` is only a rank's part; None: `numel` is
             all.
 
     Raises:
@@ -149,5 +149,5 @@ def bytes_of_moments(
 
 
 def bytes_an_element(format: str | None, moments: int = 2) -> float:
-    """The same of one element of a large parameter, on average."""
+    """Return the bytes of `moments` moments for one element of a large parameter, on average."""
     return bytes_of_moments(1 << 20, format, moments=moments) / (1 << 20)

@@ -1,13 +1,13 @@
-"""The table of options: all that `Recipe.zero` can be told, a row each.
+"""The table of options: a row for every argument of `Recipe.zero`.
 
     row ─► the check of the value            `Recipe.zero`, a recipe made row by row, `Recipe.replace`
         ─► --option, with its help           `onefold train`, `onefold plan` (cli/options.py)
         ─► key of a configuration file       `onefold train --config` (train/config.py)
         ─► the tables of docs/options.md     `make options` (tests/recipe/test_options.py)
 
-Type and default stand in the signature of `Recipe.zero` too, so that an editor knows them; a test
-holds the two together. What can be told of one value is told here, what of several in
-recipe/checks.py. Imports no torch: a misspelt option is told before that.
+Types and defaults are also in the signature of `Recipe.zero`, for editors; a test checks that the
+two agree. Single values are checked here, combinations in recipe/checks.py. This module does not
+import torch, so that the command line can report a misspelt option at once.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ ShardGroup = int | Literal["node"]
 Folder = str | os.PathLike[str]
 Folders = Folder | Sequence[Folder]
 
-#: A budget that nothing exceeds, in bytes.
+#: A budget in bytes that nothing exceeds.
 UNLIMITED = 1 << 62
-#: Offsets and lengths of direct reads and writes are multiples of this many bytes; so are they in
-#: elements, whatever the dtype.
+#: Offsets and lengths of direct reads and writes must be multiples of this many bytes. Lengths in
+#: elements are multiples of the same number, which holds in bytes for every dtype.
 SECTOR = 4096
 
 _BYTES = (
@@ -53,7 +53,7 @@ _BYTES = (
 _TIERS = {"cpu": Tier.HOST, "nvme": Tier.NVME}
 
 
-# -- checks: a value as the recipe keeps it, or a ValueError that says what was expected -----------
+# -- checks: return the value as the recipe keeps it, or raise a ValueError with what was expected -
 
 
 def _whole(least: float, most: float, expected: str) -> Callable[[Any], int]:
@@ -66,7 +66,7 @@ def _whole(least: float, most: float, expected: str) -> Callable[[Any], int]:
 
 
 def _one_of(kind: Any, expected: str = "") -> Callable[[Any], Any]:
-    """A check for a Literal, alone or with None."""
+    """Return a check for a Literal, alone or with None."""
     names, optional = choices_of(kind), type(None) in typing.get_args(kind)
     quoted = list(map(repr, names))
     if not expected:
@@ -87,7 +87,7 @@ def _one_of(kind: Any, expected: str = "") -> Callable[[Any], Any]:
 
 
 def _dtype_meant(value: Any, names: Collection[Any]) -> str:
-    """A question for a dtype by torch's name, in place of the one that it has here."""
+    """Return "Did you mean ...?" for a dtype by torch's name; "" if there is nothing to suggest."""
     theirs = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
     meant = theirs.get(str(value).removeprefix("torch."))
     return f" Did you mean {meant!r}?" if meant in names else ""
@@ -173,14 +173,14 @@ def _tier(value: Any) -> Tier:
 
 
 def _tier_meant(value: Any) -> str:
-    """A question for a tier by another name, in place of the one that it has here."""
+    """Return "Did you mean ...?" for a tier by another name; "" if there is nothing to suggest."""
     name = str(getattr(value, "value", value)).lower()
     meant = {"cpu": "'cpu'", "host": "'cpu'", "nvme": "'nvme'", "device": "None", "none": "None"}
     return f" Did you mean {meant[name]}?" if name in meant else ""
 
 
 def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
-    """`offload_optimizer` as (tier, share of the states, bytes of them or None)."""
+    """Return `offload_optimizer` as (tier, share of the states, budget in bytes or None)."""
     if value is None or (isinstance(value, str) and value in _TIERS) or _tier_meant(value):
         return _tier(value), 1.0, None
     if isinstance(value, (tuple, list)) and len(value) == 2:
@@ -212,7 +212,9 @@ def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
 
 
 def _number(text: str) -> Any:
-    """0.6 and 1 as shares, 6000000000 as bytes; what is no number (6GB) as it is."""
+    """Parse a number: 0.6 and 1 (shares) as floats, 6000000000 (bytes) as int. Other text (6GB) is
+    returned unchanged.
+    """
     try:
         number = float(text)
     except ValueError:
@@ -279,7 +281,8 @@ def _chunk(value: Any) -> int:
 
 
 def bytes_of(name: str, value: Any) -> int:
-    """A number of bytes, or a text such as "6GB" (10^9 each) or "6GiB" (2^30 each).
+    """Return the bytes of a number or of a text such as "6GB" (10^9 each) or "6GiB" (2^30 each).
+    `name` is for the message.
 
     Raises:
         ValueError: it is neither, or not above 0.
@@ -294,7 +297,7 @@ def bytes_of(name: str, value: Any) -> int:
 
 
 def choices_of(kind: Any) -> tuple[Any, ...]:
-    """The values of a type that is a Literal, alone or with None; () for every other type."""
+    """Return the values of a Literal type, alone or with None; () for every other type."""
     parts = [kind]
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         parts = [part for part in typing.get_args(kind) if part is not type(None)]
@@ -304,15 +307,15 @@ def choices_of(kind: Any) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Option:
-    """One row.
+    """One row of the table.
 
     Attributes:
-        name: the argument of `Recipe.zero`, and the key of a configuration file.
+        name: the argument of `Recipe.zero`, and the key in a configuration file.
         type, default: as in the signature of `Recipe.zero`.
-        check: makes a value what the recipe keeps. Raises ValueError with what was expected.
+        check: returns a value as the recipe keeps it, or raises ValueError with what was expected.
         help: a sentence, for --help and docs/options.md.
-        panel: the heading under which options are shown.
-        commands: of `onefold`, that have it.
+        panel: the heading under which the option is shown.
+        commands: the commands of `onefold` that have it.
     """
 
     name: str
@@ -329,7 +332,7 @@ class Option:
 
     @property
     def repeated(self) -> bool:
-        """Whether the command line takes it several times."""
+        """Whether the option may be given several times on the command line."""
         return self.check is _folders
 
     @property
@@ -337,10 +340,10 @@ class Option:
         return type(None) in typing.get_args(self.type)
 
     def read(self, value: Any) -> Any:
-        """The value as the recipe keeps it.
+        """Return the value as the recipe keeps it.
 
         Raises:
-            ValueError: it cannot be; the sentence names the option and says what was expected.
+            ValueError: the value is invalid; the message has the option and what was expected.
         """
         try:
             return self.check(value)
@@ -348,11 +351,13 @@ class Option:
             raise ValueError(f"{self.name}={value!r}: {error}") from None
 
     def of_text(self, value: Any) -> Any:
-        """A word of a command line or a file as `Recipe.zero` takes it. "none" takes an option
-        back; what is no text stays as it is.
+        """Convert a value from a command line or a configuration file to one that `Recipe.zero`
+        takes.
+
+        "none" becomes None. Values that are not text stay as they are.
 
         Raises:
-            ValueError: it cannot be, with what was expected.
+            ValueError: the value is invalid; the message has what was expected.
         """
         kinds = typing.get_args(self.type) or (self.type,)
         if isinstance(value, str):
@@ -472,7 +477,7 @@ OPTIONS: Mapping[str, Option] = {
 }
 # fmt: on
 
-#: Former spellings, and what is written now.
+#: Former names of options, and what to write instead.
 FORMER: Mapping[str, str] = {
     "activations": "offload_activations",
     "offload_share": "offload_optimizer=0.6",
@@ -481,7 +486,7 @@ FORMER: Mapping[str, str] = {
 
 
 def refuse_unknown(asker: str, given: Collection[str], known: Collection[str]) -> None:
-    """Raise ValueError for the first name that is not known, with the one that was meant."""
+    """Raise ValueError if a name in `given` is unknown, with the one that was probably meant."""
     for name in sorted(set(given) & set(FORMER) - set(known)):
         raise ValueError(f"{asker}: {name} is now {FORMER[name]}.")
     unknown = sorted(set(given) - set(known))

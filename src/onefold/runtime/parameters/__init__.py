@@ -1,5 +1,5 @@
-"""What a parameter is to its user's code between passes: its shape is the whole's, its data and its
-gradient are this rank's interval.
+"""Sharded parameters as user code sees them between passes: the shape of the whole parameter, but
+only this rank's interval of its data and gradient.
 
 | question                                            | files, in the order to read them |
 |-----------------------------------------------------|----------------------------------|

@@ -1,5 +1,5 @@
-"""Gradient hooks that the user puts on a parameter, before or after `shard()`. They see this rank's
-whole gradient, before the reduction.
+"""Gradient hooks that the user registers on a parameter, before or after `shard()`. They see this
+rank's whole gradient, before the reduction.
 
 | hook                                   | lives on                       | is called                                                  |
 |----------------------------------------|--------------------------------|------------------------------------------------------------|
@@ -7,8 +7,8 @@ whole gradient, before the reduction.
 | `register_post_accumulate_grad_hook`   | the parameter that users hold  | by the reducer, before it takes the gradient               |
 
 While a hook of the second kind runs, its parameter is whole: `.grad` reads and writes the whole
-local gradient, and the values are gathered on first use. The values cannot be written there: the
-gradient is this rank's own, so every rank would write something else.
+local gradient, and the values are gathered on first use. A hook must not write to the values: they
+would differ between ranks, because each rank's gradient is its own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = (
     _T.data.__get__,
 )
 _REQUIRES_GRAD = _T.requires_grad.__get__
-#: Answered without gathering.
+#: Attributes and methods that need no gather.
 _KNOWN = {
     _T.shape.__get__,
     _T.ndim.__get__,
@@ -43,7 +43,7 @@ _KNOWN = {
     _T.nelement,
     _T.__len__,
 }
-#: What registers a hook.
+#: The methods that register a hook.
 REGISTER = {_T.register_hook, _T.register_post_accumulate_grad_hook}
 #: The parameters whose hooks are running, by id.
 showing: dict[int, Entry] = {}
@@ -57,8 +57,9 @@ IN_BACKWARD = (
 
 
 def move(old: torch.Tensor, entry: Entry) -> None:
-    """The hooks of the parameter that `shard()` was given go on: the dicts stay the same objects,
-    so that their handles can remove them.
+    """Move the hooks of `old`, the parameter that `shard()` was given, to the entry's parameters.
+
+    The dicts stay the same objects, so that the handles that the user holds still remove hooks.
     """
     hooks, post = old._backward_hooks, old._post_accumulate_grad_hooks
     if hooks is not None:
@@ -69,13 +70,15 @@ def move(old: torch.Tensor, entry: Entry) -> None:
 
 
 def give_back(entry: Entry) -> None:
-    """The other way round: the parameter becomes an ordinary one."""
+    """Move the hooks back when the parameter becomes an ordinary one again."""
     hooks, entry.compute._backward_hooks = entry.compute._backward_hooks, None
     entry.param._backward_hooks = hooks
 
 
 def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
-    """`func`, one of REGISTER, was called on a sharded parameter: returns the handle."""
+    """Register a hook for a call of `func`, one of REGISTER, on a sharded parameter. Returns the
+    handle.
+    """
     param, name = entry.param, entry.slot.name
     if entry.part.numel != entry.slot.numel:
         raise ValueError(
@@ -93,8 +96,8 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def answered(func: Any, args: Any, kwargs: Any) -> Any:
-    """What a function gives that was called while hooks run; NotImplemented if it is not about
-    their parameters.
+    """Run `func`, called while hooks run, on the whole parameters. Returns NotImplemented if no
+    argument is a parameter whose hooks are running.
     """
     entry = showing.get(id(args[0])) if args else None
     with _disable_torch_function():
@@ -111,7 +114,7 @@ def answered(func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs, found = _whole(func, args, kwargs)
         if not found:
             return NotImplemented
-        # Detach: writes are seen
+        # detach() rather than `.data`: it shares the version counter, so `run` notices writes
         return args[0].detach() if func == _DATA else func(*args, **kwargs)
 
 
@@ -132,18 +135,19 @@ def _whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
-    """Call the user's post-accumulate hooks of `entry`, whose gradient of this backward pass lies
-    on `entry.compute`.
+    """Call the user's post-accumulate hooks of `entry`. The gradient of this backward pass is in
+    `entry.compute.grad`.
 
-    `accumulated`: what earlier micro-batches left, unreduced and whole, or None. It is part of what
-        the hooks see, as in PyTorch.
+    Args:
+        accumulated: the whole, unreduced sum of earlier micro-batches, or None. Hooks see the sum
+            with it, as in PyTorch.
 
     Returns:
-        whether `entry.compute.grad` is the sum with `accumulated` now, rather than this backward
-        pass's gradient: somebody changed it.
+        True if `entry.compute.grad` now includes `accumulated`, because a hook changed the
+        gradient. Else it is the gradient of this backward pass alone.
 
     Raises:
-        RuntimeError: a hook wrote to the parameter.
+        ShardedParameterError: a hook wrote to the parameter.
     """
     compute, own = entry.compute, entry.compute.grad
     assert own is not None

@@ -4,14 +4,15 @@
     rank 0      holds [0, 10)         x x x x x x   x x x x
     rank 1      holds [10, 24)                                1 1   1 ... 1     1 ... 1
 
-`p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so is what
-element-wise work makes of them. What an operation on one does is decided in runtime/parameters/operators.py.
+`p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so are the results of
+element-wise operations on them. runtime/parameters/operators/ decides what each operation does.
 Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of the local
 elements.
 
 [Note: the same cut] Two intervals can be combined element by element without traffic if every rank
-holds the same elements of both. That is a question of addresses and owners, never of what this rank
-happens to hold: all ranks answer it alike, so all of them communicate, or none.
+holds the same elements of both. Whether that is so is decided from addresses and owners alone,
+never from the elements that this rank holds. So all ranks decide alike: either all communicate or
+none.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ disable_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedParameterError(RuntimeError):
-    """A sharded parameter, or what was made of one, was used as if it were whole."""
+    """A sharded parameter, or an interval of one, was used as if it were whole."""
 
 
 class Owners:
     """Which rank owns which addresses of a flat buffer.
 
     Attributes:
-        bounds: the addresses `(start, stop)` by position in the group whose ranks together own
-            everything once.
-        position: this rank's in that group.
+        bounds: the addresses `(start, stop)` of each rank, by its position in `flat.owners_group`,
+            whose ranks together own every address once.
+        position: this rank's position in that group.
     """
 
     __slots__ = ("_engine", "_flat", "bounds", "index", "position")
@@ -61,10 +62,11 @@ class Owners:
         self._engine, self._flat = weakref.ref(engine), weakref.ref(flat)
 
     def meet(self, subject: str) -> tuple[OwningEngine, Group]:
-        """The engine, and the ranks that own the parts.
+        """Return the engine, and the group of the ranks that own the parts. `subject` is for the
+        message.
 
         Raises:
-            ShardedParameterError: the model is gone.
+            ShardedParameterError: the model has been freed or closed.
         """
         engine, flat = self._engine(), self._flat()
         if engine is None or flat is None or engine.progress.closed:
@@ -85,9 +87,10 @@ class IntervalSpec:
     """Which elements of a tensor of `shape` this rank holds: [start, stop) of the flattened tensor.
 
     Attributes:
-        name: whose they are, for messages. first: the flat buffer's address of element 0.
-        unreduced: a gradient kept under no_sync, of which each rank holds a part of its own
-            gradient.
+        name: the parameter's name, for messages.
+        first: the address of element 0 in the flat buffer.
+        unreduced: True for a gradient kept under no_sync: it is a part of this rank's own gradient,
+            not of the sum over ranks.
     """
 
     __slots__ = ("first", "name", "numel", "owners", "shape", "start", "stop", "unreduced")
@@ -114,14 +117,15 @@ class IntervalSpec:
         )
 
     def within(self, offset: int, shape: Any) -> IntervalSpec:
-        """The elements from `offset` on that a tensor of `shape` has."""
+        """Return the spec of a tensor of `shape` that begins `offset` elements into this one."""
         return IntervalSpec(self.owners, self.name, self.first + offset, shape, self.unreduced)
 
     # -- collectives: every rank of the group calls them -------------------------------------------
 
     def gather(self, local: torch.Tensor, what: str) -> torch.Tensor:
-        """The whole, of `shape`, on every rank, on the device of `local`: this rank's elements.
-        `what` is being done, for messages.
+        """Return the whole tensor, of `shape`, on every rank and on the device of `local`.
+
+        `local` has this rank's elements. `what` names the operation, for messages.
         """
         engine, group = self.owners.meet(f"{self.name!r}")
         context = CollectiveContext(
@@ -144,8 +148,8 @@ class IntervalSpec:
         return full.view(self.shape).to(local.device)
 
     def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
-        """`values`, [k], of every rank of the group: [ranks, k], in rank order, on the engine's
-        device.
+        """Return the `values`, [k], of every rank of the group as [ranks, k], in rank order, on the
+        engine's device.
         """
         engine, group = self.owners.meet(f"{self.name!r}")
         context = CollectiveContext(
@@ -158,8 +162,8 @@ class IntervalSpec:
 
 
 def spec_of(value: Any) -> IntervalSpec | None:
-    """What a sharded parameter or an interval holds; None for anything else, also for parameters
-    that are whole here.
+    """Return the spec of a sharded parameter or an interval. None for anything else, and for
+    parameters of which every rank holds the whole.
     """
     return (
         value.__dict__.get("_onefold_spec")
@@ -168,13 +172,13 @@ def spec_of(value: Any) -> IntervalSpec | None:
     )
 
 
-#: What an operation on an interval does: (function, arguments, keyword arguments).
-#: runtime/parameters/parameter.py, which makes intervals, sets it.
+#: The function that runs an operation on an interval, from (function, arguments, keyword
+#: arguments). runtime/parameters/parameter.py sets it.
 dispatched_by: list[Any] = [None]
 
 
 class Interval(torch.Tensor):
-    """See this module. Made by `dress`."""
+    """See the docstring of this module. `dress` makes intervals."""
 
     _onefold_faced = True
 
@@ -215,13 +219,13 @@ class Interval(torch.Tensor):
 
 
 class GivenOut:
-    """The tensors that were given out over a parameter's memory, as far as they live: `.data`,
-    `detach()`, rows of them.
+    """The live tensors that share a parameter's memory because user code asked for them: `.data`,
+    `detach()`, and views of these.
 
-    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` as it was: it has the
-    memory that was the parameter's. Here a parameter keeps its memory, and takes over the values.
-    So what was given out before moves to a copy of the old ones. Scripts that put averages in place
-    to evaluate, and `old` back behind it, rely on that.
+    [Note: old data] In PyTorch `old = p.data; p.data = other` leaves `old` unchanged: it keeps the
+    parameter's former memory. Here a parameter keeps its memory and copies the new values into it.
+    Before that, tensors given out earlier are moved to a copy of the old values. Scripts that
+    evaluate with averaged weights and then assign `old` back rely on it.
     """
 
     __slots__ = ("_refs", "_room")
@@ -231,7 +235,7 @@ class GivenOut:
         self._room = 8
 
     def add(self, view: torch.Tensor) -> None:
-        # A whole tensor leaves no trace: it may be pickled, and its own views are torch's
+        # Only intervals get the attribute: a plain tensor may be pickled, and torch makes its views
         if spec_of(view) is not None:
             view.__dict__["_onefold_given_out"] = self
         self._refs.append(weakref.ref(view))
@@ -240,8 +244,9 @@ class GivenOut:
             self._room = 2 * len(self._refs) + 8
 
     def move_away(self, memory: torch.Tensor) -> None:
-        """Before other values are written to `memory`, plain, as `p.data = value` does. Inside
-        `disable_torch_function`.
+        """Move the tensors given out over `memory` (a plain tensor) to a copy of it.
+
+        Called before `p.data = value` writes to `memory`, inside `disable_torch_function`.
         """
         views = [view for ref in self._refs if (view := ref()) is not None]
         self._refs = []
@@ -257,22 +262,22 @@ class GivenOut:
 
 
 def note_given_out(view: torch.Tensor, source: torch.Tensor) -> None:
-    """`view` lies in the memory of `source`, an interval."""
+    """Record that `view` shares the memory of `source`, an interval."""
     given_out = source.__dict__.get("_onefold_given_out")
     if given_out is not None:
         given_out.add(view)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements of a sharded parameter or an interval as a plain tensor over the same
-    memory; any other tensor detached.
+    """Return this rank's elements of a sharded parameter or an interval as a plain tensor over the
+    same memory. Any other tensor is returned detached.
     """
     with disable_torch_function():
         return tensor.detach().as_subclass(torch.Tensor)
 
 
-# torch's own: inside `disable_torch_function` what a parameter holds as `.grad`, without the way
-# round by the property of its class.
+# torch's own accessors. Inside `disable_torch_function` they read and write the `.grad` that the
+# parameter holds, without the property of its class.
 _base: Any = torch._C.TensorBase
 get_grad, set_grad = _base.grad.__get__, _base.grad.__set__
 _shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
@@ -282,14 +287,16 @@ _over: dict[tuple[type, type], type] = {}
 
 
 def dispatches(kind: type) -> bool:
-    """Whether tensors of class `kind` compute in a way of their own, as fake ones do
-    (simulation/simulate.py): they have to keep their class.
+    """Whether tensors of class `kind` have a `__torch_dispatch__` of their own and therefore must
+    keep their class, as fake tensors do (simulation/simulate.py).
     """
     return kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__  # type: ignore[attr-defined]
 
 
 def over(face: type, own: type) -> type:
-    """The class of a tensor of class `own` that gets the class `face`."""
+    """Return the class that makes a tensor of class `own` a `face`: `face` itself, or a subclass of
+    both if `own` has a dispatch of its own.
+    """
     if not dispatches(own):
         return face
     if (face, own) not in _over:
@@ -298,8 +305,8 @@ def over(face: type, own: type) -> type:
 
 
 def dress(local: torch.Tensor, spec: IntervalSpec) -> Interval:
-    """A fresh tensor of this rank's elements, [stop - start], as an interval of `spec`. The object
-    itself changes its class.
+    """Make `local`, a fresh tensor of this rank's elements [stop - start], an interval of `spec`.
+    Changes the class of `local` itself, and returns it.
     """
     kind = type(local)
     local.__class__ = Interval if kind is torch.Tensor else over(Interval, kind)

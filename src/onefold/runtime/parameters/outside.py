@@ -1,17 +1,17 @@
-"""Parameters that are computed with outside a forward pass of their model: a penalty on weights, a
-temperature in the loss, a tie.
+"""Operations on parameters outside a forward pass of their model: a penalty on weights, a
+temperature in the loss, tied weights.
 
-With gradients enabled an operation on a sharded parameter is computed on its whole, which is
-gathered for it, and autograd sees the same leaf that the forward pass uses. So its gradient joins
-that of the forward pass, and is reduced with it.
+With gradients enabled, an operation on a sharded parameter gathers the whole parameter and computes
+on it. Autograd sees the same leaf that the forward pass uses. So the gradient of the operation is
+accumulated with that of the forward pass, and reduced with it.
 
 [Note: outside, nothing stays gathered] At stage 3 a unit that is gathered for one operation is
-released behind it. What autograd saves of the gathered buffer is saved as a place in it; the
-backward pass gathers the unit again and hands out a copy of the elements. What the operation
-returns of the buffer itself (a view) is returned as a copy that keeps its graph. A penalty over all
-parameters therefore never holds more than one unit.
+released after it. Where autograd saves a tensor in the gathered buffer, only its place there is
+saved; the backward pass gathers the unit again and returns a copy of the elements. Where the
+operation returns a view of the buffer, the user gets a copy, which keeps the graph. A penalty over
+all parameters therefore never holds more than one unit.
 
-Every rank must do the same: each operation is a gather at stage 3.
+At stage 3 each operation is a gather, so every rank must do the same operations.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class _Place:
-    """Elements of a gathered buffer that autograd has saved."""
+    """The place of a saved tensor in a gathered buffer: autograd keeps it, not the elements."""
 
     __slots__ = ("engine", "flat", "offset", "size", "stride", "unit")
 
@@ -55,8 +55,8 @@ class _Place:
 
 
 def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[Entry]) -> Any:
-    """`func` over the whole parameters of `entries`, which the arguments hold, with gradients. See
-    this module. Collective at stage 3.
+    """Run `func` with gradients on the whole parameters of `entries`, which are among the
+    arguments. See the docstring of this module. Collective at stage 3.
     """
     used: list[tuple[OwningEngine, Unit, bool]] = []
     with disable_torch_function():
@@ -100,8 +100,8 @@ def _substituted(value: Any) -> Any:
 def _saving(
     by_storage: dict[int, tuple[Unit, Flat]], owner: dict[int, OwningEngine]
 ) -> saved_tensors_hooks:
-    """Saves elements of gathered buffers as their places, and leaves the rest to whoever saves
-    tensors besides.
+    """Return hooks that save tensors in gathered buffers as places. All other tensors are passed to
+    the hooks that were active before, if any.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)
@@ -129,9 +129,10 @@ def _saving(
 
 
 def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:
-    """`out` with copies in place of what lies in a gathered buffer, and a view in place of a
-    parameter itself, as `p.float()` returns it: what is hung on it is this operation's, not the
-    parameter's for good.
+    """Return `out` with tensors in a gathered buffer replaced by copies.
+
+    If the operation returned the parameter itself, as `p.float()` does, it becomes a view: a hook
+    that the user registers on the result must not stay on the parameter.
     """
     if isinstance(out, torch.Tensor):
         if id(out) in leaves:
@@ -144,8 +145,8 @@ def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]
 
 
 def _watch(engine: OwningEngine, out: Any) -> None:
-    """A backward pass through `out` is one of this engine's, and must find the parameters as they
-    were.
+    """Hook `out`: a backward pass through it counts as one of this engine's, and raises if the
+    parameters have been written to since.
     """
     current_pass = ForwardPass(engine.write_counters)
 

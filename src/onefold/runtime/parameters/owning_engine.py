@@ -1,12 +1,13 @@
-"""What a parameter, and an interval made of it, asks of the engine that it belongs to.
+"""`OwningEngine`: what sharded parameters and intervals use of the engine that they belong to.
 
-The engine is `Engine` (runtime/engine.py); parameters lie below it and refer to it weakly.
+The engine is `Engine` (runtime/engine.py). Parameters refer to it weakly, and only by this
+protocol: their modules must not import the engine's.
 
-| code                                              | asks for                                                  |
+| user code                                         | needs                                                     |
 |---------------------------------------------------|-----------------------------------------------------------|
 | in a pass of the model, with a sharded parameter  | `computing`, `in_pass`, `use`                             |
 | between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `backward_event`    |
-| between passes, that reads or writes values       | `whole`, `masters`                                        |
+| between passes, reading or writing values         | `whole`, `masters`                                        |
 | torch.amp.GradScaler                              | `agree_on_overflow`                                       |
 """
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class OwningEngine(Protocol):
-    """See this module. `device` is where the model computes."""
+    """See the docstring of this module. `device` is where the model computes."""
 
     device: torch.device
     progress: Progress
@@ -36,46 +37,46 @@ class OwningEngine(Protocol):
 
     @property
     def computing(self) -> bool:
-        """Code that runs now computes with whole parameters: a forward pass, or its recomputation
-        in backward.
+        """Whether code now computes with whole parameters: in a forward pass, or in its
+        recomputation in backward.
         """
         ...
 
     @property
     def in_pass(self) -> bool:
-        """A forward or backward pass of the model is under way."""
+        """Whether a forward or backward pass of the model is under way."""
         ...
 
     def use(self, entry: Entry) -> nn.Parameter:
-        """The whole parameter for code in a forward pass that does not own it."""
+        """Return the whole parameter, for code in a forward pass outside the unit that owns it."""
         ...
 
     def whole(self, entry: Entry) -> torch.Tensor:
-        """A new tensor of the whole parameter in master precision. Collective."""
+        """Return the whole parameter in master precision as a new tensor. Collective."""
         ...
 
     def agree_on_overflow(self, found: torch.Tensor) -> None:
-        """`found` becomes every rank's. Collective."""
+        """Set `found` on every rank, in place, if it is set on any. Collective."""
         ...
 
     def backward_event(self, accumulates: bool = False) -> None:
-        """Something of this engine happens in a backward pass."""
+        """Tell the engine that a backward pass has reached something of its own."""
         ...
 
     @property
     def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
-        """Whose whole parameters lie in which memory, by its address."""
+        """The unit and the flat buffer of each gathered buffer, by `storage_of` its memory."""
         ...
 
     def begin_outside(self, entry: Entry) -> Unit:
-        """An operation with gradients outside a forward pass is about to use the whole parameters
-        of the unit that is returned.
+        """Begin an operation with gradients outside a forward pass. Returns the unit whose whole
+        parameters it uses.
         """
         ...
 
     def gather_outside(self, unit: Unit) -> bool:
-        """They are here. True if that took a gather of its own, after which `release_outside` is to
-        be called. Collective at stage 3.
+        """Make the unit's whole parameters available. Returns True if that took a gather; the
+        caller must then call `release_outside`. Collective at stage 3.
         """
         ...
 

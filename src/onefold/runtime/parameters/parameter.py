@@ -1,20 +1,20 @@
-"""The sharded parameter: what the optimizer, and any code outside a gather, sees of a parameter
-that is divided.
+"""`ShardedParameter`: the object that `model.parameters()` returns, and optimizers step, for each
+sharded parameter.
 
 It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional,
-in master precision. It keeps the
-face of the whole: shape, number of elements and every attribute that somebody put on it.
+in master precision. It reports the shape and the number of elements of the whole parameter, and
+keeps every attribute that the user has set on the original.
 
-| who looks                                         | sees                                                                              |
+| who reads it                                      | sees                                                                              |
 |---------------------------------------------------|-----------------------------------------------------------------------------------|
-| the optimizer inside `step()`                     | a plain `nn.Parameter`: the local interval (`bared`)                              |
+| the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
 | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
-| any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape, dtype: no gather)              |
-| code inside a backward pass of the model          | the same; but `.data`, detach() and what writes in place: the interval            |
-| code outside, with gradients                      | the whole parameter, gathered for the operation (`outside`)                       |
-| code outside, without; `.data`, `.grad`, detach() | an interval with the face of the whole (`interval`, `operators`)                 |
+| any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape and dtype need no gather)       |
+| code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
+| other code, with gradients enabled                | the whole parameter, gathered for the operation (`outside`)                       |
+| other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |
 
-`parameter.onefold` holds name, logical shape, this rank's interval and `gather()`.
+`parameter.onefold` holds the name, the logical shape, this rank's interval and `gather()`.
 """
 
 from __future__ import annotations
@@ -71,23 +71,24 @@ __all__ = [
     "leaf_asked_by",
 ]
 
-#: Told of each optimizer that takes a sharded parameter into a group (optim/whole_state/following.py): torch
-#: asks there whether it is a leaf.
+#: A callback that receives every optimizer which adds a sharded parameter to a group. torch reads
+#: `is_leaf` in `add_param_group`, which is how we notice. Set by optim/whole_state/following.py.
 leaf_asked_by: list[Callable[[Any], None] | None] = [None]
 
 
 class ShardInfo:
-    """What `parameter.onefold` says about a sharded parameter.
+    """Facts about one sharded parameter, as `parameter.onefold`.
 
     Attributes:
         name: its name in the model.
         shape: its logical shape.
         interval: `(start, stop)`, the elements of the flattened parameter that this rank holds.
-        dtype: the dtype it is computed in (the parameter itself is held in master precision).
-        sharded: whether this rank holds only a part (stage 0 holds the whole, and still computes
-            with another object).
-        on_disk: whether its elements rest on NVMe, or encoded: the parameter has a shape, and no
-            memory.
+        dtype: the dtype in which the model computes with it (the parameter itself is kept in master
+            precision).
+        sharded: False where every rank holds the whole parameter (stage 0, where the forward pass
+            uses another object too).
+        in_place: False where the elements are stored on NVMe or encoded. The parameter then has a
+            shape and no memory.
     """
 
     def __init__(self, entry: Entry, interval: tuple[int, int]) -> None:
@@ -108,8 +109,8 @@ class ShardInfo:
         return (str, (repr(self),))
 
     def gather(self) -> torch.Tensor:
-        """The whole parameter in master precision, shape `self.shape`. A collective: every rank
-        must call it.
+        """Return the whole parameter in master precision, shape `self.shape`. Collective: every
+        rank must call it.
         """
         entry = self._entry()
         engine = entry.engine() if entry is not None else None
@@ -130,17 +131,17 @@ _get_shape, _get_dtype = _T.shape.__get__, _T.dtype.__get__
 
 
 def _recomputing() -> bool:
-    """In a forward pass that autograd runs again."""
+    """Whether this code runs in the recomputation of a forward pass (activation checkpointing)."""
     return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
 
 
 def _in_backward() -> bool:
-    """In a backward pass: the backward of a Function, a hook, a recomputation."""
+    """Whether this code runs in a backward pass: a Function's backward, a hook, a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _in_own_pass(engine: OwningEngine) -> bool:
-    """In a pass of the parameter's own model: another's is looked at from outside."""
+    """Whether the parameter's own model is in a pass. A pass of another model does not count."""
     return engine.in_pass
 
 
@@ -148,14 +149,14 @@ def _computing(engine: OwningEngine) -> bool:
     return engine.computing
 
 
-#: What asks for gradients only to drop them, or to fill them with zeros in place: it needs no face.
+#: Functions that read `.grad` only to drop it or to fill it with zeros: they need no interval.
 _DROPS = frozenset(
     getattr(drops, "__wrapped__", drops).__code__
     for drops in (torch.optim.Optimizer.zero_grad, nn.Module.zero_grad)
 )
 
-#: Where `optimizer.load_state_dict` gives states the dtype of the parameter: of what the optimizer
-#: steps.
+#: The function in which `optimizer.load_state_dict` casts states to `param.dtype`. It must see the
+#: master dtype, which is what the optimizer steps.
 _CASTS_STATES = "_process_value_according_to_param_policy"
 
 
@@ -164,8 +165,8 @@ class ShardedParameter(nn.Parameter):
 
     _onefold_faced = True
 
-    # What loops over parameters ask most often has a short way: a property costs a tenth of what
-    # __torch_function__ does.
+    # Attributes that loops over parameters read most often are properties: a property costs a tenth
+    # of a __torch_function__ call.
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -177,16 +178,16 @@ class ShardedParameter(nn.Parameter):
     def ndim(self) -> int:  # type: ignore[override]
         return len(self.shape)
 
-    # What the model was declared in: `x.to(next(model.parameters()).dtype)` is what it computes
-    # with. `.data` and `.grad` are in master precision, and say so.
+    # The dtype in which the model was declared, so that `x.to(next(model.parameters()).dtype)` fits
+    # what the model computes with. `.data` and `.grad` report their own dtype, master precision.
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
             return _get_dtype(self)
         if ForwardDepth.value or _in_backward():
-            # Code of a backward pass must come to what it came to in the forward pass, where its
-            # module had the whole parameter: adapters cast their input to this
+            # Recomputed code must take the same path as in the forward pass, where its module had
+            # the whole parameter: adapters cast their input to this dtype
             entry = self.__dict__["_onefold_entry"]()
             if entry is not None and (engine := entry.engine()) and _in_own_pass(engine):
                 return entry.compute.dtype
@@ -259,8 +260,8 @@ class ShardedParameter(nn.Parameter):
 
 
 def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What is done with `func` where a sharded parameter or an interval is among its arguments."""
-    # Not under disable_torch_function: what is recomputed inside needs to see parameters as they are
+    """Run `func`, which has a sharded parameter or an interval among its arguments."""
+    # Outside disable_torch_function: a recomputation inside `func` needs the dispatch on parameters
     if func in differentiate.CALLS:
         return differentiate.call(func, args, kwargs)
     if (
@@ -279,16 +280,16 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         first = args[0] if args else None
         if name in _OWN and isinstance(first, ShardedParameter):
             return _own(func, name, first, args, kwargs)
-        # In a forward pass, or in a recomputation of one (which autograd runs with gradients on),
-        # code wants the whole.
+        # In a forward pass, or in the recomputation of one (which autograd runs with gradients
+        # enabled), code gets whole parameters.
         if ForwardDepth.value or _recomputing():
             args, kwargs = _substitute(func, args, kwargs)
-            # Another model's, which does not compute now
+            # Parameters are left over that belong to another model, which is not in a pass
             if (entries := _differentiated(func, args, kwargs)) is not None:
                 return compute_outside(func, args, kwargs, entries)
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
-        # So does the backward of a Function, and a hook. What they write goes to the master, which
-        # `.data` shows them: the whole is dropped behind the pass.
+        # The backward of a Function and a hook get whole parameters too, but for writes: these go
+        # to the masters, which `.data` shows, because the whole is dropped after the pass.
         if _in_backward() and not (
             name in ("data", "detach") or is_about_itself(func) or writes_in_place(func, kwargs)
         ):
@@ -337,8 +338,8 @@ def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
 
 
 def _as_declared(value: Any) -> Any:
-    """`value` with each whole parameter whose masters are in another dtype than the model was
-    declared in cast to that.
+    """Return `value` with each sharded parameter in it cast to the dtype in which the model was
+    declared, where its masters have another.
     """
     if isinstance(value, ShardedParameter):
         declared = value.__dict__["_onefold_declared"]
@@ -349,7 +350,7 @@ def _as_declared(value: Any) -> Any:
 
 
 def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
-    """What belongs to the optimizer's object itself, inside a forward pass too."""
+    """Run one of `_OWN`: these act on the optimizer's object, also inside a forward pass."""
     if name == "grad":
         return seen_grad(param)
     if name == "grad__set__":
@@ -368,8 +369,8 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
 
 
 def bare(params: Iterable[nn.Parameter]) -> None:
-    """Let sharded parameters be plain ones for an optimizer's step: of this rank's elements, as
-    fast as any.
+    """Make sharded parameters plain `nn.Parameter`s over this rank's elements, for the duration of
+    an optimizer's step: without dispatch a step is as fast as on any tensor.
     """
     for param in params:
         if (plain := param.__dict__.get("_onefold_bare")) is not None:
@@ -377,7 +378,7 @@ def bare(params: Iterable[nn.Parameter]) -> None:
 
 
 def face(params: Iterable[nn.Parameter]) -> None:
-    """The end of `bare`."""
+    """Undo `bare`: make the parameters `ShardedParameter`s again."""
     for param in params:
         if (faced := param.__dict__.get("_onefold_class")) is not None:
             param.__class__ = faced
@@ -387,8 +388,10 @@ _SUBCLASSES: dict[type, type] = {}
 
 
 def faced_class(kind: type) -> type:
-    """The class of a sharded parameter that was of class `kind`: it still is an instance of it,
-    where `kind` only marks its parameters.
+    """Return the class of a sharded parameter whose original was of class `kind`.
+
+    It is a subclass of `kind` too, if `kind` is a subclass of `nn.Parameter` without dispatch of
+    its own, so that `isinstance` checks on the parameter still hold.
     """
     if kind in (nn.Parameter, torch.Tensor, ShardedParameter):
         return ShardedParameter
@@ -423,7 +426,7 @@ _ELSEWHERE = (*_DDP, *_C10D)
 
 
 def _asked_by(files: tuple[str, ...]) -> bool:
-    """Whether the code that uses the tensor (three frames up) lies in one of `files`."""
+    """Whether the code that uses the tensor (three frames up) is in one of `files`."""
     return sys._getframe(3).f_code.co_filename.endswith(files)
 
 
@@ -443,8 +446,8 @@ def _refuse_elsewhere(tensor: Any, found: list[ShardInfo]) -> None:
 
 
 class ForwardDepth:
-    """How many forward passes of sharded models are open: a quick way out for the common case of
-    none.
+    """The number of open forward passes of sharded models, over all models: a quick test for the
+    common case of none.
     """
 
     value = 0
@@ -459,14 +462,14 @@ def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
 
 
 def _specs(args: Any, kwargs: Any) -> bool:
-    """Whether any argument is one rank's part."""
+    """Whether any argument is an interval, or a sharded parameter taken for one."""
     return any(
         spec_of(t) is not None for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor)
     )
 
 
 def _graded(args: Any, kwargs: Any) -> list[Entry]:
-    """The sharded parameters among the arguments, each once, in order."""
+    """Return the sharded parameters among the arguments, each once, in order."""
     out: dict[int, Entry] = {}
     for t in _flatten((args, kwargs)):
         if (
@@ -479,7 +482,9 @@ def _graded(args: Any, kwargs: Any) -> list[Entry]:
 
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> list[Entry] | None:
-    """The sharded parameters among the arguments, if gradients of `func` reach one of them."""
+    """Return the sharded parameters among the arguments if `func` will be differentiated with
+    respect to one of them, else None.
+    """
     if not torch.is_grad_enabled() or is_about_itself(func) or writes_in_place(func, kwargs):
         return None
     entries = _graded(args, kwargs)
@@ -497,8 +502,9 @@ def _flatten(value: Any) -> list[Any]:
 def _substitute(
     func: Any, args: Any, kwargs: Any, wanted: Callable[[OwningEngine], bool] = _computing
 ) -> tuple[Any, Any]:
-    """The arguments with each sharded parameter of a model that is `wanted` replaced by its whole
-    parameter, gathered if need be.
+    """Return the arguments with sharded parameters replaced by whole ones, gathered if need be.
+
+    `wanted` is asked for each parameter's engine; where it returns False the parameter stays.
     """
 
     def swap(value: Any) -> Any:
@@ -508,7 +514,7 @@ def _substitute(
             if entry is None or not wanted(entry.engine()):
                 return value
             if (name := name_of(func)) == "data":
-                entry.flat.written_in_forward = True  # perhaps: see `Whole`
+                entry.flat.written_in_forward = True  # it may be: see `Whole` in runtime/entry.py
             return (
                 entry.compute
                 if is_about_itself(func) and name not in ("data", "detach")
@@ -522,7 +528,7 @@ def _substitute(
 
 
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
-# What belongs to the optimizer's object.
+# Operations on the optimizer's object itself.
 _OWN = frozenset(
     (
         "grad",
@@ -535,7 +541,7 @@ _OWN = frozenset(
         "_grad",
     )
 )
-# What may be done to a parameter that has no memory.
+# Operations that need no elements: allowed on a parameter that has no memory.
 _OF_STORAGELESS = (
     _OWN
     | _HOOKS

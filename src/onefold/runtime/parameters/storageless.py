@@ -1,8 +1,8 @@
-"""Tensors that have a shape and a dtype, and no memory: what is seen of elements that rest on NVMe,
-or encoded.
+"""Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored
+on NVMe or encoded.
 
-A kernel that is given one may read address 0. So whoever gets to see one gets an object that
-answers questions about its shape, and explains itself instead of computing.
+A kernel that is given a tensor without memory may read address 0. So user code only sees them as a
+`Storageless`, which answers questions about its shape and raises an explanation otherwise.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class StoragelessError(RuntimeError):
 
 
 def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
-    """A storageless tensor of the shape, dtype and device of `like`; `what` is its subject in a
-    sentence.
+    """Return a storageless tensor with the shape, dtype and device of `like`. `what` describes it
+    in messages.
     """
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
@@ -29,8 +29,8 @@ def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
-    """The storageless tensor `t` as code outside the engine may see it; of the shape that `spec` is a
-    part of.
+    """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec`
+    it shows the shape of the whole.
     """
     seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec
@@ -43,7 +43,7 @@ def is_storageless(t: torch.Tensor) -> bool:
 
 
 def storageless_error(func: Any, what: str) -> StoragelessError:
-    """What to say to code that wants to compute with something storageless."""
+    """Return the error for code that computes with something storageless."""
     return StoragelessError(
         f"{getattr(func, '__name__', func)} was given {what}, whose elements are stored on NVMe or"
         " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
@@ -54,7 +54,7 @@ def storageless_error(func: Any, what: str) -> StoragelessError:
 
 
 class Storageless(torch.Tensor):
-    """See this module."""
+    """See the docstring of this module."""
 
     what: str = "a tensor"
     spec: IntervalSpec | None = None
@@ -91,7 +91,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 _T: Any = torch.Tensor
-#: What can be asked of a tensor without looking at its elements.
+#: Functions that do not need a tensor's elements.
 _ALLOWED = {
     getattr(_T, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
@@ -105,8 +105,8 @@ _ALLOWED = {
 
 
 class StatePlace(torch.Tensor):
-    """What stands in `optimizer.state` for a state on NVMe. To copy or to pickle it would be to
-    lose the state.
+    """A placeholder in `optimizer.state` for a state on NVMe. Copying or pickling it raises, since
+    the copy would not hold the state.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""The values of a sharded parameter from outside: `.grad` and `.data`, seen, given and dropped."""
+"""Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine."""
 
 from __future__ import annotations
 
@@ -31,10 +31,12 @@ def before_write(param: Any, seen: bool) -> None:
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:
-    """`.grad` as code outside an optimizer's step sees it: an interval with the face of the whole.
+    """Return `.grad` as code outside an optimizer's step sees it: an interval with the whole's
+    shape.
 
-    A rank that owns nothing of a parameter has no gradient of it; it sees an empty interval where
-    other ranks have one, so that all ranks come to the same reductions.
+    A rank that owns no element of a parameter has no gradient of it. If other ranks have one, this
+    rank sees an empty interval: code such as gradient clipping then runs the same collectives on
+    all ranks.
     """
     grad, spec = get_grad(param), spec_of(param)
     if spec is None:
@@ -57,8 +59,10 @@ _nothing = torch.empty(0)
 
 
 def dropped_grad(param: Any) -> torch.Tensor | None:
-    """`.grad` for who only drops it: any tensor where other ranks have a gradient and this one owns
-    nothing.
+    """Return `.grad` for code that only drops it: the plain tensor, without an interval around it.
+
+    If other ranks have a gradient and this one owns no element, that is an arbitrary empty tensor:
+    the code must see that there is something to drop.
     """
     own: torch.Tensor | None = get_grad(param)
     if (
@@ -77,7 +81,7 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
         return
     spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
     shown = None if value is None or isinstance(value, Storageless) else spec_of(value) or value
-    # On every rank, also where it has no element
+    # Every rank checks, also one that has no element of the parameter
     if spec is not None and shown is not None and shown.shape != spec.shape:
         raise ShardedParameterError(
             f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected"
@@ -94,11 +98,11 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
-    """`param.data = value`: the values are taken over; the memory stays where the engine expects
-    it. See [Note: old data].
+    """Run `param.data = value`: copy the values. The parameter keeps its memory, which the engine
+    refers to. See [Note: old data].
 
     Raises:
-        ShardedParameterError: another dtype or device.
+        ShardedParameterError: `value` has another shape, dtype or device.
     """
     info: ShardInfo = param.__dict__["onefold"]
     if (
@@ -120,11 +124,13 @@ def give_data(param: Any, value: torch.Tensor) -> None:
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape"
                 f" {tuple(value.shape)}, expected the same."
             )
-        # Masters that are given back as the model shows them stay what they are
+        # `value` in the declared dtype: an element equal to the rounded master keeps the master, so
+        # that assigning back what was read changes nothing
         if local.dtype != param.dtype:
             local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
         given_out = param.__dict__.get("_onefold_given_out")
-        # A rank that has no element of it writes too: ranks must agree on what has been written.
+        # A rank without elements of the parameter decides as the others do: the write counters must
+        # agree on all ranks.
         same = (
             local.data_ptr() == param.data_ptr()
             if local.numel()
@@ -142,11 +148,12 @@ def give_data(param: Any, value: torch.Tensor) -> None:
 
 
 def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
-    """`param.data = value` in a forward pass, by code that does not own the parameter:
-    runtime/stale.py keeps what is written.
+    """Run `param.data = value` in a forward pass, by code outside the unit that owns the parameter.
+
+    The value goes to the whole parameter; runtime/stale.py copies it to the masters.
 
     Raises:
-        ShardedParameterError: another shape, dtype or device.
+        ShardedParameterError: `value` has another shape, dtype or device.
     """
     if (spec := spec_of(value)) is not None:
         value = spec.gather(value.detach(), "`.data =`")
@@ -161,11 +168,11 @@ def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tensor:
-    """This rank's elements of `value`: an interval of the same cut, or a plain tensor of the
-    whole's shape.
+    """Return this rank's elements of `value`, an interval or a plain tensor of the whole's shape.
+    An interval of another cut is gathered, which is collective.
 
     Raises:
-        ShardedParameterError: it is neither.
+        ShardedParameterError: `value` has another shape.
     """
     theirs = spec_of(value)
     if theirs is not None and theirs.shape == spec.shape:
@@ -184,8 +191,8 @@ def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tenso
 
 
 def seen_data(param: Any) -> torch.Tensor:
-    """`.data`: writes to it leave the parameter's own version counter alone, so all that are given
-    out share one that `written` reads.
+    """Return `.data`. Writes through it do not raise the parameter's own version counter, so all
+    tensors that are given out share another one, which `written` reads.
     """
     now, known = param.data, param.__dict__.get("_onefold_data")
     if (
@@ -193,15 +200,15 @@ def seen_data(param: Any) -> torch.Tensor:
         or known.dtype != now.dtype
         or (known.data_ptr(), known.shape) != (now.data_ptr(), now.shape)
     ):
-        # What the view before counted
+        # Keep the count of the previous view
         param.__dict__["_onefold_written"] = written(param) - param._version
         param.__dict__["_onefold_data"] = known = now
     return known.detach()
 
 
 def written(param: torch.Tensor) -> int:
-    """How often the memory of an optimizer's parameter was written to, as far as counters tell:
-    also through `.data`.
+    """Return how often the memory of an optimizer's parameter was written to, by torch's version
+    counters. Writes through `.data` count too.
     """
     known = param.__dict__.get("_onefold_data")
     through = 0 if known is None else known._version + param.__dict__["_onefold_written"]

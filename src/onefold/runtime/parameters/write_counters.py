@@ -1,16 +1,17 @@
 """Which parameters have been written to since a forward pass computed with them.
 
-    forward A   step   backward A     the weights that A's gradients need are gone: plain PyTorch raises, and so does this
+    forward A   step   backward A     an error, as in plain PyTorch: the weights that A's gradients need are overwritten
     forward A   backward A   step     the usual order
     forward A, forward B   step over B's parameters   backward A     fine
 
-Autograd's version counters do not see it: an optimizer writes to the masters, a backward pass reads
-the flat buffers that are made of them.
+Autograd's version counters do not notice this: an optimizer writes to the masters, but a backward
+pass reads the flat buffers that are gathered or copied from them.
 
-A pass keeps one number, the count of writes when it began. Only a backward pass that finds another
-count looks closer: it walks up the graph from the pass's output and raises if it meets a parameter
-whose values have been overwritten. Copies in another dtype keep the old values until they are
-refreshed, and so does what a second optimizer does not step.
+Each forward pass stores one number, the count of writes when it began. If the count has changed
+when its backward pass begins, the backward pass walks up the graph from the pass's output, and
+raises if it meets a parameter whose values have been overwritten. Not every write overwrites:
+copies in another dtype keep the old values until they are refreshed, and an optimizer writes only
+to the parameters that it steps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 
 class WriteCounters:
-    """Counts the writes to an engine's masters: `entry.last_write` is the number of the last one
-    that touched it.
+    """Counts the writes to an engine's masters. `entry.last_write` is the number of the last write
+    to that entry.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -38,8 +39,9 @@ class WriteCounters:
         self.graded: set[int] = set()
 
     def stepped(self, entries: Iterable[Entry]) -> None:
-        """An optimizer over `entries` has stepped: those with a gradient were written to, as far as
-        other ranks own them too.
+        """Count a step of an optimizer over `entries` as a write to those with a gradient.
+
+        For an entry of which this rank owns no element, a gradient on any other rank counts.
         """
         self.count += 1
         for entry in entries:
@@ -51,21 +53,22 @@ class WriteCounters:
 
     @staticmethod
     def _is_others(entry: Entry) -> bool:
-        """This rank owns nothing of it, and so has no gradient to tell by."""
+        """Whether this rank owns no element of `entry`, and so never has a gradient of it."""
         a, b = entry.flat.local(entry)
         return a == b
 
     def all_of(self, entries: Iterable[Entry]) -> None:
-        """Somebody wrote to the masters of `entries`."""
+        """Count a write to the masters of all `entries`."""
         self.count += 1
         for entry in entries:
             entry.last_write = self.count
 
     def refuse_if_computed_with(self, since: int) -> None:
-        """In a hook of a backward pass: look upstream of the node that it runs at.
+        """Check the parameters upstream of the current autograd node. Called in a hook of a
+        backward pass.
 
         Raises:
-            RuntimeError: values that were computed with after write `since` are gone.
+            RuntimeError: a parameter among them was overwritten after write number `since`.
         """
         written = {
             id(e.compute): e
@@ -84,21 +87,22 @@ class WriteCounters:
 
 
 class ForwardPass:
-    """One pass over the model, as its backward pass remembers it."""
+    """What a backward pass needs to know of its forward pass: the count of writes when it began."""
 
     __slots__ = ("_counters", "of_root", "open", "since", "task")
 
     def __init__(self, counters: WriteCounters) -> None:
         self._counters, self.since, self.task = counters, counters.count, -1
-        # It has a graph that no backward pass has used up; it is a pass of the whole model
+        # open: it has a graph that no backward pass has consumed. of_root: a pass of the whole
+        # model
         self.open = self.of_root = False
 
     def backward_reached(self, whole: bool) -> None:
-        """The backward pass came to an output of the whole pass, or of a unit inside it (which then
-        need not be looked at again).
+        """Check for writes when the backward pass reaches an output of the pass (`whole`) or of one
+        unit in it. After the check at an output of the pass, units need none.
 
         Raises:
-            RuntimeError: its parameters have been written to since.
+            RuntimeError: its parameters have been written to since the forward pass.
         """
         if self.since == self._counters.count:
             return
@@ -112,8 +116,8 @@ class ForwardPass:
 
 
 def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
-    """The names of those parameters of `wanted` (by the id of the whole parameter) that the graph
-    upstream of `start` leads to.
+    """Return the names of the parameters in `wanted` (by the id of the whole parameter) that the
+    graph upstream of `start` reaches.
     """
     found, seen, todo = [], {start}, [start]
     while todo:

@@ -1,9 +1,10 @@
-"""The values of a whole model: given to its units by `shard()`, read and written between passes.
+"""The values of a whole model: how `shard()` gives them to the units, and how they are read and
+written between passes.
 
-| question                                     | files, in the order to read them   |
-|----------------------------------------------|------------------------------------|
-| How does each unit get its first values?     | `start`, `elsewhere`, `materialize`, `values` |
-| What are whole values, and state dicts?      | `values`, `dicts`, `contents`      |
-| How do whole values travel?                  | `stream`                           |
-| How does a model come out of its shards?     | `unsharding`                       |
+| question                                   | files, in the order to read them  |
+|--------------------------------------------|-----------------------------------|
+| How does each unit get its first values?   | `start`, `materialize`, `values`  |
+| What are whole values, and state dicts?    | `values`, `dicts`, `contents`     |
+| How are whole values sent?                 | `stream`                          |
+| How does a model become a plain one again? | `unsharding`                      |
 """

@@ -1,5 +1,5 @@
-"""What a module's own state dict holds: by name, and which of it are parameters. Local. See [Note: hooks
-of state dicts] in runtime/state/dicts.py.
+"""The entries of a module's own state dict, and which of them are parameters. Local. See [Note:
+hooks of state dicts] in runtime/state/dicts.py.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from onefold.runtime.units import first_tiles
 
 
 def as_parameters(engine: Engine, wholes: Mapping[str, torch.Tensor]) -> dict[Entry, nn.Parameter]:
-    """A parameter over each whole, with what somebody put on the one that it stands for; of those
-    in tiles at the first.
+    """Return a plain parameter over each whole tensor, with the attributes that the user has set on
+    the sharded one. A parameter in tiles has one, under the entry of its first tile.
     """
     out: dict[Entry, nn.Parameter] = {}
     for entry in engine.entries:
         if entry.part.first == 0:
             whole = wholes[entry.part.names[0]]
-            # A copy of the attributes, but for the engine's own
+            # Copy the attributes, except the engine's own
             own = {k: v for k, v in entry.param.__dict__.items() if not k.startswith("_onefold")}
             own.pop("onefold", None)
             out[entry] = nn.Parameter(whole, requires_grad=entry.param.requires_grad)
@@ -37,7 +37,7 @@ def as_parameters(engine: Engine, wholes: Mapping[str, torch.Tensor]) -> dict[En
 
 @contextlib.contextmanager
 def showing(shown: Mapping[Entry, nn.Parameter]) -> Iterator[None]:
-    """Inside, the modules have these parameters in the places of their own."""
+    """Replace the modules' own parameters by these, inside the context."""
     try:
         for entry, param in shown.items():
             Flat.swap(entry, param, entry.param)
@@ -49,7 +49,9 @@ def showing(shown: Mapping[Entry, nn.Parameter]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def unguarded(engine: Engine) -> Iterator[None]:
-    """Inside, `state_dict()` of the model's modules gives what they hold: for names and shapes."""
+    """Allow `state_dict()` of the model's modules, which is refused elsewhere: for names and
+    shapes.
+    """
     engine.whole_depth += 1
     try:
         yield
@@ -58,35 +60,35 @@ def unguarded(engine: Engine) -> Iterator[None]:
 
 
 def own_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:
-    """The module's own state dict of what stands in its places now. Local.
+    """Return the module's own state dict with the parameters that it holds now. Local.
 
-    A parameter in tiles stands there as its first tile's.
+    A parameter in tiles appears as its first tile's.
     """
     with unguarded(engine), disable_torch_function(), first_tiles():
         return module.state_dict(keep_vars=True)
 
 
-#: The entries of a module's state dict, parameters with what they are.
+#: The entries of a module's state dict: {name: (value, its entry if it is a parameter)}.
 Contents = dict[str, tuple[Any, Entry | None]]
 
 
 def contents(engine: Engine, module: nn.Module) -> Contents:
-    """The module's own state dict: this rank's intervals with the entries that they are of, buffers,
-    extra state. Local.
+    """Return the module's own state dict: sharded parameters with their entries, buffers, extra
+    state. Local.
 
-    Parameters have the names that a hook of a module has given them. What a hook has made other
-    tensors of stands there as it is in the module, by its own names. See [Note: hooks of state
-    dicts].
+    Parameters have the names that the modules' state dict hooks give them. If a hook turns a
+    parameter into other tensors, the dict holds the parameter itself, by its name in the module.
+    See [Note: hooks of state dicts].
 
     Raises:
         ShardedParameterError: a buffer is this rank's part of a parameter.
-        ValueError: a hook does not go over tensors without values.
+        ValueError: a hook fails on tensors without values.
     """
     return contents_and_changes(engine, module)[0]
 
 
 def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
-    """`contents`, and whether a hook has made other tensors of parameters."""
+    """Return `contents`, and whether a hook turns a parameter into other tensors."""
     entries = {id(e.param): e for e in engine.entries} | {id(e.compute): e for e in engine.entries}
     buffers = {id(buffer) for buffer in module.buffers()}
     by_name = {name: e for e in engine.entries for name in e.part.names}
@@ -94,7 +96,7 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
     with disable_torch_function():
         try:
             held = own_state_dict(engine, module)
-        except Exception:  # of a hook that asks for whole shapes
+        except Exception:  # a hook may need the shape of the whole
             return _outlined(engine, module)
         for name, value in held.items():
             entry = None
@@ -106,13 +108,13 @@ def contents_and_changes(engine: Engine, module: nn.Module) -> tuple[Contents, b
                     entry = by_name.get(name)
                     if entry is None or value.shape != entry.param.shape:
                         return _outlined(engine, module)
-                    value = entry.param  # of which a hook has put a copy there
+                    value = entry.param  # a hook has put a copy of it into the dict
             out[name] = value, entry
     return out, False
 
 
 def _outlined(engine: Engine, module: nn.Module) -> tuple[Contents, bool]:
-    """The same from whole parameters without memory: what hooks make of these has none either."""
+    """Do the same with whole parameters on the meta device, on which hooks may compute."""
     wholes = {
         e.part.names[0]: torch.empty(e.part.shape, dtype=e.flat.dtypes.master, device="meta")
         for e in engine.entries
@@ -162,8 +164,8 @@ def _is_extra(name: str) -> bool:
 def beside_parameters(
     engine: Engine, module: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What the module's state dict holds besides parameters: (persistent buffers, extra states),
-    each by its name there. Local.
+    """Return what the module's state dict holds besides parameters, by name: (persistent buffers,
+    extra states). Local.
     """
     buffers: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}

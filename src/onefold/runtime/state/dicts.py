@@ -1,11 +1,11 @@
-"""State dicts of whole tensors: what the module's own `state_dict()` and `load_state_dict()` would
-give and take if it were not sharded. All collective: every rank calls them.
+"""State dicts of whole tensors, as the module's own `state_dict()` and `load_state_dict()` would
+return and take them without sharding. All are collective: every rank calls them.
 
-[Note: hooks of state dicts] A module may rename its parameters in its state dict, or save them in
-other shapes (one fused weight as three). Such hooks are run on whole tensors, on rank 0: these stand
-in the modules' places while torch goes through them. What has only to know names (checkpoints, which
-call a parameter what its module calls it) looks at the state dict of the intervals, and where a hook
-has made something else of them, at that of whole parameters without memory (`contents`, in
+[Note: hooks of state dicts] A module's hooks may rename its parameters in the state dict, or save
+them in other shapes (one fused weight as three). To run the hooks on values, rank 0 puts whole
+tensors in place of the modules' parameters while torch collects or loads the state dict. Code that
+needs only names, such as checkpoints, looks at the state dict of the sharded parameters; if a hook
+changes their shapes, at the state dict of whole parameters without memory (`contents`, in
 runtime/state/contents.py).
 """
 
@@ -34,29 +34,29 @@ from onefold.runtime.state.stream import from_first, tell_all, to_first
 
 
 def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors on the host of rank 0; {} on other ranks. See `onefold.full_state_dict`."""
+    """Return whole tensors on rank 0's host; {} on other ranks. See `onefold.full_state_dict`."""
     if not engine.unsharded:
         engine.refuse_changes("full_state_dict")
         for name, buffer in module.named_buffers():
-            refuse_parts(name, buffer)  # on every rank, not on the one that writes them
+            refuse_parts(name, buffer)  # here, so that every rank raises, not only rank 0
     engine.unset.look()
     engine.unset.refuse("full_state_dict() would hold")
     return whole_state_dict(engine, module, _masters_of)
 
 
-#: Elements [x, y) of an entry, counted from its first.
+#: A function that returns elements [x, y) of an entry, counted from its first.
 ReadEntry = Callable[[Entry, int, int], torch.Tensor]
 
 
 def whole_state_dict(
     engine: Engine, module: nn.Module, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]]
 ) -> dict[str, torch.Tensor]:
-    """The module's state dict on rank 0's host, with whole tensors for parameters; {} on other
-    ranks. Collective.
+    """Return the module's state dict on rank 0's host, with whole tensors for parameters; {} on
+    other ranks. Collective.
 
     Args:
-        values: of a flat buffer the dtype, what reads the elements that this rank holds, and
-            `alone` as in `to_first`.
+        values: returns, for a flat buffer, the dtype of the tensors, the function that reads this
+            rank's elements, and `alone` of `to_first`.
     """
     wholes = _wholes(engine, values)
     if engine.rank != 0:
@@ -76,7 +76,9 @@ def whole_state_dict(
 def _wholes(
     engine: Engine, values: Callable[[Flat], tuple[torch.dtype, ReadEntry, bool]]
 ) -> dict[str, torch.Tensor]:
-    """Rank 0's host has every parameter whole, by its first name; {} on other ranks. Collective."""
+    """Return every parameter whole on rank 0's host, by its first name; {} on other ranks.
+    Collective.
+    """
     first = engine.rank == 0
     wholes: dict[str, torch.Tensor] = {}
     with disable_torch_function(), torch.no_grad():
@@ -108,14 +110,14 @@ def _masters_of(flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
 def load_full_state_dict(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names. See
-    `onefold.load_full_state_dict`.
+    """Load rank 0's whole tensors into every rank's masters. Returns (missing, unexpected) names.
+    See `onefold.load_full_state_dict`.
     """
     engine.refuse_changes("load_full_state_dict")
     engine.masters.about_to_write()
     try:
         held, changed = contents_and_changes(engine, module)
-    except ValueError:  # of a hook that needs values
+    except ValueError:  # a hook needs values
         held, changed = {}, True
     if changed:
         return _load_by_module(engine, module, state, strict)
@@ -151,8 +153,8 @@ def load_full_state_dict(
 def _load_by_module(
     engine: Engine, module: nn.Module, state: Mapping[str, torch.Tensor] | None, strict: bool
 ) -> tuple[list[str], list[str]]:
-    """Rank 0's module takes over `state` itself, hooks and all, into whole parameters; these go to
-    all ranks.
+    """Load `state` by the module's own `load_state_dict`, hooks included, into whole parameters on
+    rank 0; then send these to all ranks.
     """
     wholes, verdict = _wholes(engine, _masters_of), None
     if engine.rank == 0:
@@ -177,14 +179,16 @@ def _taken_over(
     engine: Engine, module: nn.Module, wholes: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor] | None, strict: bool,
 ) -> tuple[list[str], list[str], str | None]:  # fmt: skip
-    """What `_compare` says, once rank 0's module has loaded `state` into `wholes`."""
+    """Load `state` into `wholes` by rank 0's module. Returns the same as `_compare`: (missing
+    names, unexpected names, complaint or None).
+    """
     if state is None:
         return _compare({}, {}, state, strict)
     if complaint := _no_tensors({}, state):
         return [], [], complaint
     with disable_torch_function(), torch.no_grad():
         shown = as_parameters(engine, wholes)
-        for entry in engine.entries:  # a module in tiles writes to each of them
+        for entry in engine.entries:  # a module in tiles writes to every tile
             if entry not in shown or entry.slot.numel < entry.part.numel:
                 part, whole = entry.part, wholes[entry.part.names[0]].view(-1)
                 tile = whole[part.first : part.first + entry.slot.numel].view(entry.slot.shape)
@@ -244,8 +248,8 @@ def _compare(
 
 
 def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
-    """What is wrong with a `state` that is no dict, or holds something else than real tensors under
-    known names.
+    """Return a complaint if `state` is not a dict, or holds something other than tensors (or
+    complex tensors for real ones) under known names.
     """
     if not isinstance(state, Mapping):
         return (
@@ -275,8 +279,9 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
 def _load_flat(
     engine: Engine, flat: Flat, coming: Collection[str], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """What is `coming`, by the first name of the parameter; the rest stays. `state`: rank 0's whole
-    tensors by that name.
+    """Load the parameters of `flat` that are in `coming`; the others keep their values.
+
+    `coming` has the first names of parameters. `state` has rank 0's whole tensors by these names.
     """
     masters = None if flat.unsharded else new_masters(flat, engine.device)
     for entry in flat.entries:

@@ -1,4 +1,4 @@
-"""Models built on the meta device: given memory and values unit by unit, never whole."""
+"""Models built on the meta device: memory and values unit by unit, never all at once."""
 
 from __future__ import annotations
 
@@ -44,14 +44,17 @@ def materialize(
     coming: Collection[str] = (),
     memory: bool = False,
 ) -> list[tuple[str, nn.Module, str]]:
-    """Give the unit's own meta tensors memory on `device` and, where `values`, initialize them.
+    """Give the unit's own meta tensors memory on `device`, and initialize them if `values`.
 
-    Without values (another rank brings them) only the buffers get memory. Values come from
-    `init(module)`, else from the module's `reset_parameters()`, else from the root's
-    `_init_weights(module)`, as transformers models have it. The parameters named in `coming` are on
-    the meta device while that runs, so that no value is made for them; somebody writes them later,
-    into their shard, or with `memory` into memory of their own, which is not touched here. A
-    parameter that nothing initializes stays on the meta device, or is marked (runtime/unset.py).
+    Initial values come from `init(module)`, else from the module's `reset_parameters()`, else from
+    the root's `_init_weights(module)`, which transformers models have. A parameter that nothing
+    initializes stays on the meta device, or is marked (runtime/unset.py).
+
+    Args:
+        values: False if another rank has the values; only buffers then get memory.
+        coming: names of parameters that will be loaded. They stay on the meta device while the
+            initializer runs, so that no value is made for them.
+        memory: give the parameters that are loaded, or not initialized, memory of their own.
 
     Returns:
         the buffers that nothing gave a value: (name, module, key).
@@ -65,7 +68,7 @@ def materialize(
         for key in buffers:
             module._buffers[key] = mark(torch.empty_like(module._buffers[key], device=device))  # type: ignore[arg-type]
         how = _initializer(module, init, root)
-        # Which an initializer would write over
+        # Whether the module has parameters with values, which the initializer would overwrite
         there = any(p is not None and not p.is_meta for p in module._parameters.values())
         if values and how is not None and (len(later) < len(ours) or (buffers and not there)):
             for key in ours.keys() - later.keys():
@@ -89,7 +92,7 @@ def materialize(
 
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
     param = nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
-    # The same dicts: handles that remove a hook stay good
+    # The same dicts, so that the handles that the user holds still remove hooks
     param._backward_hooks = like._backward_hooks
     if like._post_accumulate_grad_hooks is not None:
         param._post_accumulate_grad_hooks = like._post_accumulate_grad_hooks
@@ -97,7 +100,7 @@ def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
-    # It keeps a list of its parameters besides, which follows an assignment
+    # An RNN also keeps a list of its parameters, which it updates on assignment
     if isinstance(module, nn.RNNBase):
         setattr(module, key, param)
     else:
@@ -107,7 +110,7 @@ def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
 def _initializer(
     module: nn.Module, init: Init | None, root: nn.Module
 ) -> Callable[[], object] | None:
-    """What gives the module's own tensors their values, if anything does."""
+    """Return the function that initializes the module's own tensors; None if there is none."""
     own_way: Callable[[], object] | None = getattr(module, "reset_parameters", None)
     how = init or getattr(root, "_init_weights", None)
     if init is None and own_way is not None:
@@ -116,8 +119,8 @@ def _initializer(
 
 
 def tie(specs: Iterable[UnitSpec]) -> None:
-    """Let parameters that were one object before `materialize` gave each of its places memory be
-    one again.
+    """Tie parameters again that were one object before `materialize`, which made a new one for each
+    module that refers to it.
     """
     for spec in specs:
         for found in spec.found:
@@ -128,30 +131,28 @@ def tie(specs: Iterable[UnitSpec]) -> None:
                     _put(module, attribute, whole)
 
 
-# -- values that are not on the device yet ---------------------------------------------------------
+# -- values that another object keeps --------------------------------------------------------------
 #
-# Parameters whose values rest elsewhere until their unit is laid out.
-#
-# Who keeps them says so on the parameter, under `KEEPER`; `shard` asks for a unit's values just
-# before it lays the unit out, so that no rank holds more than a unit of them.
+# The keeper of a parameter's values is an attribute of the parameter, named by `KEEPER`. `shard` asks
+# it for a unit's values just before it lays out the unit, so no rank holds more than one unit of them.
 
 
-#: Where a parameter names its keeper.
+#: The attribute of a parameter that refers to its keeper.
 KEEPER = "_onefold_keeper"
 
 
 class Keeper(Protocol):
-    """Who has the values of parameters that no engine has yet."""
+    """An object that keeps the values of parameters which no engine has laid out yet."""
 
     def give_up(self, params: Sequence[nn.Parameter]) -> None:
-        """Make them whole on every rank, with rank 0's values, and keep them no longer.
+        """Make the parameters whole on every rank, with rank 0's values, and forget them.
         Collective.
         """
 
 
 def fetch(params: Iterable[nn.Parameter]) -> None:
-    """Make parameters whole whose values a keeper has; others are left alone. Collective if any
-    is.
+    """Make those parameters whole that have a keeper; the others stay as they are. Collective if
+    any has one.
     """
     kept: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
     for param in params:

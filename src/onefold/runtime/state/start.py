@@ -1,4 +1,6 @@
-"""What `shard()` checks before it lays anything out, and the notes that it logs at the end."""
+"""What `shard()` compares among the ranks and refuses before it lays anything out, and the notes that
+it logs at the end.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _START = CollectiveContext("control", "(start)", 0, "state")
 
 
 def refuse_max_norm(module: nn.Module, alone: bool) -> None:
-    """Raise ValueError for embeddings that change their own rows by what this rank looks up."""
+    """Raise ValueError for embeddings with max_norm: it changes the rows that a rank looks up."""
     for name, inner in module.named_modules() if not alone else ():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.max_norm is not None:
             raise ValueError(
@@ -70,8 +72,8 @@ def compare_ranks(engine: Engine, recipe: Recipe, specs: list[UnitSpec], weights
 
 
 def rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
-    """Whether rank 0's model is on the meta device, so that its weights have to be made up (the
-    same answer on every rank).
+    """Whether rank 0's model is on the meta device, so that its weights must be initialized. Every
+    rank gets the same answer. Collective.
     """
     mine = has_meta(module)
     payload = torch.tensor([mine], dtype=torch.uint8)

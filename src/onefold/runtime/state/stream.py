@@ -1,12 +1,12 @@
-"""One parameter's elements between the ranks that hold them and rank 0's host, some at a time, and
-what the ranks say around that.
+"""Sending one parameter's elements between the ranks that hold them and rank 0's host, in chunks,
+and the messages around that.
 
-    to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, states of optimizers, averages
-    from_first   rank 0's whole ──► each rank: the elements that it holds        what loads them
+    to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, optimizer states, averages
+    from_first   rank 0's whole ──► each rank: the elements that it holds        loading these
 
-On the device there are never more than `CHUNK` elements of it, on other hosts than rank 0's no more
-than the rank's own. Where rank 0 holds all itself (stage 0, one rank) `to_first` moves nothing.
-Both are collective.
+A device never holds more than `CHUNK` elements of the parameter. Hosts other than rank 0's hold no
+more than the rank's own elements. If rank 0 holds all elements (stage 0, one rank), `to_first`
+sends nothing. Both are collective.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ Put = Callable[[int, int, torch.Tensor], None]
 
 
 def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
-    """What every rank says in the user's call `call`, in rank order. Collective.
+    """Return every rank's `value`, in rank order. `call` is the user's call, for messages.
+    Collective.
 
     Raises:
-        StallError: another rank does not come.
+        StallError: another rank did not call it in time.
         RuntimeError: another rank has called something else.
     """
     group = engine.group
@@ -73,7 +74,7 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
 
 
 def dist_rank(engine: Engine) -> int:
-    """This rank among all of the run, for people."""
+    """Return this rank's global number, for messages."""
     return engine.group.ranks[engine.group.rank]
 
 
@@ -85,12 +86,12 @@ def to_first(
     out: torch.Tensor | None,
     alone: bool = False,
 ) -> None:
-    """All elements of `entry` into rank 0's `out` ([numel], on the host; None on other ranks,
+    """Gather all elements of `entry` in rank 0's `out` ([numel], on the host; None on other ranks,
     unless they hold all elements themselves).
 
     Args:
-        read: gives the elements [x, y) that this rank holds, on any device, in `dtype`.
-        alone: `read` gives nothing but this rank's interval, also where the optimizer holds more.
+        read: returns elements [x, y) of those that this rank holds, on any device, in `dtype`.
+        alone: `read` can return only this rank's interval, even if its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
     here = entry.accounted(0) if alone else entry.held(0)
@@ -127,11 +128,11 @@ def from_first(
     put: Put,
     alone: bool = False,
 ) -> None:
-    """Rank 0's `whole` ([numel], anywhere; None on other ranks) to the ranks: `put` is given the
-    elements [x, y) that this one holds.
+    """Send rank 0's `whole` ([numel], on any device; None on other ranks) to the ranks. `put` is
+    called with the elements [x, y) that this rank holds.
 
     Args:
-        alone: each rank is given nothing but its interval, also where its optimizer holds more.
+        alone: each rank gets only its interval, even if its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
     held = entry.accounted if alone else entry.held
@@ -160,6 +161,6 @@ def from_first(
 
 
 def _owners(entry: Entry, x: int, y: int) -> range:
-    """The positions of the ranks whose intervals hold elements [x, y)."""
+    """Return the positions of the ranks whose intervals have some of elements [x, y)."""
     each = entry.flat.layout.shard_numel
     return range((entry.slot.start + x) // each, (entry.slot.start + y - 1) // each + 1)

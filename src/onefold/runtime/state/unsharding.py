@@ -1,5 +1,5 @@
-"""A sharded model becomes a plain module of whole parameters again, the same objects: see
-`onefold.unsharded`.
+"""Turning a sharded model back into a plain module of whole parameters, which stay the same
+objects. See `onefold.unsharded`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def refuse_unless_possible(engine: Engine) -> None:
-    """Raise what keeps this model from being made whole, the same on every rank.
+    """Raise if this model cannot be made whole now, with the same error on every rank.
 
     Raises:
-        RuntimeError: a pass, another context or unreduced gradients are in the way.
-        ValueError: its recipe keeps parameters in a way that has no way back.
+        RuntimeError: the model is in a pass or another context, or has unreduced gradients.
+        ValueError: the recipe does not support it.
     """
     flats = [flat for unit in engine.units for flat in unit.flats]
     if engine.stack or engine.progress.backward_open:
@@ -57,8 +57,8 @@ def refuse_unless_possible(engine: Engine) -> None:
 
 
 def make_plain(engine: Engine) -> None:
-    """Whole values into the parameters, unit by unit; nothing of the engine stays on them.
-    Collective. The hooks of modules go with it.
+    """Give the parameters their whole values, unit by unit, and remove everything of the engine
+    from them, and its hooks from the modules. Collective.
     """
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
@@ -79,7 +79,7 @@ def make_plain(engine: Engine) -> None:
 def _unwrap(param: nn.Parameter) -> None:
     for key in [key for key in param.__dict__ if key == "onefold" or key.startswith("_onefold")]:
         del param.__dict__[key]
-    if isinstance(param, ShardedParameter):  # of a subclass it is the subclass behind the face
+    if isinstance(param, ShardedParameter):  # a subclass was made of the original's class
         kind: Any = type(param)
         plain: Any = nn.Parameter if kind is ShardedParameter else kind.__bases__[1]
         param.__class__ = plain

@@ -1,5 +1,5 @@
-"""Whole parameters outside a forward pass: laid out from rank 0's, and shown to be read and changed.
-All collective: every rank calls them.
+"""Whole parameters outside a forward pass: `lay_out` divides rank 0's among the ranks;
+`full_params` shows them to be read and changed. All are collective: every rank calls them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from onefold.runtime.unset import value_of
 def scatter_masters(
     engine: Engine, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
 ) -> None:
-    """Rank 0's `full` ([numel], master precision; None elsewhere) into every rank's `master`."""
+    """Send each rank its part of rank 0's `full` ([numel], master precision; None elsewhere), into
+    `master`.
+    """
     group, context = engine.group, state_context(engine.resources, flat.unit_name)
     with torch.no_grad():
         if group.rank == 0:
@@ -41,7 +43,7 @@ def scatter_masters(
 
 
 def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
-    """Rank 0's `full` becomes everybody's masters, wherever these rest."""
+    """Replace the masters of every rank by rank 0's `full`, on whatever tier they are stored."""
     landing = flat.storage.landing(engine.device)
     scatter_masters(engine, flat, full, landing)
     flat.storage.store(landing)
@@ -49,8 +51,8 @@ def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
 
 @contextlib.contextmanager
 def full_params(engine: Engine, write: bool) -> Iterator[None]:
-    """Whole parameters in master precision in place of the sharded ones. See
-    `onefold.full_params`.
+    """Put whole parameters in master precision in place of the sharded ones, inside the context.
+    See `onefold.full_params`.
     """
     if engine.stack:
         raise RuntimeError(
@@ -72,7 +74,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
     if not engine.unsharded:
         engine.refuse_changes("full_params")
     held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
-    # Parameters in tiles: the tiles lie one behind another, so that there is a whole to see
+    # Whole parameters that are in tiles, by name: one buffer for all tiles of each
     joint: dict[str, torch.Tensor] = {}
     shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
     with disable_torch_function():
@@ -118,8 +120,8 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
 
 
 def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
-    """Whole parameters that were given other memory (`p.data = value`), or replaced, are written to
-    the memory they had. Returns what does not fit.
+    """Copy whole parameters that the user has given other memory (`p.data = value`), or replaced,
+    back to the memory they had. Returns a complaint if a shape does not fit.
     """
     wrong = None
     for entry, stand_in, whole in shown:
@@ -142,8 +144,8 @@ def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | N
 
 
 def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
-    """Where a tile lies in the whole parameter that `joint` has, or gets, by the parameter's
-    name.
+    """Return the view of a tile in its whole parameter, which `joint` has by the parameter's name.
+    A missing one is allocated.
     """
     part = entry.part
     if part.names[0] not in joint:
@@ -152,7 +154,7 @@ def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) 
 
 
 def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
-    """The tiles of `flat`, which `joint` has, as its whole buffer, [numel]."""
+    """Copy the tiles of `flat` from `joint` into a new whole buffer, [numel]."""
     like = joint[flat.entries[0].part.names[0]]
     full = torch.zeros(flat.layout.numel, dtype=like.dtype, device=like.device)
     for entry in flat.entries:
@@ -161,8 +163,8 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
 
 
 def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
-    """Build the unit's flat buffers; rank 0's weights are everybody's. Parameters named in `coming`
-    are NaN until somebody writes them.
+    """Build the unit's flat buffers from rank 0's weights. Parameters named in `coming` are filled
+    with NaN until they are loaded.
     """
     for flat in unit.flats:
         if flat.unsharded:
@@ -196,9 +198,9 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
 
 
 def _source(entry: Entry) -> torch.Tensor:
-    """Rank 0's value of a parameter that is about to be laid out."""
+    """Return rank 0's value of a parameter that is about to be laid out."""
     parameters, attribute, _ = entry.places[0]
     source = value_of(entry)
-    source = parameters[attribute] if source is None else source  # one without elements
+    source = parameters[attribute] if source is None else source  # None: it has no elements
     assert source is not None
     return source

@@ -1,34 +1,34 @@
-"""What an operation does that is given an interval (runtime/parameters/interval.py), or a sharded parameter
-outside a forward pass without gradients.
+"""Operations on an interval (runtime/parameters/interval.py), or on a sharded parameter outside a
+forward pass without gradients.
 
-| operation                                            | what happens                                                      | traffic       |
+| operation                                            | result                                                            | traffic       |
 |------------------------------------------------------|-------------------------------------------------------------------|---------------|
 | shape, numel, dtype and the like                     | the whole's                                                       | none          |
-| element-wise, in place or not: add_, clamp, copy_    | on this rank's elements; of another tensor its slice is taken     | none          |
-| the same as lists: _foreach_lerp_                    | the same                                                          | none          |
-| zeros_like; randn_like, normal_, nn.init             | this rank's slice of what would be made, or drawn, whole          | none          |
+| element-wise, in place or not: add_, clamp, copy_    | on this rank's elements; other tensors are sliced to match        | none          |
+| the same on lists: _foreach_lerp_                    | the same                                                          | none          |
+| zeros_like; randn_like, normal_, nn.init             | this rank's slice of a whole tensor made or drawn locally         | none          |
 | view(-1), flatten, [i], [a:b] on the first dimension | an interval: the elements keep their order                        | none          |
 | norm, sum, mean, max, any without a dimension        | the whole's, from one number of every rank                        | 8 bytes       |
-| other reading: matmul, sum(dim), [mask], tolist      | on the gathered whole; the result is an ordinary tensor           | the parameter |
-| other writing in place: w[:, 3] = 0, tril_           | on the gathered whole, of which this rank keeps its slice         | the parameter |
-| views in another order: t(), [:, 3], chunk(2, 1)     | `ShardedParameterError`: a copy would lose what is written to it  |               |
-| memory of its own: set_, resize_, DLPack             | `ShardedParameterError`                                           |               |
+| other reads: matmul, sum(dim), [mask], tolist        | on the gathered whole; the result is an ordinary tensor           | the parameter |
+| other writes in place: w[:, 3] = 0, tril_            | on the gathered whole, of which this rank keeps its slice         | the parameter |
+| views in another order: t(), [:, 3], chunk(2, 1)     | `ShardedParameterError`: writes to a copy would be lost           |               |
+| changes of its memory: set_, resize_, DLPack         | `ShardedParameterError`                                           |               |
 
 | file       | holds                                                    |
 |------------|----------------------------------------------------------|
-| dispatch   | which of the others is called                            |
-| names      | the tables of names                                      |
-| metadata   | what is asked without the elements                       |
+| dispatch   | which of the other files handles an operation            |
+| names      | torch's operators by kind                                |
+| metadata   | questions that need no elements                          |
 | local      | element-wise work on this rank's elements, random draws  |
 | lists      | torch._foreach_*                                         |
 | views      | views and indices                                        |
-| reductions | to one number                                            |
-| whole      | what gathers                                             |
-| refusals   | the sentences                                            |
+| reductions | reductions to one number                                 |
+| whole      | operations on the gathered whole                         |
+| refusals   | error messages                                           |
 
-What has traffic is a collective: every rank must come to it. Names not in these tables are looked
-up in torch's own schemas: what writes to nothing and returns no view is reading, and everything
-else is refused.
+An operation with traffic is a collective: every rank must run it. A name that is in none of the
+tables is looked up in torch's schemas: it counts as a read if it writes to nothing and returns no
+view, else it is refused.
 """
 
 from onefold.runtime.parameters.operators.dispatch import (

@@ -1,4 +1,4 @@
-"""Which of them is called for an operation: see the table of this package."""
+"""Choose the implementation of an operation on intervals, by the table of this package."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _names: dict[Any, str] = {}
 
 
 def name_of(func: Any) -> str:
-    """The name by which the tables know `func`: "add_", "sum", "shape", or "init" for functions of
+    """Return the name of `func` in the tables: "add_", "sum", "shape"; "init" for functions of
     torch.nn.init.
     """
     known = _names.get(func)
@@ -82,8 +82,8 @@ def writes_in_place(func: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def is_about_itself(func: Any) -> bool:
-    """Whether `func` asks for what needs no elements (a shape, a dtype), or makes a tensor like
-    another.
+    """Whether `func` needs no elements: it asks for metadata (a shape, a dtype), or makes a tensor
+    like another.
     """
     name = name_of(func)
     return (
@@ -98,12 +98,11 @@ def is_about_itself(func: Any) -> bool:
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """See the table of this module. `args` hold at least one interval, or sharded parameter that is
-    to be taken for one.
+    """Run `func` by the table of this package. `args` hold at least one interval, or a sharded
+    parameter that is treated as one.
 
     Raises:
-        ShardedParameterError: there is no way to do it on a part; the message says what to write
-            instead.
+        ShardedParameterError: it cannot be done on a part; the message says what to write instead.
     """
     name = name_of(func)
     with disable_torch_function():

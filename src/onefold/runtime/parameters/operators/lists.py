@@ -13,7 +13,7 @@ from onefold.runtime.parameters.operators.whole import read_whole, whole_of
 
 
 def on_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The element-wise work of `_foreach_` and `_fused_` functions, list item by list item."""
+    """Run a `_foreach_` or `_fused_` function on lists with intervals, item by item."""
     if name == "_foreach_norm":
         return norms_of(args[0], args[1] if len(args) > 1 else kwargs.get("ord", 2))
     lists = [
@@ -43,7 +43,7 @@ def on_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
                 for t, base in zip(a, bases, strict=True)
             ]
         elif isinstance(a, torch.Tensor):
-            a = whole_of(a, name)  # a number for all of them
+            a = whole_of(a, name)  # one scalar tensor for all items
         given.append(a)
     out = func(*given, **whole_of(kwargs, name))
     if out is None:
@@ -52,8 +52,8 @@ def on_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def unscale(func: Any, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """torch.amp.GradScaler's look at gradients: an infinity that one rank finds is found by all,
-    without waiting on the host.
+    """Unscale gradients for torch.amp.GradScaler. If one rank finds an infinity, `found_inf` is set
+    on all; the host does not wait.
     """
     func(grads, found_inf, inv_scale)
     agreed: set[int] = set()

@@ -1,4 +1,4 @@
-"""Element-wise operations, on this rank's elements."""
+"""Element-wise operations and random draws, on this rank's elements."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from onefold.runtime.parameters.operators.whole import read_whole, whole_of
 
 
 class Stepping:
-    """How many optimizer steps are under way: inside one, plain tensors of a rank's own elements
-    meet intervals (states made outside).
+    """The number of optimizer steps under way.
+
+    Inside a step, a plain tensor may hold this rank's elements only (an optimizer state) and be
+    combined with an interval.
     """
 
     depth = 0
@@ -28,7 +30,7 @@ def elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
         out, spec = func(*args, **kwargs), spec_of(args[0])
         return out if spec is None else dressed(out, spec, args)
-    # It wants a number
+    # torch expects a scalar as the value, so an interval there is gathered
     if name in ("masked_fill", "masked_fill_") and any(
         spec_of(v) for v in (*args[2:], kwargs.get("value"))
     ):
@@ -36,12 +38,12 @@ def elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
             (*args[:2], *whole_of(args[2:], name)),
             {k: whole_of(v, name) if k == "value" else v for k, v in kwargs.items()},
         )
-    # one-dimensional memory knows one order
+    # the local elements are one-dimensional: a memory format does not apply
     kwargs = {k: v for k, v in kwargs.items() if k != "memory_format"}
     tensors = tensors_among((args, kwargs))
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors if spec_of(t) is None)
     if graded and not (name in WRITTEN and spec_of(args[0])):
-        return read_whole(func, name, args, kwargs)  # its gradient is wanted whole
+        return read_whole(func, name, args, kwargs)  # autograd needs the whole result
     if name in WRITTEN:
         base = spec_of(args[0])
         if base is None:
@@ -75,7 +77,7 @@ def elementwise(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def like_another(like: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """`x.to(like)`: of `like` it takes no more than dtype and device, whatever its shape is."""
+    """Run `x.to(like)`. Only the dtype and the device of `like` matter, not its shape."""
     kwargs = {k: v for k, v in kwargs.items() if k != "other"}
     changed = (args[0], like.device, like.dtype, *args[2:])
     if spec_of(args[0]) is None:
@@ -89,7 +91,7 @@ def given_out(view: Any, source: torch.Tensor) -> Any:
 
 
 def give_to(target: torch.Tensor, value: torch.Tensor) -> None:
-    """`interval.data = value`: the values are taken over, the memory stays."""
+    """Run `interval.data = value`: copy the values; the interval keeps its memory."""
     spec, theirs = spec_of(target), spec_of(value)
     assert spec is not None
     if (
@@ -108,7 +110,9 @@ def on_locals(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _replaced(value: Any, base: IntervalSpec, what: str) -> Any:
-    """`value` with each tensor of it replaced by its elements where `base` has this rank's."""
+    """Return `value` with each tensor in it replaced by its elements that belong to this rank's
+    part of `base`.
+    """
     if isinstance(value, torch.Tensor):
         return part_of(value, base, what)
     if isinstance(value, (list, tuple)):
@@ -135,7 +139,7 @@ def part_of(t: torch.Tensor, base: IntervalSpec, what: str) -> torch.Tensor:
 
 
 def slice_of(t: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
-    """This rank's elements, [stop - start], of the plain tensor `t`, which broadcasts to
+    """Return this rank's elements, [stop - start], of the plain tensor `t`, which broadcasts to
     `spec.shape`.
     """
     if t.numel() == 1:
@@ -145,14 +149,14 @@ def slice_of(t: torch.Tensor, spec: IntervalSpec) -> torch.Tensor:
         return t.reshape(-1)[spec.start : spec.stop]
     if spec.start == spec.stop:
         return t.new_empty(0)
-    row = spec.numel // spec.shape[0]  # whole rows are copied at most, not the whole
+    row = spec.numel // spec.shape[0]  # copy only the rows that this rank has elements of
     first, last = spec.start // row, -(-spec.stop // row)
     return t[first:last].reshape(-1)[spec.start - first * row : spec.stop - first * row]
 
 
 def _is_local(t: torch.Tensor, base: IntervalSpec) -> bool:
-    """Whether a plain tensor holds this rank's elements alone: inside an optimizer's step its
-    parameters, gradients and states do.
+    """Whether a plain tensor holds only this rank's elements of `base`. True only inside an
+    optimizer's step, for its parameters, gradients and states.
     """
     return (
         Stepping.depth > 0
@@ -180,7 +184,7 @@ def dressed(out: Any, spec: IntervalSpec, args: Any = ()) -> Any:
 
 
 def broadcast_shape(tensors: Sequence[torch.Tensor]) -> torch.Size | None:
-    """The shape of all of them broadcast; None where they do not fit."""
+    """Return the shape that all of them broadcast to; None if they do not broadcast."""
     try:
         return torch.broadcast_shapes(
             *((s.shape if (s := spec_of(t)) is not None else t.shape) for t in tensors)
@@ -197,10 +201,10 @@ def _broadcast(a: Any, b: Any) -> torch.Size | None:
 
 
 def draw(func: Any, args: Any, kwargs: Any) -> Any:
-    """What fills a tensor from nothing but numbers: it fills one of the whole's shape, of which
-    this rank takes its slice.
+    """Fill an interval by `func`, which uses no elements (normal_, nn.init): fill a temporary
+    tensor of the whole's shape, and take this rank's slice of it.
 
-    With equal seeds ranks draw the same whole; without, each rank's slice is of a draw of its own.
+    If ranks have equal seeds, their slices are of one draw; else each rank's slice is of its own.
     """
     target = args[0] if args else kwargs["tensor"]
     spec = spec_of(target)

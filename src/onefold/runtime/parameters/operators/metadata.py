@@ -1,4 +1,4 @@
-"""What is asked of a tensor without its elements: the whole's answer."""
+"""Questions that need no elements: shape, strides and the like, answered for the whole tensor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ def _len(spec: IntervalSpec, _: Any) -> int:
     return spec.shape[0]
 
 
-#: What is asked of a tensor without its elements, and the answer: from the whole's spec and the
-#: tensor.
+#: {name: the function that answers it, from the interval's spec, the tensor and the arguments}.
 META: dict[str, Callable[..., Any]] = {
     "shape": lambda spec, _: spec.shape,
     "size": _size,
@@ -56,7 +55,7 @@ META: dict[str, Callable[..., Any]] = {
 }
 
 
-#: Names of what a tensor says of itself.
+#: Names of all metadata, of the whole tensor and of the local one.
 METADATA = frozenset(META) | words(
     "dtype device is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize is_floating_point"
     " is_complex element_size"

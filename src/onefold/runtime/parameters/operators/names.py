@@ -1,4 +1,4 @@
-"""The names of torch's operators, by what they do with the elements of a tensor."""
+"""The names of torch's operators, grouped by what they do with the elements of a tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ELEMENTWISE = words("""
     """)
 
 
-# Of a second tensor they ask the dtype and the device, never the elements: `scale.to(p)`.
+# They read the dtype and the device of a second tensor, never its elements: `scale.to(p)`.
 OF_ANOTHERS_KIND = words("to type_as")
 
 
@@ -91,8 +91,8 @@ VIEWS = words("""
     """)
 
 
-# Views whose elements repeat, to which nobody may write: a view of the gathered copy is as good.
-# Where none repeats they are views.
+# Views in which elements repeat. torch forbids writes to them, so a view of the gathered copy will
+# do. Where no element repeats they are treated as VIEWS.
 READ_VIEWS = words("""
     expand expand_as broadcast_to broadcast_tensors meshgrid
     """)
@@ -116,7 +116,7 @@ REFUSED = words("""
     """)
 
 
-# Asked of the memory that is here: identity, place, bookkeeping.
+# Answered by the local tensor: identity, device, autograd's bookkeeping.
 LOCAL = words("""
     data_ptr untyped_storage storage_type _typed_storage is_shared is_pinned pin_memory get_device is_set_to device dtype layout
     requires_grad is_leaf grad_fn _version is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps

@@ -1,4 +1,4 @@
-"""Reductions to one number: the whole's, from one number of every rank."""
+"""Reductions of a whole tensor to one number, from one number of every rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from onefold.runtime.parameters.interval import IntervalSpec, spec_of
 
 
 def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
-    """The p-norms of whole tensors, each 0-dim, from one exchange of numbers for each group of
-    ranks.
+    """Return the p-norms of whole tensors, each 0-dim. Takes one exchange of numbers for each group
+    of ranks.
     """
     p = float(p)
     local = [_norm_here(t, p) for t in tensors]
@@ -36,20 +36,21 @@ def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
 
 
 def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
-    """The norm of a plain tensor, or of this rank's part: that of 16 bits in fp32, since it is
-    rounded when all parts are added.
+    """Return the norm of a plain tensor, or of this rank's part of an interval.
+
+    Norms of 16-bit parts are in fp32: the result is rounded once, when all parts are combined.
     """
     if spec_of(t) is None:
         return torch._foreach_norm([t], p)[0]
-    if not t.numel():  # adds nothing to the others'
+    if not t.numel():  # the neutral element when the parts are combined
         return torch.full((), math.inf if p < 0 else 0.0, dtype=_real(t.dtype), device=t.device)
     wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else None
     return torch._foreach_norm([t], p, dtype=wide)[0]
 
 
 def reduce_to_number(name: str, args: Any, kwargs: Any) -> torch.Tensor | bool | None:
-    """The whole's answer from one number of every rank; None where that takes more (a dimension,
-    another order).
+    """Return the reduction of the whole, from one number of every rank. None where one number a
+    rank is not enough (a dimension, a matrix norm).
     """
     x = args[0] if args else kwargs.get("input")
     spec = spec_of(x)

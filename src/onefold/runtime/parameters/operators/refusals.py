@@ -1,4 +1,4 @@
-"""What is said of operations that an interval cannot do."""
+"""Error messages for operations that cannot be done on an interval."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views and indices."""
+"""Views and indexing of intervals."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from onefold.runtime.parameters.operators.whole import read_whole, whole_of, wri
 
 
 def view_of(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """A view whose elements keep their order is an interval: it is made of a tensor without memory
-    to see where its elements are.
+    """Return a view of an interval as an interval. Its elements must keep their order.
+
+    The view is first made of a meta tensor of the whole's shape, which tells where its elements
+    are.
     """
     spec = spec_of(args[0])
     meta = [_meta(a) for a in args]
     if spec is None:
-        if name not in ("view_as", "reshape_as"):  # numbers in an interval
+        if name not in ("view_as", "reshape_as"):  # sizes or indices given as an interval
             return func(*whole_of(args, name), **whole_of(kwargs, name))
         return func(args[0], *meta[1:], **{k: _meta(v) for k, v in kwargs.items()})
     if any(map(spec_of, (*args[1:], *kwargs.values()))) and name not in ("view_as", "reshape_as"):
@@ -47,7 +49,7 @@ def expanded(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     spec = spec_of(args[0]) if args else None
     if spec is not None and name != "meshgrid":
         seen = func(*map(_meta, args), **{k: _meta(v) for k, v in kwargs.items()})
-        if seen.numel() == spec.numel:  # no element twice: whoever writes to it means the parameter
+        if seen.numel() == spec.numel:  # no element repeats, so writes must reach the parameter
             return _cut_as(seen, args[0], spec, func, name, args, kwargs)
     return read_whole(func, name, args, kwargs)
 
@@ -74,9 +76,7 @@ def _cut_as(
 
 
 def _plain_index(index: Any) -> Any:
-    """An index with an int for each number in it: numpy's and 0-dim tensors make views, as ints
-    do.
-    """
+    """Return an index with NumPy integers and 0-dim tensors as ints: like ints, they make views."""
     if isinstance(index, tuple):
         return tuple(map(_plain_index, index))
     if isinstance(index, torch.Tensor):
@@ -89,7 +89,7 @@ _INTEGERS = frozenset((torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index makes a view: integers, slices, None and Ellipsis."""
+    """Whether an index makes a view: it has only integers, slices, None and Ellipsis."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(
         i is None
@@ -124,7 +124,7 @@ def set_item(func: Any, target: torch.Tensor, index: Any, value: Any) -> None:
                 if isinstance(value, torch.Tensor)
                 else torch.as_tensor(value, dtype=target.dtype, device=target.device)
             )
-            # As torch does
+            # Like torch, drop leading dimensions of size 1
             while spec_of(given) is None and given.dim() > seen.dim() and given.shape[0] == 1:
                 given = given[0]
             with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Operations on the gathered whole. Every rank must come to them."""
+"""Operations on the gathered whole. Collective: every rank must run them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onefold.runtime.parameters.operators.refusals import refusal
 
 
 def whole_of(value: Any, what: str) -> Any:
-    """`value` with each interval of it gathered. Collective."""
+    """Return `value` with each interval in it gathered. Collective."""
     if isinstance(value, torch.Tensor):
         spec = spec_of(value)
         if spec is None:
@@ -32,7 +32,7 @@ def read_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def write_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """On the whole; of what has been written each rank keeps its slice."""
+    """Run an in-place operation on the gathered whole, and keep this rank's slice of the result."""
     out = kwargs.get("out")
     target = out if out is not None else args[0] if args else kwargs["input"]
     spec = spec_of(target)
@@ -60,12 +60,14 @@ def write_whole(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def as_number(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     got = read_whole(func, name, args, kwargs)
     if name in ("numpy", "__array__"):
-        got.setflags(write=False)  # a copy: what is written to it would be lost
+        got.setflags(write=False)  # a copy: writes to it would be lost
     return got
 
 
 def only_reads(func: Any, name: str) -> bool:
-    """Whether `func` writes to nothing and returns no view, as far as torch says."""
+    """Whether `func` writes to nothing and returns no view, by torch's schemas. Functions without a
+    schema count if they come from one of torch's functional modules.
+    """
     if name in READ or name in READ_VIEWS:
         return True
     packet = getattr(torch.ops.aten, name, None)
