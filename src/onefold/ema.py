@@ -16,9 +16,9 @@
 | other parameters  | not averaged: the model's own values                                                     |
 | buffers           | not averaged: the model's own values                                                     |
 
-An update computes what torch's `AveragedModel` does. The first one copies the weights, later ones
-are `average.lerp_(weight, 1 - decay)`. It needs no communication, and gives the same bits at every
-stage. `applied()` swaps masters and averages; the model then gathers as usual.
+An update is the same as in torch's `AveragedModel`. The first update copies the weights, each later
+one is `average.lerp_(weight, 1 - decay)`. Updates need no communication, and give the same bits at
+every stage. `applied()` swaps masters and averages; the model then gathers as usual.
 """
 
 from __future__ import annotations

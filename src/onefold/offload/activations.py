@@ -119,7 +119,7 @@ class ActivationStore:
         self._lock = threading.Lock()
         self._dropped: deque[tuple[Copy, int]] = deque()
 
-    # -- for whoever runs the passes ---------------------------------------------------------------
+    # -- around the passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A forward pass begins."""

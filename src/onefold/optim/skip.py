@@ -8,9 +8,9 @@ state is as if `step()` had not been called.
 |---------------------------------------------------------|-----------------------------------------------------|
 | by a fused kernel, on a device with streams             | the device                                          |
 | on the host (offloaded shards)                          | the host, which waits for the gradients anyway      |
-| piece by piece (packed moments, stochastic rounding)    | the host: packing the pieces anew would change them |
-| by a loop or foreach, or an optimizer that is not known | the host: there is no such number                   |
-| on a device without streams                             | the host: there is nothing to wait for              |
+| piece by piece (packed moments, stochastic rounding)    | the host: packing them again would change them      |
+| by a loop or foreach, or by an unknown optimizer        | the host: these take no `found_inf`                 |
+| on a device without streams                             | the host: it never waits for such a device          |
 """
 
 from __future__ import annotations

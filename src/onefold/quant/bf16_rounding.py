@@ -15,8 +15,8 @@ import hashlib
 
 import torch
 
-# A hash of 64 bits serves four elements: SplitMix64 (Steele, Lea and Flood 2014), a counter whose
-# bits are mixed by two multiplications.
+# One 64-bit hash serves four elements. It is SplitMix64 (Steele, Lea and Flood 2014): a counter,
+# and two multiplications that mix its bits.
 _LANES = 4
 _GAMMA, _MIX_1, _MIX_2 = (
     n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

@@ -202,7 +202,7 @@ class Blockwise(Codec):
     def _kept_of(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return kept[start // self.block : -(-stop // self.block)]
 
-    # -- what a codec adds -------------------------------------------------------------------------
+    # -- defined by each codec ---------------------------------------------------------------------
 
     @abstractmethod
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:

@@ -13,9 +13,7 @@ from onefold.quant.rounding import Stochastic
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Elements as they are in `dtype` (fp32, bf16 or fp16). Infinities and NaN stay what they
-    are.
-    """
+    """Elements converted to `dtype` (fp32, bf16 or fp16). Infinities and NaN do not change."""
 
     name: ClassVar[str] = "plain"
 

@@ -208,7 +208,7 @@ def _left_whole(what: str, names: list[str], limit: int) -> str:
     )
 
 
-# -- which modules, and what they become -----------------------------------------------------------
+# -- which modules can be tiled --------------------------------------------------------------------
 
 
 def _base_of(module: nn.Module) -> type | None:

@@ -1,6 +1,6 @@
 """Reads and writes by a few threads.
 
-    caller            start(op, region, pieces) -> Transfer          goes on computing          wait()
+    caller            start(op, region, pieces) -> Transfer          keeps computing            wait()
     threads              piece 0 ─ piece 4 ─ ...  piece 1 ─ ...      each one preadv or pwritev, repeated for the rest after a short one
     memory            the caller's own tensor, held until its last piece is done; no copies; only the pieces are queued
 

@@ -108,7 +108,7 @@ def set_landed(optimizer: Optimizer) -> None:
         optimizer.state[landing.entry.param].update(landing.parts)
 
 
-# -- what was given --------------------------------------------------------------------------------
+# -- checking the given dict -----------------------------------------------------------------------
 
 
 class _Refused(ValueError):
@@ -211,7 +211,7 @@ def _cannot_be_cut(outline: Outline, param: Param, value: Any) -> bool:
     return outline.divided or param.entries[0].flat.tiled or on_disk
 
 
-# -- into its places -------------------------------------------------------------------------------
+# -- storing this rank's part ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
