@@ -1,4 +1,4 @@
-"""Averages of a sharded model's weights (EMA, SWA), of which each rank holds its share.
+"""Averages of a sharded model's weights (EMA, SWA). Each rank holds its share of them.
 
     ema = onefold.ema.EMA(model, decay=0.999)
     for batch in loader:
@@ -7,16 +7,18 @@
     with ema.applied():            # the model computes with the averages
         evaluate(model)
 
-| what                   | where                                                                                                      |
-|------------------------|------------------------------------------------------------------------------------------------------------|
-| the averages           | this rank's interval of the master weights: 1/N at every stage, stage 0 too; on the masters' tier          |
-| their dtype            | the master weights', fp32 where these have 16 bits                                                         |
-| parameters             | those that were trainable when the average was made; the others are the model's own                        |
-| buffers                | the model's own                                                                                            |
+| property          | value                                                                                    |
+|-------------------|------------------------------------------------------------------------------------------|
+| elements          | this rank's interval of the master weights: 1/N at every stage, stage 0 too              |
+| tier              | that of the master weights                                                               |
+| dtype             | that of the master weights; fp32 if these have 16 bits                                   |
+| parameters        | those that are trainable when the `EMA` is made                                          |
+| other parameters  | not averaged: the model's own values                                                     |
+| buffers           | not averaged: the model's own values                                                     |
 
-An update is that of torch's `AveragedModel`: the first copies, then
-`average.lerp_(weight, 1 - decay)`. It moves nothing and has the same bits at every stage. To apply
-the averages, masters and averages change places; the model then gathers as ever.
+An update is the same as in torch's `AveragedModel`. The first update copies the weights, each later
+one is `average.lerp_(weight, 1 - decay)`. Updates need no communication, and give the same bits at
+every stage. `applied()` swaps masters and averages; the model then gathers as usual.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from onefold.runtime.state.stream import from_first, tell_all
 from onefold.runtime.storage import OnDisk
 from onefold.runtime.unit import Unit
 
-#: What the averages are called in memory ledgers.
+#: The category of the averages in memory ledgers.
 AVERAGES = "averages"
 _STATE_DICT, _LOAD, _APPLIED = "EMA.state_dict()", "EMA.load_state_dict()", "EMA.applied()"
 
@@ -54,12 +56,12 @@ class _Share:
     """The averages of one flat buffer.
 
     Attributes:
-        values: the average of this rank's interval, or (where nothing is divided or cast) of each
-            parameter.
-        aside: masters of another dtype that the averages have taken the place of.
+        values: the average of this rank's interval, or of each parameter if the flat buffer is
+            unsharded.
+        aside: the masters while averages of another dtype are applied.
     """
 
-    _flat: weakref.ref[Flat]  # an average does not keep the model
+    _flat: weakref.ref[Flat]  # weak: an average must not keep the model alive
     values: list[torch.Tensor | OnDisk]
     aside: torch.Tensor | None = None
 
@@ -88,13 +90,13 @@ class _Share:
         return [value for value in self.values if isinstance(value, OnDisk)]
 
     def masters(self) -> list[torch.Tensor]:
-        """What the averages in memory are averages of."""
+        """Return the masters of `in_memory`, in the same order."""
         if self.flat.unsharded:
             return [e.param.detach() for e in self.flat.entries]
         return [self.flat.master[self.flat.own_interval]] if self.in_memory else []
 
     def read(self, entry: Entry, x: int, y: int) -> torch.Tensor:
-        """Elements [x, y) of the average of `entry`, which this rank has."""
+        """Return elements [x, y) of the average of `entry`. This rank must hold them."""
         value, at = self._place(entry)
         if isinstance(value, OnDisk):
             return value.read(at + x, at + y)
@@ -107,17 +109,19 @@ class _Share:
             return
         whole = into.reshape(-1)
         whole[at + x : at + y].copy_(values)
-        if whole.data_ptr() != into.data_ptr():  # its elements lie in another order
+        if whole.data_ptr() != into.data_ptr():  # not contiguous: reshape has copied
             into.copy_(whole.view(into.shape))
 
     def _place(self, entry: Entry) -> tuple[torch.Tensor | OnDisk, int]:
-        """What the average of `entry` is a part of, and where its element 0 would be in it."""
+        """Return the tensor or region with the average of `entry`, and the position of the entry's
+        element 0 in it.
+        """
         if self.flat.unsharded:
             return self.values[entry.index], 0
         return self.values[0], entry.slot.start - self.flat.interval[0]
 
     def change(self, masters: torch.Tensor, average: torch.Tensor | OnDisk) -> None:
-        """Masters and averages change places."""
+        """Swap masters and average."""
         if isinstance(average, OnDisk):
             values = average.read()
             self.change(masters, values)
@@ -126,7 +130,7 @@ class _Share:
             before = masters.clone()
             masters.copy_(average)
             average.copy_(before)
-        elif self.aside is None:  # in fp32 the average stays where it is
+        elif self.aside is None:  # the masters have 16 bits: the fp32 average stays as it is
             self.aside = masters.to(average.device, copy=True)
             masters.copy_(average)
         else:
@@ -139,18 +143,18 @@ def _dtype(flat: Flat) -> torch.dtype:
 
 
 class EMA:
-    """The exponential moving average of a sharded model's weights. Made and updated on every rank.
-    Each rank holds the averages of its own elements: 1/N of the trainable weights.
+    """The exponential moving average of a sharded model's weights. Create and update it on every
+    rank. Each rank holds the averages of its own elements: 1/N of the trainable weights.
 
     Args:
-        model: what `onefold.shard` returned.
-        decay: of the average, from 0 up to 1; None gives each update the same weight (SWA).
+        model: the model that `onefold.shard` returned.
+        decay: decay of the average, 0 <= decay < 1; None gives each update the same weight (SWA).
 
     Attributes:
-        updates: how many there were. The average is the weights themselves before the first.
+        updates: number of updates. Before the first the average is a copy of the weights.
 
     Raises:
-        ValueError: `model` was not sharded, or `decay` is no such number.
+        ValueError: `model` was not sharded, or `decay` is out of range.
     """
 
     def __init__(self, model: nn.Module, decay: float | None = 0.999) -> None:
@@ -177,7 +181,7 @@ class EMA:
             weakref.finalize(self, ledger.add, AVERAGES, -nbytes, name).atexit = False
 
     def update(self) -> None:
-        """Take the weights as they are into the average: after each optimizer step. Local.
+        """Add the current weights to the average. Call it after each optimizer step. Local.
 
         Raises:
             RuntimeError: the averages are applied.
@@ -193,10 +197,10 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """Inside, the model's weights are the averages: to evaluate, to export, for
-        `onefold.full_state_dict(model)`. Collective.
+        """Use the averages as the model's weights inside this context. Collective.
 
-        An optimizer that steps inside, or a load, is an error.
+        For evaluation, export, or `onefold.full_state_dict(model)`. An optimizer step or a load
+        inside is an error.
         """
         model, engine = self._module(), self._engine()
         if engine.stack or engine.whole_depth or self._inside:
@@ -212,12 +216,12 @@ class EMA:
         finally:
             self._inside, copying, engine.masters.copying = False, engine.masters.copying, None
             if copying is not None and copying != self._refuse:
-                copying()  # a save behind the training copies the averages
+                copying()  # wait for a background save, which copies the averages
             self._exchange(engine)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole, on rank 0's host, as `AveragedModel.state_dict()` has it; {} on other ranks.
-        Collective.
+        """Return the whole averages on rank 0's host, with the keys of
+        `AveragedModel.state_dict()`; {} on other ranks. Collective.
         """
         model, engine = self._module(), self._engine()
         tell_all(engine, _STATE_DICT, None)
@@ -229,8 +233,11 @@ class EMA:
         }
 
     def _values(self, flat: Flat) -> tuple[torch.dtype, ReadEntry, bool]:
-        """What `state_dict` says of a flat buffer: the averages, or the masters where these are the
-        averages (inside `applied`) or nothing else is.
+        """Return what `state_dict` saves of a flat buffer: (dtype, reader, `alone` as in
+        `to_first`).
+
+        The reader reads the averages. It reads the masters if `applied` has swapped them with the
+        averages, or if the buffer is not averaged.
         """
         share = self._shares.get(flat.index)
         swapped = share is not None and self._inside and share.aside is None
@@ -249,13 +256,13 @@ class EMA:
         return dtype, read, share is not None
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
-        """Load rank 0's whole dict, of `state_dict()` or of torch's `AveragedModel` (other ranks
-        may give None). Collective.
+        """Load a whole dict of `state_dict()` or of torch's `AveragedModel`. Collective.
 
-        Buffers and frozen parameters stay the model's.
+        Rank 0's dict counts; other ranks may give None. Buffers and frozen parameters of the model
+        do not change.
 
         Raises:
-            ValueError: on every rank: it is none of this model.
+            ValueError: on every rank, if the dict is not of this model.
         """
         engine = self._engine()
         if self._inside:
@@ -319,10 +326,10 @@ class EMA:
                 value = masters.read(a, b).to(average.dtype)
                 average.write(a, value if copy else average.read(a, b).lerp_(value, weight))
 
-    # -- masters and averages change places --------------------------------------------------------
+    # -- swapping masters and averages -------------------------------------------------------------
 
     def _exchange(self, engine: Engine) -> None:
-        """Collective where ranks hold the same masters."""
+        """Swap masters and averages. Collective if ranks share masters."""
         with disable_torch_function(), torch.no_grad():
             for unit, flat in _flats(engine):
                 if (share := self._shares.get(flat.index)) is None:
@@ -366,7 +373,7 @@ class EMA:
         return next((t.device for share in self._shares.values() for t in share.in_memory), None)
 
     def _look(self, engine: Engine, state: Mapping[str, Any] | None) -> tuple[str | None, int]:
-        """What is wrong with rank 0's dict, and how many updates it has seen."""
+        """Return what is wrong with rank 0's dict (or None), and its number of updates."""
         if not isinstance(state, Mapping) or "n_averaged" not in state:
             complaint = (
                 "rank 0 was given no state of an average; expected what EMA.state_dict() or"

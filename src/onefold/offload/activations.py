@@ -1,29 +1,31 @@
-"""Activations on the host between the forward and the backward pass.
+"""Store activations on the host between the forward and the backward pass.
 
     forward   saved  a     b     c     d        backward  reads  d     c     b     a
     copies    down   [a ]  [b ]  [c ]  ·        copies    up     [b ]  [a ]
     device           a     a,b   b,c   c,d      device           d,c,b c,b,a b,a   a
 
-What autograd saves is taken down to host memory and let go of on the device; reading it brings it
-up, and with it what will be read next (which was saved before it), as far as `ahead` bytes go.
-Copies run on a stream of their own. A CPU takes the same path with copies
-that are done when the call returns: there it saves nothing, and proves the rest.
+"Down" is a copy from the device to the host, "up" is the way back. A tensor that autograd saves is
+copied down and released on the device. When the backward pass reads it, it is copied up. The
+tensors that were saved just before it will be read next, so up to `ahead` bytes of them are
+prefetched. Copies run on a stream of their own. On a CPU the same code runs with synchronous
+copies: this saves no memory, but tests everything else.
 
-[Note: bytes go down, tensors come back] A copy is of a storage (or, of a small part of a large one,
-of that part). A tensor and its views
-share it: it goes down once, comes up once, and each is a view of it again with its sizes and
-strides. It lives as long as autograd keeps one of them, however it comes to drop it. Tensors that
-lie in one storage and are not views of each other for autograd (torch.lstm makes such) count their
-versions apart, so each has a copy: another may have been written to since, and nothing would show
-it.
+[Note: bytes go down, tensors come back] The store copies storages, not tensors (if only a small
+part of a large storage was saved, it copies that part). A tensor and its views share one copy: the
+bytes go down once and come up once, and each tensor becomes a view of them with its old sizes and
+strides. The copy lives until autograd has dropped the last of these tensors. Tensors that share a
+storage without being views of each other for autograd (torch.lstm makes such) have separate version
+counters. Each of them has a copy of its own, since a write to one does not show in the counter of
+another.
 
-[Note: nothing is freed under a copy] The allocator hands memory on in the order of the stream it
-was asked on. So memory that a copy reads or writes is kept until that copy is done, or until the
-computing stream has been told to wait for it: then whatever gets the memory next comes after the
-copy. The host never waits. On the way down at most `window` bytes are kept like this.
+[Note: nothing is freed under a copy] The caching allocator reuses memory in the order of the stream
+that allocated it. So the store holds memory that a copy reads or writes until the copy is done, or
+until the computing stream has been told to wait for the copy. Either way the next user of the
+memory comes after the copy, and the host never waits. At most `window` bytes are held for copies
+down.
 
-What autograd keeps instead of a tensor stands in saved.py, the host's memory in arena.py; the
-copies are the room device's.
+saved.py holds what autograd keeps in place of a tensor. arena.py manages the host memory. The copy
+stream is part of the room device.
 """
 
 from __future__ import annotations
@@ -42,11 +44,11 @@ from onefold.offload.arena import Arena
 from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
 
 ACTIVATIONS_ON_HOST, ACTIVATIONS_MOVING = "activations", "activations on their way"
-SMALLEST = 1 << 20  # bytes: below, a copy costs more than its memory is worth
-# Bytes kept on the device of what goes down, and of what comes up: some milliseconds of the link
+SMALLEST = 1 << 20  # bytes: below this a copy costs more than the memory is worth
+# Default of `window` and of `ahead`, in bytes: some milliseconds of the link
 NEAR = 128 << 20
-_LINE = 64  # bytes: parts keep the alignment that they had in their storage
-# A storage goes down whole if it is at most this many times as large as what is saved of it
+_LINE = 64  # bytes: a part of a storage keeps the alignment that it had there
+# A storage goes down whole if it is at most this many times as large as the saved part
 _FEW = 4
 
 
@@ -54,9 +56,9 @@ class ActivationStore:
     """Tensors saved for backward, on the host. See the notes of this module.
 
     Attributes:
-        down, up: bytes copied so far. refused: bytes that stayed on the device since the budget had
-            no room.
-        held: bytes on the host now, without what aligns them.
+        down, up: bytes copied so far.
+        refused: bytes that stayed on the device because the budget had no room.
+        held: bytes on the host now, without alignment.
     """
 
     def __init__(
@@ -74,16 +76,18 @@ class ActivationStore:
     ) -> None:
         """
         Args:
-            device: whose tensors go down.
-            budget: bytes of host memory, never exceeded. What does not fit stays on the device.
-            skip: whether a tensor is to stay, for instance since it lies in memory that is there
-                anyway.
-            ledger, host: count bytes on the device that the store keeps for copies, and all of its
-                bytes on the host.
-            moved: told each copy: "up" or "down", and bytes.
-            smallest: bytes of a storage below which it stays.
-            window, ahead: bytes kept on the device of what goes down, and brought up before they
-                are read (above 0: one copy at least). None: 128 MiB, less with a small budget.
+            device: the device whose tensors go down.
+            budget: bytes of host memory, never exceeded. Tensors that do not fit stay on the
+                device.
+            skip: returns True for a tensor that must stay on the device, for instance because its
+                memory is resident anyway.
+            ledger: counts the device bytes that the store holds for copies.
+            host: counts all bytes of the store on the host.
+            moved: called for each copy with "up" or "down" and its bytes.
+            smallest: storages of fewer bytes stay on the device.
+            window: bytes on the device that copies down may hold.
+            ahead: bytes to prefetch before they are read (above 0: one copy at least).
+                `window` and `ahead` default to 128 MiB, or an eighth of a small budget.
         """
         near = min(NEAR, budget // 8)
         self.device = with_index(device)  # as tensors say it
@@ -110,12 +114,12 @@ class ActivationStore:
         self._risen: dict[Copy, None] = {}
         self._turn = self._offered = self._expected = 0
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
-        # Saved tensors are dropped by any thread and in the middle of anything, the collector's
-        # runs included.
+        # Any thread may drop a saved tensor at any moment, also the garbage collector while this
+        # thread holds the lock. So a drop is queued here, and processed when the lock is free.
         self._lock = threading.Lock()
         self._dropped: deque[tuple[Copy, int]] = deque()
 
-    # -- for whoever runs the passes ---------------------------------------------------------------
+    # -- around the passes -------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A forward pass begins."""
@@ -125,17 +129,18 @@ class ActivationStore:
         self._bury()
 
     def end_backward(self) -> None:
-        """A backward pass is over: what came up for it and was not read goes."""
+        """A backward pass is over: release copies that came up for it and were not read."""
         with self._lock:
             for copy in list(self._risen):
                 self._let_go(copy)
         self._bury()
 
     def hooks(self) -> saved_tensors_hooks | None:
-        """Hooks for a forward pass: what does not go down is handed on to hooks that are in place
-        already.
+        """Return the hooks for a forward pass.
 
-        None inside a checkpoint, which counts what is saved, and keeps nothing of it.
+        Tensors that do not go down are passed on to the hooks that are already installed. Inside an
+        activation checkpoint the result is None: the checkpoint counts saved tensors and keeps none
+        of them.
         """
         top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
         if not top:
@@ -156,8 +161,8 @@ class ActivationStore:
         return saved_tensors_hooks(pack, unpack)
 
     def close(self) -> None:
-        """Take nothing more. Host memory goes back to the system, as soon as no graph keeps
-        anything in it.
+        """Take no more tensors. Host memory goes back to the system once no graph keeps a tensor in
+        it.
         """
         with self._lock:
             self.skip = self.moved = None
@@ -167,7 +172,7 @@ class ActivationStore:
     # -- hooks -------------------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> Kept | Moved:
-        """What autograd is to keep of `t`."""
+        """Return what autograd keeps in place of `t`."""
         moved = self._take_down(t)
         if moved is not None:
             return moved
@@ -175,10 +180,10 @@ class ActivationStore:
             return Kept(t)
 
     def unpack(self, saved: Kept | Moved) -> torch.Tensor:
-        """The tensor that was packed: the same bits, sizes and strides.
+        """Return the tensor that was packed, with the same bits, sizes and strides.
 
         Raises:
-            RuntimeError: it was written to since.
+            RuntimeError: the tensor was written to after it was saved.
         """
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(saved, Kept):
@@ -211,10 +216,10 @@ class ActivationStore:
             or t.layout is not torch.strided
             or t.numel() == 0
         ):
-            return False  # parameters, and what other libraries make of tensors
+            return False  # parameters, and tensor subclasses of other libraries
         if t.is_conj() or t.is_neg() or t.is_quantized or isinstance(t._base, torch.nn.Parameter):
             return False
-        # A graph that is made in a backward pass, as by a recomputation, is read right away.
+        # A graph that is built inside a backward pass (by a recomputation) is read right away.
         if (
             _task() != -1
             or torch._C._functorch.is_functorch_wrapped_tensor(t)
@@ -224,7 +229,7 @@ class ActivationStore:
         return self.skip is None or not self.skip(t)
 
     def _copy_of(self, t: torch.Tensor) -> Copy | None:
-        """The copy that `t` is part of: one that there is, or a new one; None if it stays."""
+        """Return the copy that holds `t`, an existing or a new one; None if `t` stays."""
         storage, version = t.untyped_storage(), t._version
         whole = storage.nbytes()
         start, stop = extent_of(t)
@@ -239,7 +244,7 @@ class ActivationStore:
             if copy is not None and copy.version == version and copy.root() is root:
                 return copy
         nbytes = stop - start
-        # What lies between its elements would go down for nothing
+        # A sparse layout: the bytes between its elements would be copied for nothing
         apart = base is None and 2 * t.numel() * t.itemsize < nbytes
         if apart or nbytes < self.smallest or self._is_read_first(nbytes):
             return None
@@ -255,11 +260,11 @@ class ActivationStore:
         return copy
 
     def _is_read_first(self, nbytes: int) -> bool:
-        """Whether the last pass suggests that this belongs to what the backward pass reads first:
-        it would come up again at once.
+        """Return whether these bytes stay because the backward pass reads them first.
 
-        Only where copies run behind, and an eighth of all at most. A pass longer than the last goes
-        on taking things down after that.
+        The end of a forward pass would come up again at once. The last pass tells where the end is:
+        the last `window` bytes, at most an eighth of the pass. If this pass turns out longer, later
+        tensors go down again. With synchronous copies nothing stays.
         """
         self._offered += nbytes
         last = min(self.window, self._expected // 8) if self.side.asynchronous else 0
@@ -299,7 +304,7 @@ class ActivationStore:
     # -- up ----------------------------------------------------------------------------------------
 
     def _bytes(self, copy: Copy) -> torch.Tensor:
-        """The bytes of a copy where the current stream may read them: uint8, [nbytes]."""
+        """Return the bytes of a copy, readable on the current stream: uint8, [nbytes]."""
         if copy.here is None:
             original = copy.revived()
             if original is not None:
@@ -325,23 +330,23 @@ class ActivationStore:
             copy.unread -= 1
         if not copy.unread:
             copy.read_by = _task()
-            self._let_go(copy)  # whoever reads it holds it now
+            self._let_go(copy)  # the reader holds the memory now
 
     def _look_ahead(self, copy: Copy) -> None:
-        """Bring up what was saved before `copy` in the same pass, the nearest first."""
+        """Prefetch the copies saved before `copy` in the same pass, the nearest first."""
         room, task, before = self.ahead, _task(), copy.before
         while before is not None and before.turn == copy.turn and room > 0:
             if before.here is None and before.read_by != task and before.original.expired():
                 try:
                     self._bring(before)
                 except torch.OutOfMemoryError:
-                    return  # it can wait
+                    return  # a prefetch is optional
             room -= before.nbytes
             before = before.before
 
     def _readable(self, t: torch.Tensor, ticket: Ticket | None, stream: Any) -> torch.Tensor:
-        """`t` for the current stream, which comes after the copy; a clone if its memory belongs to
-        another one.
+        """Return `t` for use on the current stream, which is made to wait for the copy. If the
+        memory was allocated on another stream, return a clone.
         """
         here = self.side.current()
         self.side.order(ticket, here)
@@ -358,7 +363,7 @@ class ActivationStore:
         self.ledger.add(ACTIVATIONS_MOVING, copy.nbytes)
 
     def _let_go(self, copy: Copy) -> None:
-        """Let go of what is on the device. See [Note: nothing is freed under a copy]."""
+        """Release the copy's device memory. See [Note: nothing is freed under a copy]."""
         if copy.here is None:
             return
         self.side.order(copy.ticket, copy.stream)
@@ -375,7 +380,7 @@ class ActivationStore:
         self._bury()
 
     def _bury(self) -> None:
-        # Whoever holds the lock comes by here after it
+        # If another thread holds the lock, it calls this when it is done
         while self._dropped and self._lock.acquire(blocking=False):
             try:
                 while self._dropped:
@@ -401,7 +406,7 @@ class ActivationStore:
 
 
 def _task() -> int:
-    """The backward pass that runs in this thread; -1 for none."""
+    """Return the id of the backward pass that runs in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
 
 

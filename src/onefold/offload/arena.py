@@ -1,13 +1,12 @@
-"""Host memory for copies of device memory: a bounded number of bytes in slabs that are cut into
-blocks and stay from step to step.
+"""Host memory for copies of device memory: slabs, cut into blocks, within a budget.
 
     slab 0   [a    ][b ][c        ][hole       ]        take: the first hole that is large enough, from the front
     slab 1   [d            ][hole              ]        give: the hole grows together with its neighbours
 
-Slabs rather than a buffer for each tensor, since sequences come in other lengths from step to step,
-and pinning memory anew takes longer than copying it. Beside a CUDA device they are pinned in place,
-so that what is taken from the system is what is counted (the framework's own cache of pinned
-buffers rounds each up to a power of two, and never gives one back).
+Slabs stay allocated from step to step. A buffer for each tensor would be slow: sequence lengths
+change from step to step, and pinning new memory takes longer than copying it. With a CUDA device
+the slabs are pinned in place, and the ledger counts exactly the bytes taken from the system.
+(PyTorch's cache of pinned buffers rounds each one up to a power of two, and never frees one.)
 """
 
 from __future__ import annotations
@@ -27,14 +26,15 @@ IDLE_SLABS = "idle slabs"
 
 
 class Slab:
-    """One piece of host memory. `holes` are what is free of it, as (start, stop) in bytes, in
-    order, none touching another.
+    """One piece of host memory.
+
+    `holes`: its free intervals as (start, stop) in bytes, in order; no two touch.
     """
 
     def __init__(self, nbytes: int, pinned: torch.device | None) -> None:
         self.nbytes = nbytes
         try:
-            # A page cannot be pinned twice, so what is pinned shares none with anything else.
+            # A page cannot be pinned twice, so a pinned slab shares no page with other memory.
             self.memory = empty(
                 nbytes, torch.uint8, torch.device("cpu"), paged=pinned is not None, pinned=pinned
             )
@@ -43,8 +43,8 @@ class Slab:
         self.holes = [(0, nbytes)]
 
     def cut(self, nbytes: int) -> int | None:
-        """Where a block of `nbytes` begins that is taken from the first hole with room for it; None
-        without one.
+        """Take `nbytes` from the first hole that has room and return where they begin; None if no
+        hole has room.
         """
         for i, (start, stop) in enumerate(self.holes):
             if stop - start >= nbytes:
@@ -68,7 +68,7 @@ class Slab:
 
 
 class Block(NamedTuple):
-    """`nbytes` bytes from `start` on in a slab; `room` with what aligns the next one."""
+    """`nbytes` bytes of a slab from byte `start` on; `room`: the same with alignment."""
 
     slab: Slab
     start: int
@@ -99,10 +99,10 @@ class Arena:
     ) -> None:
         """
         Args:
-            category: under which `ledger` counts blocks; the rest of the slabs is "idle slabs".
-            pinned: the device that copies from them and to them by itself.
-            settle: waits for copies that are under way; called before memory goes back to the
-                system.
+            category: the name under which `ledger` counts blocks. It counts the free part of the
+                slabs as "idle slabs".
+            pinned: the device that copies directly from and to the slabs; None: not pinned.
+            settle: waits for copies under way; called before memory goes back to the system.
         """
         self.budget, self.category, self.ledger, self.pinned, self.settle = (
             budget,
@@ -115,10 +115,10 @@ class Arena:
         self.used = self.reserved = 0
 
     def take(self, nbytes: int) -> Block | None:
-        """A block with undefined contents, or None where the budget has no room for it.
+        """Return a block with undefined contents, or None if the budget has no room for it.
 
         Raises:
-            RuntimeError: the budget has room, but the system gives no memory.
+            RuntimeError: the budget has room, but the system has no memory.
         """
         room = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if room > self.budget:
@@ -150,19 +150,19 @@ class Arena:
         self._reserve(-sum(slab.nbytes for slab in gone))
 
     def close(self) -> None:
-        """Take no more; slabs go as soon as their last block has come back."""
+        """Give out no more blocks. A slab is freed when its last block has come back."""
         self.budget = 0
         self.trim()
 
     def _grow(self, room: int) -> Slab | None:
         left = self.budget - self.reserved
         if left < room <= left + sum(slab.nbytes for slab in self.slabs if slab.idle):
-            self.trim()  # each of them is too small for this one
+            self.trim()  # idle slabs are each too small for this block
             left = self.budget - self.reserved
         if left < room:
             return None
         nbytes = min(max(room, SLAB), left)
-        # Large ones are whole huge pages: more would be mapped than is counted otherwise.
+        # Large slabs are whole huge pages. Otherwise the system would map more than is counted.
         unit = HUGE_PAGE if nbytes // HUGE_PAGE * HUGE_PAGE >= max(room, LARGE) else ALIGNMENT
         slab = Slab(nbytes // unit * unit, self.pinned)
         self.slabs.append(slab)
@@ -172,7 +172,7 @@ class Arena:
     def _count(self, nbytes: int) -> None:
         self.used += nbytes
         changes = [(IDLE_SLABS, -nbytes), (self.category, nbytes)]
-        # What goes first: the sum has no peak between the two
+        # The decrease is recorded first, so the sum has no false peak in between
         for name, change in changes if nbytes > 0 else reversed(changes):
             self.ledger.add(name, change)
 

@@ -1,9 +1,9 @@
-"""Activations of an engine's passes on the host, where the recipe gives bytes for them.
+"""Offload an engine's activations to the host, if the recipe has a budget for them.
 
-Hooks are in place while a pass over the model runs forward, below the gatherer's: what lies in
-gathered buffers is a handle already when the rest comes by here. In a backward pass, recomputations
-included, nothing new goes down. Parameters and buffers stay, since they would be there all the
-same.
+The hooks are installed during a forward pass over the model, below the gatherer's hooks. The
+gatherer has already replaced tensors in gathered buffers by handles; the remaining tensors arrive
+here. During a backward pass, recomputations included, nothing goes down. Parameters and buffers
+stay on the device, where they are resident anyway.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 class HostActivations:
-    """What an engine tells of its passes. `store` is None where the recipe keeps activations on the
-    device: then nothing happens.
+    """Offloads the activations of an engine's passes, as the engine announces them.
+
+    `store` is None if the recipe keeps activations on the device. Then all calls do nothing.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class HostActivations:
         resources: Resources,
         gathered: Mapping[int, tuple[Unit, Flat]],
     ) -> None:
-        """`gathered`: the buffers that hold whole parameters at the time, by their storage."""
+        """`gathered`: the buffers that hold gathered parameters at the moment, by storage."""
         self._units, self._model = units, units[0].module
         self._hooks: saved_tensors_hooks | None = None
         self._passes = 0
-        self._there: set[int] = set()  # storages that exist whatever is saved of them
+        self._there: set[int] = set()  # storages that are resident anyway
         there, transfers = self._there, resources.transfers
 
         def skip(t: torch.Tensor) -> bool:
@@ -78,13 +79,13 @@ class HostActivations:
             self.store.end_backward()
 
     def close(self) -> None:
-        """Graphs that are alive keep what they need."""
+        """Take no more tensors. Graphs that are alive keep theirs."""
         if self.store is not None:
             self.store.close()
 
     def _look(self) -> None:
-        """See where parameters and buffers lie. Those that the engine has not laid out itself are
-        looked at in the first passes only.
+        """Record the storages of parameters and buffers. Those that the engine did not allocate are
+        looked up in the first two passes only.
         """
         flats = [flat for unit in self._units for flat in unit.flats]
         self._there.update(

@@ -1,11 +1,10 @@
-"""What the C library does with large blocks that are freed.
+"""Make the C library return large freed blocks to the system.
 
-glibc maps large blocks one by one and gives them back at once, but raises what counts as large to
-the size of what was freed, up to
-32 MiB: from then on such blocks come from its heap, which shrinks only from its end. A model whose
-tensors come and go in sizes below that
-leaves it full of holes: several times the memory that is in use. A threshold that is set by hand
-stays.
+glibc maps each large block by itself and returns it to the system when it is freed. But each free
+of such a block raises the threshold of "large" to its size, up to 32 MiB. Later blocks below the
+threshold come from the heap, which shrinks only from its end. A model that allocates and frees
+tensors of such sizes leaves the heap full of holes, several times the memory in use. A threshold
+that is set explicitly stays.
 """
 
 from __future__ import annotations
@@ -16,18 +15,19 @@ import sys
 
 #: `M_MMAP_THRESHOLD` of <malloc.h>.
 _MMAP_THRESHOLD = -3
-#: Bytes from which on a block is mapped by itself: where glibc begins.
+#: Bytes from which on a block is mapped by itself. The initial threshold of glibc.
 LARGE_BLOCK = 128 << 10
 
 _set: list[bool] = []
 
 
 def give_large_blocks_back(nbytes: int = LARGE_BLOCK) -> bool:
-    """From now on blocks of `nbytes` and more go back to the system when they are freed. For the
-    whole process, once.
+    """Have blocks of `nbytes` and more go back to the system when they are freed.
 
-    Returns: whether that is so now. It is not where the C library is another, and where the
-    environment has settled it already.
+    The setting is for the whole process and is made once.
+
+    Returns: whether it took effect. It does not with another C library, or if the environment
+    already sets the threshold.
     """
     if not _set:
         _set.append(_wanted() and _mallopt(_MMAP_THRESHOLD, nbytes))

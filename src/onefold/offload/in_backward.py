@@ -1,20 +1,21 @@
-"""Stepping offloaded units behind the rest of the backward pass, where the user has said that
-nothing looks at gradients in between.
+"""Step offloaded units during the backward pass (`step_in_backward=True`).
+
+With this option the user states that no code reads gradients between backward and step.
 
     backward   unit 3     unit 2     unit 1     unit 0    end
     down           grad 3     grad 2     grad 1    grad 0
     this thread        step 3 ...  step 2 ...  step 1 ...  |  joined at the end of the pass
 
-The first step of an optimizer is an ordinary one: it tells which parameters are whose. A unit's
-gradients are dropped when they have been stepped; at `optimizer.step()` those parameters have none,
-and are passed over.
+The first step of an optimizer is an ordinary one. It tells the engine which optimizer steps which
+parameters. In later backward passes a unit's gradients are dropped as soon as the unit is stepped.
+So these parameters have no gradient at `optimizer.step()`, which skips them.
 
-[Note: gradients held at once] A unit's gradients lie in host memory from their landing until they
-are stepped. When one lands while WAITING others are under way, the backward pass waits: never more
-than WAITING + 1 units that follow each other in the backward pass are held. The first step makes
-the moments on the host, unit by unit, and drops each unit's gradients, which are half as large,
-when it has them: so that it too ends with no more than masters, moments and one unit's gradients.
-(Before it all gradients wait; with Adam they are less than the moments that replace them.)
+[Note: gradients held at once] A unit's gradients are in host memory from the copy down until the
+unit is stepped. If a unit's gradients arrive while WAITING other units are being stepped, the
+backward pass waits. So at most WAITING + 1 consecutive units are held. The first step creates the
+moments on the host, unit by unit, and drops each unit's gradients afterwards. It ends with masters,
+moments and at most one unit's gradients. (Before the first step all gradients are held. With Adam
+they are half as large as the moments that replace them.)
 """
 
 from __future__ import annotations
@@ -38,39 +39,39 @@ from onefold.runtime.flat import Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.unit import Unit
 
-#: Units whose step is under way or waits, beyond which the backward pass waits. See [Note:
-#: gradients held at once].
+#: If so many units are queued or being stepped, the backward pass waits. See [Note: gradients held
+#: at once].
 WAITING = 2
 
 
 class InBackwardStepper:
-    """The thread of one engine that steps."""
+    """Steps the units of one engine in a thread of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._owners: dict[int, weakref.ref[Optimizer]] = {}
         self._flying: deque[Future[None]] = deque()
         self._stepped: list[Entry] = []
-        # The last backward pass behind which a flat buffer was stepped, by its index
+        # By the flat buffer's index: the last backward pass in which it was stepped
         self._stepped_in: dict[int, int] = {}
         self._thread: ThreadPoolExecutor | None = None
-        # Optimizers whose step() has not come yet: the backward pass behind which they stepped, and
-        # the options they did it with.
+        # Optimizers that stepped in a backward pass and whose step() was not called yet: the number
+        # of that pass, and the groups' options in it.
         self._owed: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[dict[str, Any]]]] = (
             weakref.WeakKeyDictionary()
         )
 
     def know(self, optimizer: Optimizer, entries: Iterable[Entry]) -> None:
-        """`optimizer` steps `entries` from now on."""
+        """Record that `optimizer` steps `entries` from now on."""
         known = weakref.ref(optimizer)
         self._owners |= {entry.number: known for entry in entries if entry.flat.storage.offloaded}
 
     def comes(self, optimizer: Optimizer) -> None:
-        """`optimizer.step()` has come.
+        """Take note of a call of `optimizer.step()`.
 
         Raises:
-            ValueError: its groups say something else than they did in the backward pass, when it
-                stepped.
+            ValueError: an option of a group has changed since the backward pass, which stepped with
+                the old value.
         """
         _, before = self._owed.pop(optimizer, (0, []))
         for was, group in zip(before, optimizer.param_groups, strict=False):
@@ -85,9 +86,11 @@ class InBackwardStepper:
                 )
 
     def takes(self, flat: Flat, which: list[bool]) -> bool:
-        """Whether the flat buffer is stepped as soon as the gradients of the entries `which` are
-        there: they are all of its own, and in memory. Not where what was frozen meanwhile gets the
-        gradient of earlier micro-batches: its weights may still be read in this pass.
+        """Return whether to step `flat` as soon as the gradients of the entries `which` are there.
+
+        These must be all gradients of the flat buffer, and in memory. The answer is False if a
+        parameter that was frozen meanwhile gets its gradient of earlier micro-batches now: this
+        pass may still read its weights.
         """
         engine, storage = self._engine(), flat.storage
         if (
@@ -110,18 +113,18 @@ class InBackwardStepper:
         return known() if known is not None else None
 
     def has_stepped(self, unit: Unit) -> bool:
-        """Whether part of the unit was stepped in the backward pass under way."""
+        """Return whether part of the unit was stepped in the current backward pass."""
         engine = self._engine()
         return engine is not None and any(
             self._stepped_in.get(flat.index) == engine.step for flat in unit.flats
         )
 
     def landed(self, flat: Flat) -> None:
-        """All gradients of `flat` are `.grad` of its parameters, in host memory: step them.
+        """Step `flat`. All its gradients are in host memory, as `.grad` of its parameters.
 
         Raises:
-            RuntimeError: an optimizer steps in a second backward pass, and its step() did not come
-                in between.
+            RuntimeError: this is a second backward pass in which an optimizer would step, and its
+                step() was not called in between.
         """
         self._owe(flat)
         engine = self._engine()
@@ -151,14 +154,17 @@ class InBackwardStepper:
                 )
 
     def _step(self, flat: Flat, computing: Any) -> None:
-        """In the thread: `computing` is the stream that the backward pass runs on, in whose order
-        device memory is read and written.
+        """Step `flat`. Runs in the thread.
+
+        `computing`: the stream of the backward pass. Device memory is read and written in its
+        order.
         """
         engine = self._engine()
         if engine is None or engine.progress.failure is not None:
             return
         try:
-            # Faces are taken off in this thread alone: the main thread goes on seeing them.
+            # Torch function is disabled in this thread only. The main thread still sees parameters
+            # with whole shapes.
             with use_stream(computing), disable_torch_function(), torch.no_grad():
                 engine.masters.about_to_write()
                 engine.transfers.down.wait()
@@ -173,12 +179,12 @@ class InBackwardStepper:
             engine.transfers.broken = HALF
 
     def join(self) -> None:
-        """Everything that has landed is stepped when this returns."""
+        """Wait until all units handed over by `landed` are stepped."""
         while self._flying:
             self._flying.popleft().result()
         engine, stepped, self._stepped = self._engine(), self._stepped, []
         if engine is not None and stepped:
-            # Not earlier: this very pass was right to compute with what they were
+            # Count the writes only now: this backward pass still needed the old values
             engine.write_counters.all_of(stepped)
 
     def close(self) -> None:

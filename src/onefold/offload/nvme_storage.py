@@ -1,7 +1,7 @@
-"""Shards whose masters and states rest in files on NVMe, stepped chunk by chunk (offload/step.py).
+"""Shards whose masters and states are in files on NVMe, stepped chunk by chunk (offload/step.py).
 
-The optimizer's parameters are storageless between steps (runtime/parameters/storageless.py): of a shape and a
-dtype, without memory.
+Between steps the optimizer's parameters are storageless: they have a shape and a dtype, but no
+memory (runtime/parameters/storageless.py).
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class NvmeStorage(OffloadStorage):
     this rank owns.
 
     Attributes:
-        regions: what lies on NVMe: "master", "parameter", "gradient", and those of `state_kind`.
-        written: (kind, first element) of the chunks that hold something.
-        scale: what gradients on NVMe are multiplied with when they are read; None is 1.
-        norms: 2-norms of the gradients on NVMe that this rank accounts for, by the index of their
-            entry, taken as they passed by.
+        regions: the regions on NVMe by kind: "master", "parameter", "gradient", and the names that
+            `state_kind` gives.
+        written: (kind, first element) of the chunks that were written.
+        scale: the factor for gradients on NVMe, applied when they are read; None is 1.
+        norms: 2-norms of the gradients on NVMe that this rank accounts for, by the index of the
+            entry, computed while the gradients were in memory.
     """
 
     in_place = False
@@ -79,8 +80,9 @@ class NvmeStorage(OffloadStorage):
         self.store(first)
 
     def region(self, kind: str, dtype: torch.dtype) -> Region:
-        """The place on NVMe of what is called `kind`, [owned] (or an item for some elements each);
-        made when it is first asked for.
+        """Return the region of `kind`, and create it on the first call.
+
+        It has an item for each owned element, or one for each `grain_of_kind(kind)` of them.
 
         Raises:
             TierError: the disk has no room.
@@ -133,7 +135,8 @@ class NvmeStorage(OffloadStorage):
         for a, b in self.chunks():
             whole, data = self._buffer(b - a, self.flat.dtypes.master)
             data.copy_(values[a:b])
-            # A copy up holds on to the buffer: the pool gives it to nobody else before it has ended
+            # `stepped` may start a copy up from `data`. It holds the buffer, so the pool does not
+            # reuse it before the copy is done.
             self.stepped(a, b, data)
             self._write("master", a, data, whole)
         self.transfers.flush()
@@ -152,9 +155,7 @@ class NvmeStorage(OffloadStorage):
         self.transfers.flush()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Elements (or items) [start, stop) of what lies on NVMe as `kind`, in host memory of their
-        own.
-        """
+        """Read elements (or items) [start, stop) of the region `kind` into new host memory."""
         region = self.regions[kind]
         if start == stop:
             return torch.empty(0, dtype=region.dtype)
@@ -170,7 +171,7 @@ class NvmeStorage(OffloadStorage):
         return out[start - first : stop - first]
 
     def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements (or items) from `start` on of what lies on NVMe as `kind`."""
+        """Overwrite elements (or items) of the region `kind` from `start` on."""
         stop, region, grain = start + values.numel(), self.regions[kind], grain_of_kind(kind)
         if start == stop:
             return
@@ -191,7 +192,7 @@ class NvmeStorage(OffloadStorage):
         self.transfers.write(self.regions[kind], start, data, whole, self.flat.unit_name)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
-        """The intervals that are moved and stepped at a time."""
+        """Return the intervals that are moved and stepped at a time."""
         return (
             (a, min(self.numel, a + self.transfers.chunk))
             for a in range(0, self.numel, self.transfers.chunk)
@@ -200,8 +201,9 @@ class NvmeStorage(OffloadStorage):
     # -- gathers -----------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Start reading this rank's interval into its part of `flat.full`, if it comes from a disk
-        and the read is not under way.
+        """Start to read this rank's interval into its part of `flat.full`.
+
+        Does nothing if gathers do not read from a disk, or if the read is already under way.
         """
         full = self.flat.full
         if self.rest is not None or self._fetching is not None or not self.numel or full is None:
@@ -235,7 +237,7 @@ class NvmeStorage(OffloadStorage):
         if self._fetching is not None:
             data, transfer, direct = self._fetching
             self._fetching = None
-            with contextlib.suppress(TierError):  # nobody wants it any more
+            with contextlib.suppress(TierError):  # the data is no longer needed
                 self.transfers.wait(transfer)
             if not direct:
                 self.transfers.pool.give(data)
@@ -245,10 +247,9 @@ class NvmeStorage(OffloadStorage):
     def take_gradient(
         self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
     ) -> None:
-        """Host sums over the addresses `span`, of which the entries `wanted` are meant: to NVMe,
-        added to what is there of them.
+        """Write the gradients of the entries `wanted` to NVMe, or add to those that are there.
 
-        Their `.grad` becomes storageless.
+        `total`: host sums for the addresses `span`. `.grad` of the entries becomes storageless.
         """
         region, base = self.region("gradient", self.flat.dtypes.master), self.flat.owned[0]
         if all(e.param.grad is None for e in self.flat.entries):
@@ -287,7 +288,7 @@ class NvmeStorage(OffloadStorage):
             self.norms.pop(entry.index, None)
             if entry.param.grad is None:
                 x, y = (entry.slot.start + at for at in entry.accounted())
-                # The norm is asked for later, and now it is in memory
+                # Clipping will ask for the norm. Now the gradient is still in memory.
                 if x < y and total.dtype == region.dtype:
                     self.norms[entry.index] = torch._foreach_norm(
                         [total[x - span[0] : y - span[0]]], 2.0
@@ -295,7 +296,7 @@ class NvmeStorage(OffloadStorage):
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
-        """See `Storage`; read again unless it was taken as it passed by."""
+        """See `Storage`. Reads the gradient again unless `norms` has the answer."""
         if p != 2 or self.scale is not None or entry.index not in self.norms:
             first, (a, b) = entry.slot.start - self.flat.owned[0], entry.accounted()
             part = self.part("gradient", first + a, first + b)
@@ -308,7 +309,7 @@ class NvmeStorage(OffloadStorage):
         return self.norms[entry.index]
 
     def gradients_finite(self) -> bool:
-        """Whether all gradients on NVMe are finite numbers."""
+        """Return whether all gradients on NVMe are finite numbers."""
         used = [e for e in self.flat.entries if e.param.grad is not None]
         spans = [
             (a - self.flat.owned[0], b - self.flat.owned[0]) for a, b in map(self.flat.local, used)
@@ -318,7 +319,7 @@ class NvmeStorage(OffloadStorage):
         )
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
-        """Multiply all gradients on NVMe with `factor` when they are next read."""
+        """Multiply all gradients on NVMe by `factor` when they are next read."""
         factor = factor.detach().to("cpu", torch.float32).reshape(())
         self.scale = factor.clone() if self.scale is None else self.scale * factor
 

@@ -1,6 +1,4 @@
-"""Before a run whose state rests on NVMe: what its disks give, what it needs, and a refusal where
-that does not fit.
-"""
+"""Check before a run with state on NVMe: measure the disks, and refuse a run that does not fit."""
 
 from __future__ import annotations
 
@@ -19,17 +17,15 @@ from onefold.runtime.backward import agree_on_failure
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
-#: States of an optimizer with as many elements as the parameter: two, as Adam has them. Others are
-#: seen when they are made.
+#: Optimizer states with as many elements as the parameter: two, as for Adam. If an optimizer has
+#: more, that shows when they are created.
 MOMENTS_EXPECTED = 2
-#: Bytes written to and read from each disk to see what it gives.
+#: Bytes written to and read from each disk to measure its rate.
 _SAMPLE = 16 << 20
 
 
 def needed(engine: Engine) -> int:
-    """Bytes that this rank's state takes on NVMe with an optimizer of two moments, in the recipe's
-    format.
-    """
+    """Return the bytes of this rank's state on NVMe, with two moments in the recipe's format."""
     total = 0
     for flat in engine.offloaded_flats:
         assert isinstance(flat.storage, OffloadStorage)
@@ -50,7 +46,10 @@ def needed(engine: Engine) -> int:
 
 
 def _has_room(folders: Sequence[str]) -> bool:
-    """Whether measuring is worth it: a small disk that holds a small state is fast enough."""
+    """Return whether the folders have room for measuring.
+
+    A smaller disk holds a small state, and is fast enough for it.
+    """
     return min(shutil.disk_usage(folder).free for folder in folders) >= ROOM_TO_MEASURE
 
 
@@ -58,7 +57,7 @@ def preflight(engine: Engine) -> None:
     """Measure the disks and refuse a run that has no room on them. Collective.
 
     Raises:
-        TierError: on every rank, if a folder of one is not there or has no room.
+        TierError: on every rank, if a folder of one rank is missing or has no room.
     """
     if not engine.on_disk:
         return

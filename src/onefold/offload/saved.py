@@ -1,9 +1,9 @@
-"""What autograd keeps in place of the tensors it saved, while their bytes may be on the host.
+"""Objects that autograd keeps in place of saved tensors, whose bytes may be on the host.
 
-[Note: versions] Autograd does not compare versions of what hooks have packed. Here each saved
-tensor leaves a watch behind: a tensor without memory that shares the version counter. A tensor that
-was written to since is refused when it is read, as without hooks. (What writes behind autograd's
-back, through `.data`, is not seen, as without hooks.)
+[Note: versions] Autograd does not check the version of tensors that a hook has packed, so this
+module does. For each saved tensor it keeps a watch: a tensor without memory that shares the version
+counter. Reading a saved tensor that was written to in the meantime raises, as without hooks.
+(Writes through `.data` do not count, as without hooks.)
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from onefold.offload.arena import Block
 
 
 class Kept:
-    """What autograd keeps in place of a tensor that stays on the device."""
+    """Autograd keeps this in place of a tensor that stays on the device."""
 
     __slots__ = ("tensor", "version")
 
     def __init__(self, t: torch.Tensor) -> None:
-        # A node that saves its own output must not hold the tensor that holds the node.
+        # A node may save its own output. Without detach() the node and the tensor would form a
+        # reference cycle.
         self.tensor = t if t.grad_fn is None else t.detach()
         self.version = t._version
 
@@ -40,17 +41,19 @@ class Copy:
     """Bytes [start, start + nbytes) of a storage at one version, on the host.
 
     Attributes:
-        root: the tensor whose version it is: all that is saved of the copy is this tensor, or a
-            view of it.
-        original: its storage, if somebody else holds it.
-        here: the same bytes on the device, while they are on their way down or are up; uint8,
-            [nbytes].
-        ticket: what reads or writes `here` last. stream: on which `here` was asked for. descending:
-            `here` is the original.
-        comings: how often it has come up. handles: tensors that autograd keeps of it. unread: those
-            not read since it last came up.
-        read_by: the backward pass that last read the last of them.
-        before, after: its neighbours in the order of saving. turn: the forward pass.
+        root: the tensor with that version. Every saved tensor of this copy is `root` or a view of
+            it.
+        original: weak reference to the storage, which lives on if somebody else holds it.
+        here: the same bytes on the device while they go down or are up; uint8, [nbytes].
+        ticket: the last copy that reads or writes `here`.
+        stream: the stream on which `here` was allocated.
+        descending: whether `here` is the original storage, still being copied down.
+        comings: how often the bytes have come up.
+        handles: number of saved tensors of this copy that autograd holds.
+        unread: how many of these were not read since the bytes last came up.
+        read_by: the backward pass in which `unread` last became 0.
+        before, after: neighbours in the order of saving.
+        turn: number of the forward pass.
     """
 
     __slots__ = (
@@ -84,7 +87,7 @@ class Copy:
         self.before = self.after = None
 
     def revived(self) -> torch.UntypedStorage | None:
-        """The storage itself, if somebody still holds it."""
+        """Return the original storage if it is still alive."""
         return torch.UntypedStorage._new_with_weak_ptr(self.original.cdata)
 
 
@@ -93,8 +96,9 @@ class Store(Protocol):
 
 
 class Moved:
-    """What autograd keeps in place of a tensor that went down: how it lies in a copy. `read_in` is
-    the last coming up it was read in.
+    """Autograd keeps this in place of a tensor that went down: its place in a copy.
+
+    `read_in`: the value of `copy.comings` when the tensor was last read.
     """
 
     __slots__ = (
@@ -124,7 +128,7 @@ class Moved:
         refuse_other_version(self.watch, self.version, self.size)
 
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
-        """The tensor again, over the bytes of its copy: uint8, [nbytes]."""
+        """Return the tensor as a view of `source`, the bytes of its copy: uint8, [nbytes]."""
         first = source.storage_offset() // self.dtype.itemsize
         return as_view(
             source.untyped_storage(), self.dtype, first + self.offset, self.size, self.stride
@@ -132,7 +136,7 @@ class Moved:
 
 
 def extent_of(t: torch.Tensor) -> tuple[int, int]:
-    """Where in its storage the bytes of a tensor with elements start and stop."""
+    """Return the byte interval of a non-empty tensor in its storage."""
     start = int(t.storage_offset())
     span = sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True)) + 1
     return start * t.itemsize, (start + span) * t.itemsize
@@ -145,14 +149,14 @@ def as_view(
     size: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> torch.Tensor:
-    """A tensor over `storage`; `offset` in elements."""
+    """Return a tensor over `storage`; `offset` in elements."""
     empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
     view: torch.Tensor = empty.set_(storage, offset, size, stride)
     return view
 
 
 def refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) -> None:
-    """Raise RuntimeError if the counter that `watch` shares is not at `version` any more."""
+    """Raise RuntimeError if the version counter of `watch` has left `version`."""
     if watch._version != version:
         raise RuntimeError(
             f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has"

@@ -1,24 +1,22 @@
-"""Stepping what rests off the device, or in another format than it is stepped in, with the
-optimizer that the user brought.
+"""Step offloaded shards, and shards with packed moments, with the user's optimizer.
 
-    device  where moments are packed: piece by piece (quant/moments.py)
-    host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up behind the next unit's step
+    device  if moments are packed: piece by piece (quant/moments.py)
+    host    unit by unit: the optimizer's own step over host tensors and host states ─► copy up during the next unit's step
     NVMe    chunk by chunk, reads ahead and writes behind:
 
             disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
             step              chunk 1           chunk 2             chunk 3
 
-The optimizer steps the parameters whose turn it is (runtime/steps.py). For NVMe these are
-stand-ins: slices of staging buffers with slices of gradients and states. Between steps
-`optimizer.state` of the real parameter holds scalars as they are, and a tensor on the meta device
-in place of each state that has an element for each element of the parameter, or an item for some of
-them (quant/moments.py). Where moments are packed, those of parameters too small for that stay in
-host memory, some KiB each.
+For each unit or chunk the optimizer sees only the parameters to step (runtime/steps.py). On
+NVMe it sees stand-ins: slices of staging buffers with slices of gradients and states. Between steps
+`optimizer.state` of the real parameter holds scalars as they are. Each element-wise state, and each
+part of a packed moment (quant/moments.py), is represented by a tensor on the meta device. If
+moments are packed, parameters too small for packing keep theirs in host memory, some KiB each.
 
-[Note: a step is whole or refused] Ranks tell each other before and after: what goes wrong before (a
-gradient that could not be written) leaves every rank's state as it was; what goes wrong in the
-middle (the disk fails) leaves some of it stepped, which nothing can undo, so that the model refuses
-to go on and to be saved.
+[Note: a step is whole or refused] Ranks agree on failures before and after a step. A failure before
+the step (a gradient that could not be written) leaves the state of every rank unchanged. A failure
+during the step (the disk fails) leaves some state stepped and some not, and nothing can undo that.
+The model then refuses to train on and to be saved.
 """
 
 from __future__ import annotations
@@ -50,9 +48,10 @@ from onefold.runtime.steps import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
 from onefold.runtime.unreduced import unique_bytes
 
-#: Chunks whose reads are under way beyond the one that is stepped, and chunks whose writes may be.
+#: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
+#: written while the next one is stepped.
 AHEAD, BEHIND = 2, 1
-#: What is said of state that nobody can vouch for.
+#: The message if some of the state is stepped and some is not.
 HALF = (
     "a step failed half way, so that some of the state is of two steps. Start again from the last"
     " checkpoint."
@@ -60,11 +59,11 @@ HALF = (
 
 
 def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
-    """Those of `entries` that `step_apart` steps: off the device, or with moments that rest in
-    another format.
+    """Return those of `entries` that `step_apart` steps: offloaded, or with moments in a format
+    of their own.
 
     Raises:
-        ValueError: what recipe and optimizer say of moments cannot go together.
+        ValueError: recipe and optimizer contradict each other about moments.
     """
     flats = {entry.flat.index: entry.flat for entry in entries}
     apart = {
@@ -76,7 +75,7 @@ def stepped_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]
 
 
 def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -> None:
-    """Step `entries`, which `stepped_apart` has given. Collective where any rests on NVMe.
+    """Step `entries`, which `stepped_apart` returned. Collective if any is on NVMe.
 
     Raises:
         TierError: on every rank, if a disk failed on one.
@@ -95,7 +94,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                 mine = [e for e in flat.entries if id(e) in ready]
                 step_flat(optimizer, engine, flat, mine, groups)
                 if flat.storage.offloaded and engine.recipe.step_in_backward:
-                    # As it will be in the steps to come, and the moments just made need the room.
+                    # As in all later steps. The moments just created need the memory.
                     engine.write_counters.all_of(mine)
                     drop_stepped_gradients(engine, flat, mine)
         disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
@@ -114,12 +113,13 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
             raise
         finally:
             engine.transfers.pool.drain()
-            # Its traceback holds this frame: the model must not wait for the collector to go
+            # The error's traceback refers to this frame. Without `del` this reference cycle would
+            # keep the model alive until the garbage collector runs.
             del error
 
 
 def _flush(engine: Engine) -> None:
-    """Gradients are on the disk, or that they are not is known."""
+    """Wait until gradients are on the disk, and record a failure in `engine.progress.failure`."""
     try:
         engine.transfers.flush()
     except TierError as error:
@@ -133,8 +133,9 @@ def step_flat(
     entries: Sequence[Entry],
     groups: dict[int, int] | None = None,
 ) -> None:
-    """Step those parameters of one flat buffer that `entries` are of and that have a gradient.
-    Local. `groups`: `groups_of(optimizer)`.
+    """Step the parameters of `entries`, all of one flat buffer, that have a gradient. Local.
+
+    `groups`: the result of `groups_of(optimizer)`, if the caller has it.
 
     Raises:
         TierError: the disk failed.
@@ -161,34 +162,36 @@ def step_flat(
 
 
 def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry]) -> None:
-    """Drop the gradients in memory of those `entries` of `flat` that have been stepped."""
+    """Drop the gradients of those `entries` of `flat` that have been stepped."""
     before = sum(unique_bytes(e.param.grad for e in flat.entries))
     for entry in entries:
         entry.param.grad, entry.graded_elsewhere = None, False
-    # Another optimizer's lie in the same memory
+    # Gradients for another optimizer may share the memory, so count what is left
     after = sum(unique_bytes(e.param.grad for e in flat.entries))
     engine.transfers.host.add(GRADIENTS, after - before)
 
 
 @dataclass
 class _Chunk:
-    """Elements [a, b) of one flat buffer on their way: buffers by kind of what is on NVMe, each [b
-    - a] or as many items as that takes.
+    """Elements [a, b) of one flat buffer while they are stepped.
+
+    `buffers`: host buffers by kind of region; each holds the items for these elements ([b - a] if
+    an item is an element).
     """
 
     flat: Flat
     storage: NvmeStorage
     a: int
     b: int
-    # An entry's elements in the chunk, counted from the first that this rank owns
+    # (entry, start, stop): elements in the chunk, counted from the first that this rank owns
     pieces: list[tuple[Entry, int, int]]
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    whole: list[torch.Tensor] = field(default_factory=list)  # what the buffers are views of
+    whole: list[torch.Tensor] = field(default_factory=list)  # the pool's buffers below `buffers`
     moving: list[Transfer] = field(default_factory=list)
 
 
 class _Stepping:
-    """One step of everything on NVMe of one optimizer."""
+    """One step of one optimizer over its entries on NVMe."""
 
     def __init__(self, optimizer: Optimizer, engine: Engine, mine: set[int]) -> None:
         self.optimizer, self.groups, self.engine, self.mine = (
@@ -198,10 +201,10 @@ class _Stepping:
             mine,
         )
         self.transfers = engine.transfers
-        # What the states of an entry will be, once all its pieces are stepped
+        # By the entry's number: the new `optimizer.state`, set when all pieces are stepped
         self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}
         self.hows: dict[int, moments.MomentPolicy | None] = {}  # by the flat buffer's index
-        # Moments in memory, by the entry's number
+        # By the entry's number: moments of small parameters, in memory
         self.small: dict[int, dict[str, torch.Tensor]] = {}
 
     def run(self, flats: Sequence[Flat]) -> None:
@@ -226,7 +229,7 @@ class _Stepping:
             while writing:
                 self._finish(writing.popleft())
         finally:
-            for chunk in (*reading, *writing):  # only if something went wrong
+            for chunk in (*reading, *writing):  # empty unless something went wrong
                 for transfer in chunk.moving:
                     with contextlib.suppress(Exception):
                         transfer.wait()
@@ -254,7 +257,7 @@ class _Stepping:
                     yield _Chunk(flat, storage, a, b, pieces)
 
     def _adopt(self, storage: NvmeStorage, entry: Entry) -> None:
-        """States that somebody has put in memory (load_state_dict) go to NVMe."""
+        """Move states that are in memory (after load_state_dict) to NVMe."""
         state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
         if how is not None:
             there = [key for key in state if key in SIGNED or packed(key) is not None]
@@ -288,8 +291,10 @@ class _Stepping:
         return chunk.buffers[kind]
 
     def _make(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> None:
-        """A buffer of a state that a first step makes. Of other parameters, or of another
-        optimizer's, it may be on NVMe already.
+        """Add a buffer for a state that a first step creates.
+
+        The region may already hold this state of other parameters, also of another optimizer. Then
+        the buffer is read from NVMe; otherwise it is zeroed.
         """
         region, data = chunk.storage.region(kind, dtype), self._buffer(chunk, kind, dtype)
         if (kind, chunk.a) not in chunk.storage.written:
@@ -353,7 +358,7 @@ class _Stepping:
             self._keep(chunk, entry, x, y, stand_in, state)
 
     def _step_unpacked(self, chunk: _Chunk, how: moments.MomentPolicy) -> None:
-        """As `_step`, where moments rest in another format than they are stepped in."""
+        """Do what `_step` does, for moments that are stored in a format of their own."""
         pieces: list[moments.Piece] = []
         for entry, x, y in chunk.pieces:
             state, begin = self.optimizer.state.get(entry.param, {}), _owned(entry)[0]
@@ -391,7 +396,7 @@ class _Stepping:
     def _parts(
         self, chunk: _Chunk, how: moments.MomentPolicy, entry: Entry, x: int, y: int
     ) -> dict[str, torch.Tensor]:
-        """The moments of elements [x, y), in the chunk's buffers."""
+        """Return the moments of elements [x, y) as views of the chunk's buffers."""
         out = {}
         for key, dtype in how.parts(
             entry, self.optimizer.param_groups[self.groups[id(entry.param)]]
@@ -413,10 +418,10 @@ class _Stepping:
         return entry.param.grad.reshape(-1)[x - first : y - first]
 
     def _stand_in(self, chunk: _Chunk, entry: Entry, x: int, y: int) -> nn.Parameter:
-        """Elements [x, y) of the owned interval as a parameter of their own."""
+        """Return elements [x, y) of the owned interval as a parameter of their own."""
         here = slice(x - chunk.a, y - chunk.a)
-        # A number without a dimension keeps its shape, as its states have theirs: these stay in
-        # memory, like counters.
+        # A 0-dim parameter keeps its shape. Its states are 0-dim too, and stay in memory like step
+        # counters.
         shape = entry.param.shape if not entry.param.dim() else (y - x,)
         stand_in = nn.Parameter(chunk.buffers["master"][here].view(shape))
         stand_in.grad = self._gradient(chunk, entry, x, y).view(shape)
@@ -439,9 +444,7 @@ class _Stepping:
         stand_in: nn.Parameter,
         state: dict[str, Any],
     ) -> None:
-        """What the optimizer left in a stand-in's state: into the chunk's buffers, scalars
-        aside.
-        """
+        """Copy a stand-in's new state to the chunk's buffers; scalars go to `self.scalars`."""
         after: dict[str, Any] = {}
         for key, value in state.items():
             if not _elementwise(value, stand_in):
@@ -479,13 +482,13 @@ class _Stepping:
 
 
 def _owned(entry: Entry) -> tuple[int, int]:
-    """The elements of `entry` that this rank owns, counted from the first of its flat buffer that
-    it owns.
+    """Return the elements of `entry` that this rank owns, counted from the first element of the
+    flat buffer that it owns.
     """
     a, b = entry.flat.local(entry)
     return a - entry.flat.owned[0], b - entry.flat.owned[0]
 
 
 def _elementwise(value: Any, param: torch.Tensor) -> bool:
-    """Whether a state has an element for each of the parameter's."""
+    """Return whether a state has an element for each element of the parameter."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape

@@ -1,4 +1,4 @@
-"""The steps that the user's optimizer is not left to do by itself: see runtime/steps.py."""
+"""The `Step` for shards that the user's optimizer cannot step by itself: see runtime/steps.py."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from onefold.runtime.unit import Unit
 
 
 class StepsApart(Step):
-    """What is off the device, or has moments in another format, is stepped here."""
+    """Steps offloaded shards, and shards with moments in a format of their own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        # Made by the first step, which tells whose parameters are whose
+        # Created by the first step, which shows which optimizer has which parameters
         self._in_backward: InBackwardStepper | None = None
 
     def keeps_own_format(self, optimizer: Optimizer) -> bool:

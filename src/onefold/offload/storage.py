@@ -1,8 +1,7 @@
-"""Shards that rest off the device: masters in host memory, and this rank's part of what is computed
-with.
+"""Offloaded shards: the masters, and the interval in the compute dtype that gathers read.
 
     parameters   optimizer   `rest`: the interval that gathers read                masters
-    device       host        a device tensor (of the whole, where that is kept)    a host tensor, [owned]
+    device       host        a device tensor (a slice of the whole if resident)    a host tensor, [owned]
     device       NVMe        the same                                              a region
     host         host        the masters, or a host copy in the compute dtype      a host tensor
     host         NVMe        a host copy                                           a region
@@ -10,10 +9,12 @@ with.
 
 `HostStorage` is here, `NvmeStorage` in nvme_storage.py.
 
-[Note: who moves what] Down: the reducer brings a unit's summed gradient down as soon as it has it.
-Step: offload/step.py steps host masters where they are, and masters on NVMe chunk by chunk, and
-says what is new (`stepped`). Up: `put` fills this rank's part of a buffer to gather in; `fetch`
-starts that ahead of time where it comes from a disk.
+[Note: who moves what]
+- Down: the reducer copies a unit's summed gradient down as soon as it has it.
+- Step: offload/step.py steps masters on the host in place and masters on NVMe chunk by chunk. It
+  then passes the new masters to `stepped`.
+- Up: `put` fills this rank's part of a gather buffer. If the data is on a disk, `fetch` starts the
+  read ahead of time.
 """
 
 from __future__ import annotations
@@ -40,28 +41,26 @@ if TYPE_CHECKING:
 
 
 def state_kind(key: str, dtype: torch.dtype) -> str:
-    """What a region of an optimizer's element-wise state `key` is called."""
+    """Return the kind (name) of the region for an optimizer's element-wise state `key`."""
     return f"state {key} {str(dtype).removeprefix('torch.')}"
 
 
 def grain_of_kind(kind: str) -> int:
-    """Elements that one item of a region of that kind stands for: 1 but for codes and scales of
-    packed moments.
-    """
+    """Return the elements per item of a region: 1, but more for parts of packed moments."""
     what, _, rest = kind.partition(" ")
     return grain_of(rest.rpartition(" ")[0]) if what == "state" else 1
 
 
 class OffloadStorage(Storage):
-    """What is common to shards on the host and on NVMe. Elements are counted from the first that
-    this rank owns.
+    """Base of the shards on the host and on NVMe. Elements are counted from the first that this
+    rank owns.
 
     Attributes:
         tiers: of parameters, gradients and states.
         rest: this rank's interval in the compute dtype, [owned], on the device or the host; None if
             it is on NVMe.
-        shown: what the optimizer's parameters are views of, [owned]: the host masters, or a
-            storageless tensor.
+        shown: the tensor whose views are the optimizer's parameters, [owned]: the host masters, or
+            a storageless tensor.
     """
 
     offloaded = True
@@ -75,7 +74,7 @@ class OffloadStorage(Storage):
     # -- building ----------------------------------------------------------------------------------
 
     def _build_rest(self, device: torch.device) -> None:
-        """Take the memory that gathers read, unless that is the masters' or on NVMe."""
+        """Allocate `rest`, unless gathers read from NVMe."""
         d, whole = self.flat.dtypes, self.flat.full
         if self.tiers.parameters is Tier.HOST:
             self.rest = host_empty(self.numel, d.compute, self.device)
@@ -104,17 +103,15 @@ class OffloadStorage(Storage):
 
     @abstractmethod
     def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
-        """Masters [start, stop) have the new values `master`: bring what gathers read up to
-        date.
-        """
+        """Update what gathers read: masters [start, stop) have the new values `master`."""
 
     def keep_written(self, own: torch.Tensor, written: list[Entry]) -> bool:
         refuse_written(written)
         return False
 
     def copy_up(self, into: torch.Tensor, master: torch.Tensor) -> None:
-        """New masters into what gathers read."""
-        # Cast here: half the bytes go up
+        """Copy new masters into the interval that gathers read."""
+        # Cast on the host: half the bytes go up
         if (
             self.transfers.up.asynchronous
             and into.device.type != "cpu"
@@ -123,7 +120,7 @@ class OffloadStorage(Storage):
             low = self.transfers.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low
-        # From host memory to host memory
+        # Host to host. Earlier copies up may still read `into`.
         if into.device.type == "cpu" and self.transfers.up.asynchronous:
             self.transfers.up.wait()
             into.copy_(master)
@@ -142,14 +139,14 @@ class OffloadStorage(Storage):
             self.put_read(mine)
             return
         self.follow()
-        # Else gathers read the very interval of the whole
+        # Otherwise `rest` is already this interval of the whole
         if storage_of(self.rest) != storage_of(mine):
             self.transfers.up.copy(mine, self.rest)
             if self.tiers.parameters is Tier.HOST:
                 self.transfers.entered("up", self.flat.unit_name, nbytes_of(mine))
 
     def put_read(self, mine: torch.Tensor) -> None:
-        """This rank's interval from a disk into `mine`."""
+        """Read this rank's interval from a disk into `mine`."""
         raise AssertionError("the host holds what gathers read")
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -170,7 +167,7 @@ class OffloadStorage(Storage):
             self.transfers.down.wait()
 
     def bring_down(self, total: torch.Tensor) -> torch.Tensor:
-        """A summed gradient as host memory: itself where the device is the host."""
+        """Return a summed gradient in host memory: `total` itself if the device is the CPU."""
         nbytes = total.numel() * total.element_size()
         self.transfers.entered("down", self.flat.unit_name, nbytes)
         if total.device.type == "cpu":
@@ -183,17 +180,17 @@ class OffloadStorage(Storage):
         return low
 
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
-        # The gradient is on the device, its parameter is not: what is shown has a shape, and can be
-        # dropped
+        # The gradient is on the device and its parameter is not. So show a tensor without elements:
+        # it has a shape, and the user can drop it.
         return storageless(entry.param, what)
 
 
 class HostStorage(OffloadStorage):
-    """Masters in (pinned) host memory, which the user's optimizer steps."""
+    """Masters in (pinned) host memory. The user's optimizer steps them there."""
 
     def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
         super().__init__(flat, tiers, resources)
-        self._versions = -1  # what the masters' counters said when `rest` was last made of them
+        self._versions = -1  # sum of the masters' version counters when `rest` was last updated
 
     def build(self, device: torch.device) -> torch.Tensor:
         d = self.flat.dtypes
@@ -218,7 +215,7 @@ class HostStorage(OffloadStorage):
     def store(self, values: torch.Tensor) -> None:
         if not self.numel:
             return
-        # No copy up reads them: who gives new values has waited (`MasterAccess.about_to_write`)
+        # No copy up reads the masters now: callers have waited (`MasterAccess.about_to_write`)
         if storage_of(values) != storage_of(self.shown):
             self.shown.copy_(values)
         self.masters_written()

@@ -1,5 +1,5 @@
-"""Room `optim`: the sharded step: clipping, scaling, and which optimizers may step intervals. Knows
-no modules' forward.
+"""Room `optim`: the step of sharded parameters: clipping, loss scaling, and which optimizers may
+step intervals. It does not depend on the forward pass.
 """
 
 from onefold.optim.clip import clip_grad_norm

@@ -1,9 +1,9 @@
-"""Clipping by the global norm over gradients that are divided among the ranks.
+"""Clip by the global norm of gradients that are divided among the ranks.
 
-[Note: the norm's order] Each rank takes the norms of the parts of its own intervals, at every stage
-(at stage 0 too, where it holds all gradients), adds their powers in fp64, and the ranks' sums are
-added in rank order. The norm therefore has the same bits at every stage, and costs one pass over
-1/N of the gradients and one exchange of 8 bytes.
+[Note: the norm's order] At every stage each rank computes the norms of its own intervals (at stage
+0 too, where it holds all gradients) and adds their powers in fp64. Then the ranks' sums are added
+in rank order. So the norm has the same bits at every stage. It costs one pass over 1/N of the
+gradients and one exchange of 8 bytes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from onefold.runtime.storage import Storage
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
-    """The parts of all gradients that this rank accounts for; where a gradient is on NVMe, the
-    entry whose it is.
+    """Return the parts of all gradients that this rank accounts for. A gradient on NVMe is
+    represented by its entry.
     """
     parts: list[torch.Tensor | Entry] = []
     for entry in engine.entries:
@@ -35,7 +35,7 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
             if a < b:
                 parts.append(entry)
             continue
-        # Other ranks hold it too: each answers for its part
+        # Other ranks hold it too: each accounts for one part
         if flat.shared:
             first, _ = entry.held()
             grad = grad.reshape(-1)[a - first : b - first]
@@ -48,8 +48,8 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     """See `onefold.clip_grad_norm_`.
 
     Raises:
-        ValueError: before anything is exchanged: `max_norm` is no number from 0 up, or `norm_type`
-            is none above 0; or the recipe steps in the backward pass.
+        ValueError: `max_norm` is not a number >= 0, `norm_type` is not a number > 0, or the recipe
+            steps in the backward pass. Raised before any communication.
     """
     limit, p = _number(max_norm), _number(norm_type)
     if limit is None or not limit >= 0:
@@ -68,7 +68,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
         engine.residuals.forget_if(~torch.isfinite(total))
-        if limit == math.inf:  # the factor is 1, which nobody has to be asked for
+        if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0)
         grads, on_disk = in_memory(engine, (e.param for e in engine.entries))
@@ -77,8 +77,8 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         for on_one in groups:
             if on_one[0].device.type != "cpu":
                 torch._foreach_mul_(on_one, scale)
-        # On the host a look at the number saves a pass over all gradients. What is stepped there
-        # needs it anyway; on a device looking would make the host wait.
+        # If gradients are on the host, read the factor: a factor of 1 saves a pass over them. The
+        # host's step needs the value anyway. On a device, reading it would make the host wait.
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
         if (host or on_disk) and (engine.group.fake or scale.item() != 1.0):
             scale = scale.cpu()
@@ -92,9 +92,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
 def in_memory(
     engine: Engine, params: Iterable[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[Storage]]:
-    """The gradients of `params` that can be computed with, and the storages of those that are on
-    NVMe.
-    """
+    """Return the gradients of `params` that are in memory, and the storages of those on NVMe."""
     on_disk = {
         id(e.param): f.storage
         for f in engine.offloaded_flats
@@ -113,7 +111,7 @@ def in_memory(
 
 
 def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """`tensors` in groups of one device."""
+    """Return `tensors` grouped by device."""
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for t in tensors:
         groups.setdefault(t.device, []).append(t)
@@ -121,14 +119,14 @@ def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _number(value: object) -> float | None:
-    """`value` as a float if it is a number (a tensor of one element too), else None."""
+    """Return a number, or a tensor of one element, as a float; None for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value)
     return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
 def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> torch.Tensor:
-    """A 0-dim fp64 tensor, the same bits on every rank."""
+    """Return the norm as a 0-dim fp64 tensor, with the same bits on every rank."""
     device = engine.device
     found: dict[int, torch.Tensor] = {}
     for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
@@ -140,7 +138,7 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     if not each:
         norms = torch.zeros(1, dtype=torch.float64, device=device)
     elif len({(n.dtype, n.device) for n in each}) == 1:
-        # One cast instead of one for each parameter
+        # One cast in place of one for each parameter
         norms = torch.stack(each).to(device, torch.float64)
     else:
         norms = torch.stack([n.to(device, torch.float64) for n in each])

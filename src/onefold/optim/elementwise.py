@@ -1,9 +1,9 @@
-"""Which optimizers may step intervals: those whose update of an element depends on that element
-alone. It is found out by trying.
+"""Find out by trial which optimizers may step intervals of parameters.
 
-The update of a small matrix must equal, bit for bit, the update of its elements cut into pieces,
-and so must every number that the optimizer keeps. A factored second moment, a whole matrix or a
-layer's norm fails that, and would train on something else if it were given intervals.
+An optimizer may, if its update of an element depends on that element alone. The trial steps a small
+matrix, and the same matrix cut into pieces. The results, and every number that the optimizer keeps,
+must be equal bit for bit. Optimizers with a factored second moment, or with a norm of a matrix or a
+layer, fail. With intervals they would silently compute something else.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.optim.optimizer import Optimizer
 from onefold.runtime.parameters.interval import spec_of
 
 _verdicts: weakref.WeakKeyDictionary[Optimizer, str | None] = weakref.WeakKeyDictionary()
-#: {class: {all that a trial of it depends on: its verdict}}, so that the second optimizer of a
-#: kind, in the same process, is not tried again.
+#: {class: {everything that a trial depends on: its verdict}}. A second optimizer of the same kind
+#: in this process needs no trial.
 _tried: weakref.WeakKeyDictionary[type, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
@@ -31,7 +31,7 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
     """Raise if the optimizer's update is not element-wise.
 
     Raises:
-        ValueError: it is not, or that could not be found out.
+        ValueError: the update is not element-wise, or the trial failed.
     """
     if optimizer not in _verdicts:
         _verdicts[optimizer] = _probe(optimizer)
@@ -47,14 +47,14 @@ def refuse_unless_elementwise(optimizer: Optimizer) -> None:
 
 
 def _probe(optimizer: Optimizer) -> str | None:
-    """None if element-wise, else what was seen: now, or of an optimizer like it before."""
+    """Return None if the update is element-wise, else the reason why not. Verdicts are cached."""
     device = next(
         (p.device for g in optimizer.param_groups for p in g["params"]), torch.device("cpu")
     )
     kind = type(optimizer)
     if not _is_plain(arguments := _arguments(optimizer)):
         return _tried_anew(optimizer, device)
-    # A class may have been given another step or another setting since
+    # The class may have been patched since the last trial
     inside = tuple((name, id(value)) for c in kind.__mro__ for name, value in vars(c).items())
     depends = (inside, repr(arguments), repr(_kinds_of(optimizer)), str(device))
     known = _tried.setdefault(kind, {})
@@ -64,7 +64,7 @@ def _probe(optimizer: Optimizer) -> str | None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether its `repr` says all of it."""
+    """Return whether `repr(value)` describes `value` completely."""
     if isinstance(value, dict):
         return all(_is_plain(part) for item in value.items() for part in item)
     if isinstance(value, (tuple, list)):
@@ -79,13 +79,13 @@ def _tried_anew(optimizer: Optimizer, device: torch.device) -> str | None:
         else {"devices": []}
     )
     with torch.random.fork_rng(**apart), torch.enable_grad():
-        # Some look at whole matrices only where these are large
+        # Some optimizers treat only large matrices as matrices
         for shape in ((16, 24), (160, 144)):
             if said := _try(optimizer, shape, {}, device):
                 return said
         for dims, options in _kinds_of(optimizer):
-            # A group's own option, or what convolutions have more of than matrices, may be what
-            # makes an update look at its neighbours.
+            # A group's own option, or a third dimension (convolutions), may change the kind of
+            # update.
             if said := _try(
                 optimizer,
                 (16, 24) if dims == 2 else (*(2,) * (dims - 3), 8, 6, 16),
@@ -97,8 +97,8 @@ def _tried_anew(optimizer: Optimizer, device: torch.device) -> str | None:
 
 
 def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
-    """(number of dimensions, the group's own options) of what the optimizer steps, each kind once,
-    but for plain matrices.
+    """Return each distinct (number of dimensions, options of the group itself) among the
+    optimizer's parameters, except plain matrices without such options.
     """
     found: dict[tuple[int, str], tuple[int, dict[str, Any]]] = {}
     for group in optimizer.param_groups:
@@ -111,7 +111,7 @@ def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
             if isinstance(v, (bool, int, float, str, tuple, type(None)))
             and optimizer.defaults.get(k) != v
         }
-        # How strong a decay is, and for how many groups, makes no difference of kind.
+        # For weight decay only zero or not matters. Its value does not change the kind of update.
         key = repr(sorted((k, v != 0 if k == "weight_decay" else v) for k, v in own.items()))
         for p in group["params"]:
             dims = max(2, len((spec_of(p) or p).shape))
@@ -120,14 +120,14 @@ def _kinds_of(optimizer: Optimizer) -> list[tuple[int, dict[str, Any]]]:
     return list(found.values())
 
 
-#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so its numbers are
-#: compared besides.
+#: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so the trial also
+#: compares the numbers that the optimizer keeps.
 _TRIED = 4
 
 
 @dataclass
 class _Trial:
-    """What a trial came to: the parameter, and every number that the optimizer keeps of it or of
+    """The result of a trial: the parameter, and every number that the optimizer keeps for it or for
     its group.
     """
 
@@ -138,17 +138,20 @@ class _Trial:
 def _try(
     optimizer: Optimizer, shape: tuple[int, ...], options: dict[str, Any], device: torch.device
 ) -> str | None:
-    """Whether the steps of a parameter of this shape are those of its parts, which are cut where
-    vectors of a processor end.
+    """Compare steps of a parameter of this shape with steps of its parts. Return None if they are
+    equal, else the reason for a refusal.
+
+    The cuts are at multiples of 128 elements, where SIMD vectors end.
     """
     generator, numel = torch.Generator().manual_seed(0), prod(shape)
     start, way = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
-    # They point one way more or less, as in training: what looks for a distance to go finds one.
+    # All gradients point roughly one way, as in training. An optimizer that estimates a distance
+    # (Prodigy) then finds one.
     grads = [way + 0.3 * torch.randn(shape, generator=generator).to(device) for _ in range(_TRIED)]
     try:
         whole = _run(optimizer, start, grads, options)
     except Exception as error:
-        if options:  # a group may have what only its own parameters know what to do with
+        if options:  # a group's options may make sense for its own parameters only
             return None
         return (
             f"its constructor or step could not be tried on a small matrix ({type(error).__name__}:"
@@ -156,8 +159,8 @@ def _try(
         )
     try:
         cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
-        # Each by an optimizer of its own, as each rank has one: what it learns of all its
-        # parameters, the others do not know.
+        # Each piece has an optimizer of its own, as on each rank. What one optimizer sums over all
+        # its parameters, the others do not know.
         cuts = zip(_split(start, cut), *(_split(g, cut) for g in grads), strict=True)
         pieces = [_run(optimizer, s, gs, options) for s, *gs in cuts]
     except Exception as error:
@@ -206,7 +209,7 @@ def _run(
     trial: Any = type(optimizer)(
         [{"params": [param], **options}] if options else [param], **_arguments(optimizer)
     )
-    if callable(getattr(trial, "train", None)):  # schedule-free ones are in one of two modes
+    if callable(getattr(trial, "train", None)):  # schedule-free optimizers have two modes
         trial.train()
     for grad in grads:
         param.grad = grad.clone()
@@ -229,8 +232,8 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
-    """Its constructor's arguments as far as its defaults say; a learning rate far from 0 so that
-    the update shows.
+    """Return the constructor's arguments, as far as `optimizer.defaults` has them. The learning
+    rate is replaced by one far from 0, with which the update shows.
     """
     known = inspect.signature(type(optimizer).__init__).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())

@@ -1,13 +1,13 @@
-"""`optimizer.state` of divided parameters outside a step: states with the face of the whole, as the
-parameters have it.
+"""`optimizer.state` outside a step: states of divided parameters show the whole parameter's shape.
 
-    inside `step()`, and to the engine     plain tensors of this rank's elements          `PlainStates`: a defaultdict as torch's own
     inside `step()`, and to the engine   plain tensors of this rank's elements    `PlainStates`: a defaultdict as torch's own
-    to code of the user's                intervals (`Interval`)                   `FacedStates`: dressed when they are asked for
-So `optimizer.state[p]["exp_avg"].norm()` is that of the whole, `.zero_()` writes this rank's
-elements, `.shape` is the parameter's. A rank that owns nothing of a parameter shows empty intervals
-under the keys that its other parameters have, so that all ranks come to the same collectives. What
-nobody asks for costs nothing: a step changes one object's class before, and back behind it.
+    to the user's code                   intervals (`Interval`)                   `FacedStates`: converted on access
+
+For the user `optimizer.state[p]["exp_avg"].norm()` is the norm of the whole, `.zero_()` writes this
+rank's elements, and `.shape` is the parameter's. A rank that owns no element of a parameter shows
+empty intervals, under the keys that its other parameters have. This way all ranks reach the same
+collectives. Without access there is no cost: a step only changes the class of one object, and
+changes it back afterwards.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _enabled = torch._C._is_torch_function_enabled
 
 
 class PlainStates(defaultdict[Any, Any]):
-    """What the optimizer's own step sees. `dressed`: states that somebody has asked for since the
-    last.
+    """The states as the optimizer's own step sees them. `dressed`: the states that were read
+    outside since the last step, and hold intervals.
     """
 
     dressed: list[tuple[IntervalSpec, dict[str, Any]]]
 
 
 class FacedStates(PlainStates):
-    """What code outside a step sees: the same keys in the same order on every rank."""
+    """The states as code outside a step sees them, with the same keys and order on every rank."""
 
     optimizer: weakref.ref[Optimizer]
     complete: bool
@@ -84,8 +84,8 @@ class FacedStates(PlainStates):
                 self._face(key, state)
 
     def _complete(self) -> None:
-        """States of the parameters that other ranks have all elements of, in the order of the
-        groups.
+        """Add states for parameters of which this rank has no element, and put all states in the
+        order of the groups.
         """
         optimizer = self.optimizer()
         if self.complete or optimizer is None or not _enabled():
@@ -136,11 +136,11 @@ class FacedStates(PlainStates):
         return state
 
     def _like_others(self, param: Any) -> dict[str, Any]:
-        """Empty states for a parameter of which other ranks have all elements, if it was ever
-        stepped.
+        """Return empty states for a parameter of which this rank has no element; {} if it was
+        never stepped.
         """
         entry = param.__dict__["_onefold_entry"]()
-        # 1 is what shard() wrote
+        # `last_write` is 1 after shard()
         if entry is None or entry.last_write < 2 or not entry.param.requires_grad:
             return {}
         for other, state in super().items():
@@ -154,7 +154,8 @@ class FacedStates(PlainStates):
                         value.dim() == 1 and value.numel() == spec.stop - spec.start
                     ):
                         kinds = self._kinds(entry, name, value.dtype)
-                        # On NVMe there is no region for a format that this rank has nothing in
+                        # On the host if the format differs: with states on NVMe this rank has no
+                        # region for it
                         for key, kind in kinds.items():
                             out[key] = torch.empty(
                                 0,
@@ -167,8 +168,8 @@ class FacedStates(PlainStates):
         return {}
 
     def _kinds(self, entry: Any, name: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """{key: dtype} of what `entry` has where another parameter has `name`: whether moments are
-        packed is for its own size to say.
+        """Return {key: dtype} of the states of `entry` that correspond to the state `name` of
+        another parameter. The sizes of the two decide separately whether moments are packed.
         """
         optimizer, part = self.optimizer(), packed(name)
         key = part.key if part is not None else name
@@ -184,7 +185,7 @@ class FacedStates(PlainStates):
 
 
 def show(optimizer: Optimizer) -> None:
-    """From now on code outside sees intervals."""
+    """From now on show intervals to code outside the step."""
     state: Any = optimizer.state
     if type(state) is PlainStates:
         state.__class__ = FacedStates
@@ -198,7 +199,7 @@ def show(optimizer: Optimizer) -> None:
 
 
 def hide(optimizer: Optimizer) -> None:
-    """From now on they are plain tensors, as a step wants them."""
+    """From now on the states are plain tensors, as a step needs them."""
     state: Any = optimizer.state
     if type(state) is FacedStates:
         state.__class__ = PlainStates  # type: ignore[assignment]
@@ -208,7 +209,7 @@ def hide(optimizer: Optimizer) -> None:
 
 
 def make_all_plain(optimizer: Optimizer) -> None:
-    """As `make_plain`, of every parameter: what a constructor, or a step before shard(), made."""
+    """Apply `make_plain` to every state that a constructor, or a step before shard(), made."""
     known = [(spec_of(param), state) for param, state in dict.items(optimizer.state)]
     elementwise = frozenset(
         key for spec, state in known if spec is not None and isinstance(state, dict)
@@ -221,11 +222,11 @@ def make_all_plain(optimizer: Optimizer) -> None:
 def make_plain(
     spec: IntervalSpec | None, state: Any, elementwise: frozenset[str] = frozenset()
 ) -> None:
-    """Intervals in the state of one parameter, and plain tensors of the parameter's whole shape,
-    become this rank's elements.
+    """Replace intervals and plain tensors of the parameter's whole shape, in the state of one
+    parameter, by this rank's elements.
 
-    `elementwise`: what other parameters have a number for each element of; of a 0-dim parameter a
-    count of steps looks the same.
+    `elementwise`: keys that are element-wise in the states of other parameters. For a 0-dim
+    parameter the shape does not tell an element-wise state from a count of steps.
     """
     for key, value in state.items() if isinstance(state, dict) else ():
         if isinstance(value, Interval):
@@ -240,7 +241,7 @@ def make_plain(
 
 
 def _is_whole(value: torch.Tensor, spec: IntervalSpec, also_numbers: bool = False) -> bool:
-    """Whether a plain state has all elements of a parameter of which this rank holds a part."""
+    """Return whether a plain state is whole, while this rank holds only a part of the parameter."""
     return (
         value.shape == spec.shape
         and tuple(value.shape) != (spec.stop - spec.start,)

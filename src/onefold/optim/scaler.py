@@ -1,4 +1,4 @@
-"""Loss scaling for fp16: torch's GradScaler, with overflow found anywhere counted everywhere."""
+"""Loss scaling for fp16: torch's GradScaler, with an overflow on one rank seen by all ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(self._engine.device.type, **options)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. If the optimizer is fused, an overflow is skipped on the device, without a
-        synchronization.
+        """Step as torch's GradScaler does. With a fused optimizer the device skips the step after
+        an overflow, without a synchronization.
         """
         engine = self._engine
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args

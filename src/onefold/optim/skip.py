@@ -1,16 +1,16 @@
-"""Leaving a step out where only the device knows yet whether it must be.
+"""Skip a step without telling the host: the device decides.
 
-A fused kernel of torch's takes a number that lies on the device, `found_inf`. Where it is 1 the
-kernel writes neither weights nor moments, and the counts of steps, on which bias correction rests,
-are taken back by one: all is as if `step()` had not been called.
+torch's fused kernels take a number on the device, `found_inf`. If it is 1, the kernel writes
+neither weights nor moments, and torch takes back the step counts that bias correction uses. All
+state is as if `step()` had not been called.
 
 | the step is made                                        | who decides                                         |
 |---------------------------------------------------------|-----------------------------------------------------|
 | by a fused kernel, on a device with streams             | the device                                          |
 | on the host (offloaded shards)                          | the host, which waits for the gradients anyway      |
-| piece by piece (packed moments, stochastic rounding)    | the host: packing the pieces anew would change them |
-| by a loop or foreach, or an optimizer that is not known | the host: there is no such number                   |
-| on a device without streams                             | the host: there is nothing to wait for              |
+| piece by piece (packed moments, stochastic rounding)    | the host: packing them again would change them      |
+| by a loop or foreach, or by an unknown optimizer        | the host: these take no `found_inf`                 |
+| on a device without streams                             | the host: it never waits for such a device          |
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from onefold.runtime.steps import is_known
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
-    """Whether `step_unless` can take its number from the device. See the table above."""
+    """Return whether `step_unless` can be used: the device decides. See the table above."""
     in_one_piece = (
         not engine.offloaded_flats
         and engine.recipe.moments is None
@@ -38,13 +38,13 @@ def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
 def step_unless(
     optimizer: Any, skip: torch.Tensor, scaler: torch.amp.GradScaler | None = None
 ) -> None:
-    """`optimizer.step()`, of which nothing remains where `skip` is 1. The host does not ask.
+    """Call `optimizer.step()`, without effect if `skip` is 1. The host never reads `skip`.
 
     Args:
-        optimizer: one for which `skips_on_device` says yes.
+        optimizer: one for which `skips_on_device` returns True.
         skip: 0 or 1 in fp32, 0-dim, on the device, the same on every rank.
-        scaler: has unscaled the gradients. Where it found an overflow the step is left out too; its
-            `update` is the caller's to call.
+        scaler: the scaler that has unscaled the gradients. The step is also skipped if it found an
+            overflow. The caller must call its `update`.
     """
     if scaler is not None:
         for found in scaler._found_inf_per_device(optimizer).values():

@@ -1,5 +1,4 @@
-"""What a state of an optimizer is: who saves states, or puts those of several ranks together, asks
-here.
+"""The sort of an optimizer's state, for code that saves states or combines those of several ranks.
 
 | sort       | the value                                                      | such as            |
 |------------|----------------------------------------------------------------|--------------------|
@@ -23,9 +22,10 @@ Shape = tuple[int, ...]
 
 
 def odd_keys(states: Iterable[tuple[Shape, Mapping[Any, Any]]]) -> set[Any]:
-    """The keys whose values have not the shape of some parameter, of all `(shape, state)`.
+    """Return the keys whose value differs in shape from its parameter, for any `(shape, state)`.
 
-    A parameter of no dimensions looks like a step count: the other parameters tell them apart.
+    The shape does not tell a step count from an element-wise state of a 0-dim parameter. The other
+    parameters do.
     """
     return {
         key
@@ -38,7 +38,7 @@ def odd_keys(states: Iterable[tuple[Shape, Mapping[Any, Any]]]) -> set[Any]:
 
 
 def sort_of(key: Any, value: Any, shape: Shape, odd: set[Any]) -> Sort:
-    """What the state `key` of a parameter of `shape` is; `odd`: from `odd_keys`."""
+    """Return the sort of the state `key` of a parameter of `shape`; `odd`: from `odd_keys`."""
     if packed(key) is not None:
         return "packed"
     if not isinstance(value, torch.Tensor):

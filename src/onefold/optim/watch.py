@@ -1,20 +1,21 @@
-"""What stands between an optimizer and sharded parameters: nothing, but for two looks around each
-step.
+"""Hooks before and after each optimizer step over sharded parameters.
 
-Before: what rests off the device or in another format is stepped (runtime/steps.py), and its
-gradients are put aside, so that the step itself does the rest.
-Before that: an optimizer whose update of one element depends on others is refused
-(optim/elementwise.py). After: resident copies of the parameters are stale.
+Before the step:
+1. Refuse an optimizer whose update of an element depends on other elements (optim/elementwise.py).
+2. Step offloaded shards, and shards with moments in a format of their own (runtime/steps.py). Put
+   their gradients aside, so that the optimizer's own step does only the rest.
 
-[Note: bare parameters] For the time of the step sharded parameters are plain `nn.Parameter`s over
-this rank's elements (their class is changed, the objects stay): optimizers see plain intervals,
-choose their fast implementations, and pay nothing for attributes. Outside they keep the face of the
-whole, for hooks of the user's own around the step and inside a closure too. A step that raises
-never comes to its end: what holds the step's arguments (`_Arguments`) goes with it, and gives the
-faces back.
+After the step: mark resident copies of the parameters as stale.
 
-torch's own step hooks are used; they are registered while an engine lives and removed with the last
-one.
+[Note: bare parameters] During the step sharded parameters are plain `nn.Parameter`s over this
+rank's elements. Only their class changes; the objects stay. Optimizers see plain intervals, can
+choose their fast implementations, and have no overhead. Everywhere else the parameters show the
+whole shape, also in the user's own step hooks and inside a closure. If a step raises, the hook
+after it never runs. Then the step's arguments (`_Arguments`) are freed with its frame, and that
+restores the class.
+
+The hooks are torch's global step hooks. They are registered with the first engine and removed with
+the last one.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ _bare: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Bare]] = weakref.WeakKe
 
 
 def watch(engine: Engine, held: bool = True) -> None:
-    """Look around the steps of optimizers over this engine's parameters, until it closes. `held`:
-    there may be some already.
+    """Hook the steps of optimizers over this engine's parameters, until the engine closes.
+
+    `held`: whether such optimizers may already exist.
     """
     _engines.add(engine)
     whole_state.follow(engine, held)
@@ -68,7 +70,7 @@ def unwatch(engine: Engine) -> None:
 
 
 def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
-    """The sharded parameters that `optimizer` steps, by engine."""
+    """Return the sharded parameters that `optimizer` steps, by engine."""
     found: dict[Engine, list[Entry]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -85,8 +87,8 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
 def _with_unsharded(
     optimizer: Optimizer, found: dict[Engine, list[Entry]]
 ) -> dict[Engine, list[Entry]]:
-    """`found` with the parameters that stay as they are on one rank, which are sharded in name
-    only; another format is theirs too.
+    """Return `found` plus the unsharded parameters (one rank) of engines with moments in a format
+    of their own or stochastic rounding.
     """
     out = {engine: list(entries) for engine, entries in found.items()}
     asking = [
@@ -111,13 +113,15 @@ def _with_unsharded(
 
 
 def _first(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """What may be stepped here has to wait for what the user has hung before the optimizer's steps:
-    torch calls that after us.
+    """The global hook before a step. It has `_before` run after the user's own pre-hooks.
+
+    torch calls global hooks before an optimizer's own ones. So if the user has registered hooks,
+    this registers `_before` as the last of them.
     """
     if _nested(optimizer):
         return None
     after: Any = optimizer._optimizer_step_post_hooks
-    # The user's own see what code outside a step sees
+    # `_faced` comes first: the user's own hooks see parameters as outside the step
     if after and not any(hook is _faced for hook in after.values()):
         after.move_to_end(optimizer.register_step_post_hook(_faced).id, last=False)
     own = optimizer._optimizer_step_pre_hooks
@@ -138,9 +142,10 @@ _AROUND = next(
 
 
 def _nested(optimizer: Optimizer) -> bool:
-    """Whether the step that hooks are called for is `super().step()` inside the optimizer's own:
-    torch puts hooks around the step of each class that ever had an instance. The outer step is the
-    one to look around.
+    """Return whether the hooks are called for a `super().step()` inside the optimizer's own step.
+
+    torch wraps the `step` of every class that ever had an instance, so the hooks run for both. Only
+    the outer step counts.
     """
     frame, around = sys._getframe(1), 0
     while frame is not None and around < 2:
@@ -155,7 +160,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         return None
     with disable_torch_function():
         whole_state.meet_at_step(optimizer)
-        # It leaves no marks
+        # Unsharded parameters carry no mark of their engine, so they are searched for here
         for engine in [
             e
             for e in _engines
@@ -166,7 +171,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
                 engine.masters.about_to_write()
                 if engine.progress.failure is not None:
                     engine.tell_failure()
-        _show_again(optimizer)  # a step that raised never came to its end
+        _show_again(optimizer)  # if the last step raised, its end never ran
         found = _entries_of(optimizer)
         whole.seen.add(optimizer)
         apart = {
@@ -178,7 +183,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
-            # Its blocks are seen to; a trial would compile it
+            # torchao's low-bit optimizers are checked elsewhere, and a trial would compile them
             own_format = engine.steps.keeps_own_format(optimizer)
             if (
                 engine.recipe.elementwise_optimizer is not True
@@ -203,11 +208,11 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 class _Bare:
-    """Parameters that are plain ones until `end`, or until nobody holds this any more. See [Note:
-    bare parameters].
+    """Parameters that are plain until `end`, or until this object is freed. See [Note: bare
+    parameters].
     """
 
-    chosen: Chosen | None = None  # of torch's implementations, for as long
+    chosen: Chosen | None = None  # the implementation of torch's to use until then
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
@@ -226,7 +231,7 @@ class _Bare:
 
 
 class _Arguments(tuple[Any, ...]):
-    """The arguments of a step. They live as long as its frame does."""
+    """The arguments of a step. They live as long as the step's frame."""
 
     state: _Bare
 
@@ -239,15 +244,16 @@ class _Arguments(tuple[Any, ...]):
 
 
 def _is_cut(engine: Engine) -> bool:
-    """Whether the optimizer is given parts of parameters, or steps a part of them at a time."""
+    """Return whether the optimizer sees parts of parameters, or steps a few of them at a time."""
     return any(
         not f.whole_master or f.tiled or f.storage.offloaded for u in engine.units for f in u.flats
     )
 
 
 def _after_closure(args: Any, kwargs: Any) -> Any:
-    """A step with a closure is given its loss: the gradients of what rests off the device have to
-    be there before the step begins.
+    """Call the closure now, and give the step a closure that returns the loss.
+
+    Offloaded shards are stepped before the optimizer's own step, and need their gradients then.
     """
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
@@ -258,7 +264,7 @@ def _after_closure(args: Any, kwargs: Any) -> Any:
 
 
 def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-    """A closure that computes with parameters as code outside the step sees them."""
+    """Wrap the closure so that it sees parameters as code outside the step does."""
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None:
         return None
@@ -280,7 +286,7 @@ def _faced_closure(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _faced(optimizer: Optimizer, *_: Any) -> None:
-    """The step has ended: the first of the hooks behind it."""
+    """The first post-hook of a step: sharded parameters show the whole shape again."""
     if _nested(optimizer):
         return
     state = _bare.pop(optimizer, lambda: None)()
@@ -289,7 +295,7 @@ def _faced(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _show_again(optimizer: Optimizer) -> None:
-    """The gradients that were put aside are `.grad` again."""
+    """Restore the gradients that were put aside."""
     for param, grad in _aside.pop(optimizer, ()):
         if param.grad is None:
             param.grad = grad

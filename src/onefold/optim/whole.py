@@ -1,8 +1,8 @@
-"""States of optimizers, whole on every rank and cut again: what `onefold.unsharded` does with them.
+"""Gather the states of optimizers on every rank and cut them again, for `onefold.unsharded`.
 
 sharded         every rank: its interval of each element-wise state, scalars as they are
-gather(...)     every rank: whole states in the parameter's shape, in `optimizer.state`
-cut(...)        every rank: its interval of what still fits its parameter
+gather(...)     every rank: whole states in the parameter's shape
+cut(...)        every rank: its interval of the states that still fit their parameter
 """
 
 from __future__ import annotations
@@ -25,17 +25,15 @@ from onefold.runtime.state.stream import tell_all
 _CALL = "unsharded()"
 #: Optimizers that have stepped sharded parameters.
 seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-#: What a rank knows of one state: the name of its dtype if it has an element for each of the
-#: parameter's, or its value.
+#: What a rank reports of a parameter's states: {key: (dtype name, None)} for an element-wise state,
+#: {key: ("", value)} for any other.
 _Told = dict[str, tuple[str, Any]]
 
 
 def optimizers_over(engine: Engine) -> list[Optimizer]:
-    """The optimizers that step parameters of `engine`, in an order that is the same on every
-    rank.
-    """
+    """Return the optimizers over parameters of `engine`, in the same order on every rank."""
     number = {id(entry.param): entry.number for entry in engine.entries}
-    gc.collect()  # what is gone on one rank is not there on another
+    gc.collect()  # dead optimizers must not show up on some ranks only
     alive = {
         id(o): o for o in (*seen, *(o for o in gc.get_objects() if issubclass(type(o), Optimizer)))
     }
@@ -54,8 +52,8 @@ def _params(optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def gather(engine: Engine, optimizers: Iterable[Optimizer]) -> list[dict[int, dict[str, Any]]]:
-    """Whole states by the entry's number, for each optimizer. Collective. The optimizers stay as
-    they are.
+    """Return the whole states of each optimizer, by the entry's number. Collective. The optimizers
+    are not changed.
 
     Raises:
         ValueError: a state is neither element-wise nor a number, or the ranks have different
@@ -139,7 +137,7 @@ def _wholes(
     key: str,
     dtype: torch.dtype,
 ) -> list[tuple[Entry, torch.Tensor]]:
-    """One state of some entries of a flat buffer, whole. Collective where it is divided."""
+    """Gather one state of some entries of a flat buffer. Collective if the buffer is divided."""
     if flat.whole_master:
         return [(entry, known[entry.number][key].clone()) for entry in entries]
     full = torch.zeros(flat.layout.numel, dtype=dtype, device=engine.device)
@@ -153,8 +151,8 @@ def _wholes(
 
 
 def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
-    """Whole states in `optimizer.state` become this rank's parts. Local. A parameter whose shape
-    changed loses its states.
+    """Replace whole states in `optimizer.state` by this rank's parts. Local. A parameter with a
+    changed shape loses its states.
     """
     with disable_torch_function(), torch.no_grad():
         for optimizer in optimizers:
@@ -172,7 +170,7 @@ def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
             part = value.reshape(-1)[a:b].clone()
             cut[key] = part.view(entry.param.shape)
         elif isinstance(value, torch.Tensor) and value.shape == entry.param.shape:
-            cut[key] = value  # shard() has seen it already
+            cut[key] = value  # already cut by shard()
         elif isinstance(value, torch.Tensor) and value.numel() > 1:
             cut.clear()
             break

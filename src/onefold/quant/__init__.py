@@ -1,7 +1,7 @@
-"""Codecs of the wire: flat intervals of floats as fewer bytes. Pure functions of tensors; no
-modules, groups or engine.
+"""Codecs of the wire: encode flat intervals of floats as fewer bytes. Codecs are pure functions of
+tensors, without modules, groups or engine.
 
-| name  | bits an element, scales included | an element is off by at most              | meant for               |
+| name  | bits an element, scales included | largest error of an element               | meant for               |
 |-------|----------------------------------|-------------------------------------------|-------------------------|
 | plain | 32 or 16                         | its dtype's rounding                      | anything                |
 | int8  | 8.06 (block 256)                 | half a step, 1/254 of the block's largest | gathers, stored weights |
@@ -9,9 +9,9 @@ modules, groups or engine.
 | int4  | 4.25 (block 64)                  | half a step, 1/14 of the block's largest  | reductions              |
 | nf4   | 4.25 (block 64)                  | 0.152 of the block's largest              | stored weights          |
 
-A block's largest magnitude is kept in bf16, which changes steps by one part in 256 at most.
-`Codec.bound` and `reduction_bound` say how far a value and a sum may be off; what was decoded
-encodes to the same bytes again (scales.py).
+A block's largest magnitude is stored in bf16, which changes steps by at most one part in 256.
+`Codec.bound` and `reduction_bound` return the largest errors of a value and of a sum. Decoded
+values encode to the same bytes again (scales.py).
 
 A new codec needs, in this order:
 
@@ -19,15 +19,15 @@ A new codec needs, in this order:
 |---------------------------------------------------------|-------------------------------------|
 | a subclass of `Codec`, `Blockwise` if it has blocks     | a file here, like integers.py       |
 | its name                                                | `CODECS` in registry.py             |
-| a recipe's word for it (the wire, frozen weights, both) | `WireCodec`, `FrozenCodec` in       |
+| its name in recipes (the wire, frozen weights, or both) | `WireCodec`, `FrozenCodec` in       |
 |                                                         | recipe/options.py; `make options`   |
-| its bytes on wires and in memory                        | `encoded_bytes` says them: the plan |
-|                                                         | and the ledger ask nothing else     |
-| a kernel, where torch's products are too slow           | kernels.py, triton_kernels.py       |
+| its bytes on the wire and in memory                     | `encoded_bytes`: the plan and the   |
+|                                                         | ledger use only that                |
+| a kernel, if torch's operations are too slow            | kernels.py, triton_kernels.py       |
 
-The tests of quant and recipe and `onefold doctor` go through these tables.
-Moments of optimizers are another thing: their `Format`s stand in recipe/moments.py, `MomentPacking`
-here packs them.
+The tests of quant and recipe and `onefold doctor` cover all entries of these tables.
+Moments of optimizers are separate: recipe/moments.py has their `Format`s, and `MomentPacking` here
+packs them.
 """
 
 from onefold.comm.codec import Codec, Stochastic

@@ -1,12 +1,12 @@
-"""Rounding fp32 to bf16 up or down by chance, so that it is right on average.
+"""Stochastic rounding of fp32 to bf16: up or down at random, correct on average.
 
-    fp32   seeeeeeee mmmmmmm|rrrrrrrrrrrrrrrr        the lower half r is what bf16 has no place for
+    fp32   seeeeeeee mmmmmmm|rrrrrrrrrrrrrrrr        bf16 has no bits for the lower half r
     bf16   seeeeeeee mmmmmmm (+1 with probability r / 65536)
 
-[Note: chance depends on the place] The 16 random bits of an element are those of a hash of (seed,
-what is rounded, the parameter's name, the step, the element's index in the parameter). Nobody draws
-from a generator, so neither ranks nor tiers, chunks, tiles or the order of work change a bit, and a
-run that goes on from a checkpoint goes on as it would have.
+[Note: chance depends on the place] An element's 16 random bits are a hash of (seed, kind of tensor,
+the parameter's name, the step, the element's index in the parameter). No random generator is used.
+So the result does not depend on ranks, tiers, chunks, tiles or the order of work, and a run resumed
+from a checkpoint continues with the same bits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import hashlib
 
 import torch
 
-# A hash of 64 bits serves four elements: SplitMix64 (Steele, Lea and Flood 2014), a counter whose
-# bits are mixed by two multiplications.
+# One 64-bit hash serves four elements. It is SplitMix64 (Steele, Lea and Flood 2014): a counter,
+# and two multiplications that mix its bits.
 _LANES = 4
 _GAMMA, _MIX_1, _MIX_2 = (
     n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -24,7 +24,9 @@ _GAMMA, _MIX_1, _MIX_2 = (
 
 
 def key_of(seed: int, name: str, what: str) -> int:
-    """64 bits, as a signed number, for one tensor: `what` is rounded of the parameter `name`."""
+    """Return a 64-bit key, as a signed number, for the tensor `what` ("master", "exp_avg", ...) of
+    the parameter `name`.
+    """
     return int.from_bytes(
         hashlib.blake2b(f"{seed}\0{name}\0{what}".encode(), digest_size=8).digest(),
         "little",
@@ -33,19 +35,20 @@ def key_of(seed: int, name: str, what: str) -> int:
 
 
 def to_bf16(values: torch.Tensor, key: int, step: torch.Tensor, first: int) -> torch.Tensor:
-    """fp32 `values`, [n], in bf16; they are elements `first` and on of their parameter. `step`: a
-    0-dim tensor on any device.
+    """Round fp32 `values`, [n], to bf16.
+
+    `first`: index of the first value in its parameter. `step`: a 0-dim tensor on any device.
     """
     bits = values.view(torch.int32) + _random(values.numel(), key, step, first, values.device)
     rounded = (bits & -0x10000).view(torch.float32)
-    # The sum may carry a NaN's bits into its sign
+    # The addition may carry a NaN's bits into the sign
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
 def _random(
     numel: int, key: int, step: torch.Tensor, first: int, device: torch.device
 ) -> torch.Tensor:
-    """Numbers from 0 to 65535, int32, for elements `first` and on."""
+    """Return random numbers from 0 to 65535, int32, for `numel` elements from `first` on."""
     begin = first // _LANES
     count = -(-(first + numel) // _LANES) - begin
     of_step = _mixed(
@@ -61,7 +64,7 @@ def _random(
 
 
 def _mixed(z: torch.Tensor) -> torch.Tensor:
-    """The bits of int64 numbers mixed, in place."""
+    """Mix the bits of int64 numbers, in place."""
     for shift, factor in ((30, _MIX_1), (27, _MIX_2), (31, 1)):
         z ^= (z >> shift) & ((1 << (64 - shift)) - 1)
         if factor != 1:

@@ -1,5 +1,5 @@
-"""Block-wise codecs: blocks of neighbouring elements share a scale, every element becomes a small
-number.
+"""Block-wise codecs: each block of neighbouring elements shares a scale, and each element becomes a
+small number.
 
 An interval of 5 blocks, the last one shorter, and its bytes:
 
@@ -7,17 +7,17 @@ An interval of 5 blocks, the last one shorter, and its bytes:
     bytes      |p0       |p1        |p2       |p3       |p4 ..|.|m0 m1 m2 m3 m4|
                 payload: 8 or 4 bits an element               ^ a byte to even  one bf16 a block, its largest magnitude
 
-1. What a block becomes depends on its own elements (and their global addresses, if rounding is
-   stochastic) and on nothing else: cut at a block's boundary, the parts have the payload and the
-   magnitudes of the whole.
-2. A rank's interval is encoded by itself, so blocks never straddle ranks, however the interval
-   divides.
-3. decoded = number * scale in fp32, rounded once if the target is narrower; the scale is the
-   magnitude divided by the codec's largest number. See scales.py, also for what is not finite and
-   for what is encoded again.
+1. The bytes of a block depend only on its own elements (and their global addresses, if rounding is
+   stochastic). If an interval is cut at a block boundary, the parts have the same payload and
+   magnitudes as the whole.
+2. Each rank's interval is encoded separately, so a block never straddles two ranks, whatever the
+   interval's length.
+3. decoded = number * scale in fp32, rounded once if the target is narrower. The scale is the
+   magnitude divided by the codec's largest number. scales.py has the details, also for infinity and
+   NaN, and for encoding again.
 
-With 4 bits, a byte holds two elements of one block. Which two is the codec's matter: see
-`integers.py` and `nf4.py`.
+With 4 bits, a byte holds two elements of one block. The codec decides which two: see `integers.py`
+and `nf4.py`.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from onefold.quant.rounding import Draws
 from onefold.quant.scales import Scales, reach
 
 _KEPT_BYTES = 2
-#: What a handful of fp32 operations may add to an error, as a part of a block's largest magnitude.
+#: Bound on the error of the few fp32 operations, as a fraction of a block's largest magnitude.
 ARITHMETIC = 2.0**-22
 
 
 @dataclass(frozen=True)
 class Blockwise(Codec):
-    """What block-wise codecs share: the walk over slabs, magnitudes and payload. A codec adds how
-    numbers become bytes and back.
+    """Base of block-wise codecs: loops over slabs, magnitudes and payload. A codec adds the
+    conversion between numbers and bytes.
 
     Args:
         block: elements that share a scale, a power of two from 16 to 4096.
     """
 
-    #: The largest number that a payload can hold, and how many elements a byte holds.
+    #: The largest number that a payload can hold, and the elements per byte.
     top: ClassVar[float]
     packed: ClassVar[int] = 1
 
@@ -72,15 +72,15 @@ class Blockwise(Codec):
         return Scales(self.top)
 
     def payload_bytes(self, numel: int) -> int:
-        """Bytes of the numbers of `numel` elements, magnitudes and padding left out."""
+        """Return the bytes of the numbers of `numel` elements, without magnitudes and padding."""
         return -(-numel // self.packed)
 
     def encoded_bytes(self, numel: int) -> int:
         return self._even(numel) + _KEPT_BYTES * -(-numel // self.block)
 
     def split(self, encoded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of `encoded`: the payload of `numel` elements (uint8) and the blocks' largest
-        magnitudes (bf16, one a block).
+        """Return two views of `encoded`: the payload of `numel` elements (uint8) and the blocks'
+        largest magnitudes (bf16, one per block).
         """
         if encoded.storage_offset() % _KEPT_BYTES:
             raise ValueError(
@@ -163,23 +163,23 @@ class Blockwise(Codec):
                 target.copy_(numbers)
 
     def _saturate(self, numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> None:
-        """Keep a block that fitted `dtype` from leaving it: rounding may have lifted its largest
-        element.
+        """Clamp blocks whose values fitted `dtype` to its range. Rounding may have raised their
+        largest element above it.
 
-        A block that keeps more held larger values, and becomes infinite where they do not fit, as
-        any conversion does.
+        If the kept magnitude exceeds `reach(dtype)`, the source had larger values. These become
+        infinite, as in any conversion.
         """
         largest = torch.finfo(dtype).max
         if numbers.device.type == "cpu" and not bool((kept > largest).any()):
-            return  # asked only where asking does not stop the device
+            return  # on the CPU only: elsewhere this check would wait for the device
         limit = torch.where(kept <= reach(dtype), largest, torch.inf)
         torch.clamp(numbers, -limit, limit, out=numbers)
 
     def _pieces(
         self, done: int, numel: int, device: torch.device
     ) -> Iterator[tuple[int, int, int]]:
-        """`(start, stop, width)` from element `done` on: rows of `width` elements, whole blocks
-        first, a shorter last block alone.
+        """Yield `(start, stop, width)` from element `done` on: rows of `width` elements. Whole
+        blocks come first, then a shorter last block by itself.
         """
         slab = max(self._slab(device) // self.block, 1) * self.block
         whole = numel // self.block * self.block
@@ -192,7 +192,7 @@ class Blockwise(Codec):
         return torch.empty(numel + self.packed - 1, dtype=torch.float32, device=device)
 
     def _rows(self, scratch: torch.Tensor, numel: int, width: int) -> torch.Tensor:
-        """Rows for `numel` elements of scratch, each as wide as whole bytes need it."""
+        """Return rows of scratch for `numel` elements, their width rounded up to whole bytes."""
         rows, wide = numel // width, -(-width // self.packed) * self.packed
         return scratch[: rows * wide].view(rows, wide)
 
@@ -202,32 +202,33 @@ class Blockwise(Codec):
     def _kept_of(self, kept: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return kept[start // self.block : -(-stop // self.block)]
 
-    # -- what a codec adds -------------------------------------------------------------------------
+    # -- defined by each codec ---------------------------------------------------------------------
 
     @abstractmethod
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
-        """Write rows of `numbers` (fp32 in [-top, top], up to rounding; scratch) as rows of bytes.
-        NaN may become anything.
+        """Write rows of `numbers` (fp32 in [-top, top], up to rounding) as rows of bytes. `numbers`
+        may be overwritten. NaN may become any byte.
         """
 
     @abstractmethod
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
-        """The numbers of rows of bytes, written to rows of fp32."""
+        """Write the numbers of rows of bytes to rows of fp32."""
 
     @abstractmethod
     def _off(self, sizes: torch.Tensor, scales: torch.Tensor, part: float) -> torch.Tensor:
-        """How far numbers of these sizes and scales (fp64) may be off: a `part` of the gap that
-        they lie in.
+        """Return the largest error of numbers of these sizes and scales (fp64): `part` times the
+        gap between the two nearest numbers.
         """
 
     def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
-        """Move `numbers` by `draws`, so that rounding to the nearest afterwards is stochastic."""
+        """Move `numbers` by `draws`. Rounding to the nearest afterwards is then stochastic."""
         raise NotImplementedError(f"{self.name} rounds to the nearest value only")
 
 
 def _largest(rows: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row as fp32: NaN or infinity if there is one. Magnitudes are in
-    the order of their bits.
+    """Return the largest magnitude of each row as fp32: NaN or infinity if the row has one.
+
+    Magnitudes are compared by their bits, which have the same order.
     """
     bits = rows.view(torch.int32 if rows.dtype == torch.float32 else torch.int16)
     magnitudes = scratch.view(bits.dtype)[: bits.numel()].view(bits.shape)

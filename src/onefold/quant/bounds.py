@@ -1,23 +1,24 @@
-"""How far a reduction of encoded gradients may be from the exact sum: the proof, and the number.
+"""The largest error of a reduction of encoded gradients: the proof, and the number.
 
-Let e(m) be what a codec may be off by on an interval of magnitudes m (`Codec.bound`: half a step of
-each block's scale for integers, a whole one where rounding is stochastic). Blocks are counted from
-where a rank's interval begins, so none lies on two ranks. g(r) is what rank r has, S the exact
-sums, S' those that are made. The own part of a rank is added as it is; sums are fp32.
+Let e(m) be the codec's largest error on an interval of magnitudes m (`Codec.bound`: half a step of
+each block's scale for integers, a whole step if rounding is stochastic). Blocks are counted from
+the begin of a rank's interval, so no block spans two ranks. g(r) is the gradient of rank r, S the
+exact sum, S' the computed sum. A rank adds its own part unencoded; sums are fp32.
 
-    hop inside group k      rank i owns a shard of it        S'(k) = g(i) + the others' decoded
-                            |S'(k) − S(k)|  ≤  d(k)  =  Σ e(|g(r)|) over the other ranks r of the group,  + f
-    hop across              rank p of group k owns an        T' = S'(k) + the other groups' S', decoded
-                            interval of that shard           |T' − T|  ≤  Σ d(l) over all groups  +  Σ e(|S(l)| + d(l)) over l ≠ k,  + f
+    intra-group hop    rank i owns a shard of      S'(k) = g(i) + the other ranks' parts, decoded
+    in group k         the flat buffer             |S'(k) − S(k)|  ≤  d(k)  =  Σ e(|g(r)|) over the other ranks r of the group,  + f
+    inter-group hop    rank p of group k owns an   T' = S'(k) + the other groups' S', decoded
+                       interval of that shard      |T' − T|  ≤  Σ d(l) over all groups  +  Σ e(|S(l)| + d(l)) over l ≠ k,  + f
 
-The second hop encodes partial sums, whose scales are those of |S| + d at most: e only grows with
-what it is given. With one group, or groups of one rank, there is one hop over all ranks, the first
-line. f is what n fp32 additions lose: (n − 1) · 2⁻²⁴ of the sum of the magnitudes. A mean is off by
-as much divided by the number of ranks.
+The second hop encodes partial sums of magnitude at most |S| + d, and e grows with its argument.
+With one group, or with groups of one rank, there is one hop over all ranks: the first formula. f is
+the error of n fp32 additions: (n − 1) · 2⁻²⁴ of the sum of the magnitudes. The error of a mean is
+that of the sum divided by the number of ranks.
 
-What is not in it: rounding before anything travels (to 16 bits, if the recipe has gradients so; of
-the mean's factor, where the number of ranks is no power of two), and what error feedback adds: the
-bound then holds for gradient plus what was lost before.
+Not included:
+- Rounding before the transfer: to 16 bits, if the recipe's gradients have them, and of the mean's
+  factor, if the number of ranks is no power of two.
+- Error feedback: with it the bound holds for the gradient plus the residual of the last step.
 """
 
 from __future__ import annotations
@@ -33,19 +34,18 @@ _ADDITION = 2.0**-24
 def reduction_bound(
     codec: Codec, parts: torch.Tensor, topology: Topology, *, stochastic: bool = False
 ) -> torch.Tensor:
-    """How far the sum of `parts` may be off once it is reduced over `topology`, their parts encoded
-    by `codec`.
+    """Return the largest error of the sum of `parts`, reduced over `topology` with `codec`.
 
     Args:
-        parts: what the ranks have, finite, [ranks, numel], by their positions in the topology;
-            numel is a multiple of their number.
-        stochastic: rounding is.
+        parts: the ranks' values, finite, [ranks, numel], by position in the topology; numel is a
+            multiple of the number of ranks.
+        stochastic: whether rounding is stochastic.
 
     Returns:
-        fp64, [numel]: no element of the sum is further from the exact one.
+        fp64, [numel]: the largest possible error of each element.
 
     Raises:
-        ValueError: `parts` are not one for each rank, or do not divide among them.
+        ValueError: `parts` does not have one row for each rank, or its rows do not divide evenly.
     """
     ranks, numel = parts.shape
     if ranks != topology.size or numel % ranks:
@@ -55,10 +55,10 @@ def reduction_bound(
         )
     parts, each = parts.double(), numel // ranks
     two = topology.inner > 1 and topology.outer > 1
-    width = each * topology.outer if two else each  # of what a rank owns behind the first hop
+    width = each * topology.outer if two else each  # elements that a rank owns after the first hop
     bound = torch.zeros(numel, dtype=torch.float64, device=parts.device)
     for first in range(0, numel, width):
-        # A position in the first group, as those beside it in the others
+        # Owned by one position of the first group, and the same position of the other groups
         span, owner = slice(first, first + width), first // each
         groups = (
             [topology.intra_group(owner + k) for k in range(topology.outer)]
@@ -84,8 +84,10 @@ def reduction_bound(
 def _hop(
     codec: Codec, magnitudes: torch.Tensor, own: int, sizes: torch.Tensor, stochastic: bool
 ) -> torch.Tensor:
-    """What one hop adds: `magnitudes` of each rank's part of one interval, [ranks, numel], of which
-    `own` stays; `sizes`: their sums.
+    """Return the error that one hop adds.
+
+    `magnitudes`: of each rank's part of one interval, [ranks, numel]; the part `own` is not
+    encoded. `sizes`: their sums over the ranks.
     """
     off = [
         codec.bound(part, stochastic=stochastic) for r, part in enumerate(magnitudes) if r != own

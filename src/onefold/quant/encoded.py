@@ -1,5 +1,5 @@
-"""A tensor at rest in encoded form: the frozen base of a fine-tuning run, which exists once over
-all ranks and is gathered as it lies.
+"""A tensor stored encoded, such as the frozen base of a fine-tuning run. It exists once over all
+ranks, and is gathered in its encoded form.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from onefold.comm.codec import Codec
 
 @dataclass(frozen=True)
 class Encoded:
-    """A flat interval of `numel` elements as `codec` wrote it.
+    """A flat interval of `numel` elements, encoded by `codec`.
 
-    `payload` is all there is (uint8, numbers and scales), so that it can be sent, saved and moved
-    between tiers as any tensor; what it decodes to depends on nothing else. Built from parts that
-    do not belong together it raises.
+    `payload` (uint8) holds everything, numbers and scales. So it can be sent, saved and moved
+    between tiers like any tensor. The constructor raises if the length of `payload` does not fit.
     """
 
     payload: torch.Tensor
@@ -35,8 +34,8 @@ class Encoded:
 
     @classmethod
     def of(cls, source: torch.Tensor, codec: Codec) -> Encoded:
-        """Encode a flat interval (fp32, bf16 or fp16), rounded to the nearest. `source` may be
-        dropped afterwards.
+        """Encode a flat interval (fp32, bf16 or fp16), rounded to the nearest. The result does not
+        refer to `source`.
         """
         payload = torch.empty(
             codec.encoded_bytes(source.numel()), dtype=torch.uint8, device=source.device
@@ -50,7 +49,7 @@ class Encoded:
 
     @property
     def bits(self) -> float:
-        """Bits an element, scales included."""
+        """Bits per element, scales included."""
         return 8 * self.nbytes / max(self.numel, 1)
 
     def decode(self, into: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Frozen weights that rest encoded, and how the intervals of a flat buffer are written as bytes."""
+"""Frozen weights that are stored encoded, and the encoding of a flat buffer's intervals."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 class EncodedIntervals:
-    """Every rank's interval is encoded by itself and takes `each` bytes, so that the bytes are the
-    same over any groups.
+    """Encodes and decodes the ranks' intervals of a flat buffer. Each interval is encoded
+    separately and takes `each` bytes, so the bytes do not depend on the groups.
 
         values   | interval 0 | interval 1 | interval 2 | ...     shard_numel elements each
         bytes    | each       | each       | each       | ...     a multiple of 16
@@ -30,31 +30,31 @@ class EncodedIntervals:
         self.each = flat.spec.each
 
     def bytes_of(self, addresses: tuple[int, int]) -> tuple[int, int]:
-        """Where the bytes of whole intervals, given by their addresses, begin and end."""
+        """Return where the bytes of whole intervals, given by their addresses, begin and end."""
         a, b = (edge // max(self.numel, 1) * self.each for edge in addresses)
         return a, b
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
-        """`values` of some intervals into their bytes."""
+        """Encode `values` of some intervals into their bytes `coded`."""
         for index in range(values.numel() // max(self.numel, 1)):
             self.codec.encode(
                 values[index * self.numel : (index + 1) * self.numel], self.at(coded, index)
             )
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
-        """The bytes of some intervals into their values."""
+        """Decode the bytes `coded` of some intervals into `values`."""
         for index in range(coded.numel() // max(self.each, 1)):
             self.codec.decode(
                 self.at(coded, index), values[index * self.numel : (index + 1) * self.numel]
             )
 
     def at(self, coded: torch.Tensor, index: int) -> torch.Tensor:
-        """The bytes of one interval."""
+        """Return the bytes of one interval."""
         return coded[index * self.each : index * self.each + self.used]
 
 
 class EncodedStorage(Storage):
-    """Frozen weights of which the bytes that travel are all there is (QLoRA's base).
+    """Frozen weights that are stored only as the bytes that gathers send (QLoRA's base).
 
     Attributes:
         payload: the intervals that this rank owns, encoded.
@@ -90,7 +90,7 @@ class EncodedStorage(Storage):
     def elements(
         self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
     ) -> torch.Tensor | OnDisk:
-        """Masters as what they stand for, all decoded at a time."""
+        """See `Storage`. Masters are decoded, all of them at a time."""
         if key:
             return super().elements(entry, key, value, x, y)
         first = entry.slot.start - self.flat.owned[0]
@@ -108,4 +108,4 @@ class EncodedStorage(Storage):
         return False
 
     def put(self, full: torch.Tensor) -> None:
-        """Nothing: `EncodedRestGather` sends the bytes."""
+        """Do nothing: `EncodedRestGather` sends the bytes."""

@@ -1,7 +1,7 @@
-"""Floats of 8 bits: e4m3 (4 bits of exponent, 3 of fraction, no infinity), with a scale a block.
+"""Floats of 8 bits: e4m3 (4 bits of exponent, 3 of fraction, no infinity), with a scale per block.
 
-An element is off by 1/16 of itself at most, or by 2**-10 of its block's scale where that is more:
-small elements of a block keep more of themselves than integers would, large ones less. Stochastic
+The largest error of an element is 1/16 of itself, or 2**-10 of its block's scale if that is more.
+Compared with int8, small elements of a block are more precise and large ones less. Stochastic
 rounding doubles both figures.
 """
 
@@ -21,14 +21,14 @@ _DROPPED = 20  # bits of fraction that fp32 has and e4m3 has not
 
 @cache
 def numbers_of_bytes() -> torch.Tensor:
-    """What each byte says, as fp32."""
+    """Return the number of each byte value, as fp32."""
     return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)
 class Fp8(Blockwise):
-    """One byte an element, e4m3; the block's largest magnitude is at 448. 8.06 bits an element with
-    scales: 256 elements a block.
+    """One byte per element, e4m3; a block's largest magnitude becomes 448. 8.06 bits per element
+    with scales: 256 elements per block.
     """
 
     name: ClassVar[str] = "fp8"
@@ -39,7 +39,7 @@ class Fp8(Blockwise):
         payload.view(torch.float8_e4m3fn).copy_(numbers)
 
     def _unpack(self, payload: torch.Tensor, numbers: torch.Tensor) -> None:
-        # Where conversion takes six times as long as looking up does
+        # On the CPU torch's conversion takes six times as long as a look-up
         if payload.device.type == "cpu":
             torch.index_select(
                 numbers_of_bytes(), 0, payload.view(-1).to(torch.int32), out=numbers.view(-1)
@@ -51,16 +51,16 @@ class Fp8(Blockwise):
         return torch.maximum(sizes / 8, scales * SMALLEST_STEP) * part
 
     def _dither(self, numbers: torch.Tensor, draws: torch.Tensor) -> None:
-        """To a neighbour in e4m3, which conversion then leaves alone.
+        """Round to one of the two neighbours in e4m3, which the later conversion leaves unchanged.
 
-        Normal numbers: the draw is added to the bits that will be dropped, and they are dropped;
-        the sign is not touched, and a carry goes into the exponent as it should. Below them e4m3
-        has equal steps, so that they round as integers do.
+        - Normal numbers: add the draw to the bits that e4m3 drops, then clear them. The sign does
+          not change, and a carry goes into the exponent, as it must.
+        - Smaller numbers: e4m3 has equal steps there, so they round like integers.
         """
         below = numbers.abs() < SMALLEST_NORMAL
         steps = torch.mul(numbers, 1.0 / SMALLEST_STEP).add_(draws).round_().mul_(SMALLEST_STEP)
         bits = numbers.view(torch.int32)
         bits.add_(draws.add_(0.5).mul_(2.0**_DROPPED).to(torch.int32)).bitwise_and_(-1 << _DROPPED)
         torch.where(below, steps, numbers, out=numbers)
-        # Beyond it, conversion answers NaN or 448 by version and device
+        # Above `top` the conversion gives NaN or 448, depending on version and device
         numbers.clamp_(-self.top, self.top)

@@ -1,14 +1,14 @@
-"""Gathers whose bytes travel encoded (qwZ, ZeRO++; frozen weights that rest encoded).
+"""Gathers that send encoded bytes (qwZ, ZeRO++; frozen weights that are stored encoded).
 
-Each rank's interval is encoded once after a step, moved and cached as bytes, and decoded into the
-flat buffer behind the last hop. Every rank decodes its own interval too, so that all compute with
-the same values.
+After a step each rank's interval is encoded once. It is sent and cached as bytes, and decoded into
+the flat buffer after the last hop. Each rank decodes its own interval too, so all ranks compute
+with the same values.
 
-| class                    | bytes are cached of       | they travel                                      |
-|--------------------------|---------------------------|--------------------------------------------------|
-| `EncodedGather`          | what this rank owns       | among all owners                                  |
-| `EncodedSecondaryGather` | the shard of its group    | between groups once after a step, then inside     |
-| `EncodedRestGather`      | nothing: masters are bytes | among all owners                                 |
+| class                    | caches the bytes of            | the bytes travel                                  |
+|--------------------------|--------------------------------|---------------------------------------------------|
+| `EncodedGather`          | the intervals that a rank owns | among all owners                                  |
+| `EncodedSecondaryGather` | the group's shard              | inter-group once after a step, intra-group always |
+| `EncodedRestGather`      | nothing: masters are bytes     | among all owners                                  |
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class EncodedGather(Gather):
-    """One all-gather of bytes among the ranks whose masters together are the whole."""
+    """One all-gather of bytes among the ranks that together own the whole."""
 
     exact = False
 
@@ -39,7 +39,7 @@ class EncodedGather(Gather):
 
     @property
     def cached_slice(self) -> slice:
-        """Where the cached bytes lie in those of the whole."""
+        """The place of the cached bytes in the bytes of the whole."""
         return slice(*self.intervals.bytes_of(self.flat.owned))
 
     def build(self, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class EncodedGather(Gather):
         beside: Beside,
     ) -> Pending:
         flat = self.flat
-        # Taken on the computing stream, in whose order it is handed on.
+        # Take the buffer on the computing stream: the pool reuses it in that stream's order.
         coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
         with beside():
             return Decoded(self.send(full, coded, put, context), self, full, coded)
@@ -66,7 +66,7 @@ class EncodedGather(Gather):
         put: Callable[[], None],
         context: CollectiveContext,
     ) -> Pending:
-        """Bring the bytes of the whole into `coded`."""
+        """Start to fill `coded` with the bytes of the whole."""
         cached, mine = self.cached, coded[self.cached_slice]
         assert cached is not None
         if self.fresh:
@@ -79,15 +79,15 @@ class EncodedGather(Gather):
         return self.all_gather(self.flat.owners_group, coded, context)
 
     def encode(self, full: torch.Tensor, coded: torch.Tensor) -> None:
-        """What this rank owns, interval by interval: each is encoded by itself, so that the bytes
-        are the same over any groups.
+        """Encode what this rank owns, interval by interval. Each interval is encoded separately, so
+        the bytes do not depend on the groups.
         """
         a, b = self.flat.owned
         self.intervals.encode(full[a:b], coded[slice(*self.intervals.bytes_of((a, b)))])
 
     def all_gather(self, group: Group, coded: torch.Tensor, context: CollectiveContext) -> Pending:
-        """The bytes of the whole, or of a shard, among the ranks that have a part of them each. The
-        ledger hears of those that they were encoded from.
+        """Gather the bytes of the whole, or of a shard, among ranks that each have a part. The
+        ledger also gets the size before encoding (`plain`).
         """
         flat = self.flat
         whole = flat.layout.numel * flat.dtypes.compute.itemsize
@@ -96,7 +96,7 @@ class EncodedGather(Gather):
 
 
 class EncodedSecondaryGather(EncodedGather):
-    """The bytes of the group's shard are cached on this rank (qwZ with hpZ)."""
+    """Caches the bytes of the group's shard on this rank (qwZ with hpZ)."""
 
     @property
     def cached_slice(self) -> slice:
@@ -126,7 +126,7 @@ class EncodedSecondaryGather(EncodedGather):
 
 
 class EncodedRestGather(EncodedGather):
-    """Masters rest encoded: their bytes are what travels, and nothing is cached."""
+    """Sends the bytes of masters that are stored encoded. Nothing is cached."""
 
     def __init__(self, flat: Flat, storage: EncodedStorage, pool: Pool) -> None:
         super().__init__(flat, storage.codec, pool)
@@ -151,7 +151,7 @@ class EncodedRestGather(EncodedGather):
 
 
 class Decoded(Pending):
-    """A gather of bytes that ends with the values."""
+    """A pending gather of bytes; `wait` decodes them into the flat buffer."""
 
     __slots__ = ("_coded", "_full", "_gather", "_moving")
 

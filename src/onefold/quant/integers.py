@@ -1,7 +1,7 @@
 """Signed integers of 8 and 4 bits: a block's step is its largest magnitude divided by 127 or 7.
 
-A number is off by half a step at most, by less than a whole one if rounding is stochastic. -128 and
--8 are not used: both ends reach equally far, and what is unbiased stays so under a change of sign.
+The largest error of a number is half a step, or less than one step if rounding is stochastic. -128
+and -8 are not used: with a symmetric range, rounding stays unbiased under a change of sign.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Integers(Blockwise):
 
 @dataclass(frozen=True)
 class Int8(_Integers):
-    """One byte an element, two's complement. 8.06 bits an element with scales: 256 elements a
+    """One byte per element, two's complement. 8.06 bits per element with scales: 256 elements per
     block.
     """
 
@@ -44,11 +44,12 @@ class Int8(_Integers):
 
 @dataclass(frozen=True)
 class Int4(_Integers):
-    """Half a byte an element, plus 8. 4.25 bits an element with scales: 64 elements a block.
+    """Half a byte per element: the number plus 8. 4.25 bits per element with scales: 64 elements
+    per block.
 
-    A byte holds an element of the first half of its row in the low bits and the one as far into the
-    second half in the high ones, so that both are read and written in one piece. The odd element of
-    a last block is followed by a zero.
+    A row is split into two halves. Byte i holds element i of the first half in the low bits and
+    element i of the second half in the high bits, so each half is one contiguous piece. A zero
+    follows the last element of a block of odd length.
     """
 
     name: ClassVar[str] = "int4"

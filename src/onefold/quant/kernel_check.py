@@ -1,14 +1,14 @@
-"""Do the kernels give torch's bits on this device? For `onefold doctor --check`, benchmarks/codecs.py and
-the tests (in Triton's interpreter).
+"""Check that the kernels give torch's bits on this device. For `onefold doctor --check`,
+benchmarks/codecs.py and the tests (in Triton's interpreter).
 
-The reference is always torch on the CPU: what a kernel writes on a device is compared with what
-torch's operations write there. Bits must be equal; one NaN is as good as another. The inputs hold
-what rounds, overflows, underflows or is not a number:
+The reference is torch on the CPU: the results of a kernel on the device are compared with those of
+torch's operations on the CPU. Bits must be equal, except that any NaN equals any other. The inputs
+round, overflow, underflow or are not finite:
 
     codecs   blocks of ordinary, subnormal, zero and the largest values; infinity and NaN; ties between any two of a codec's numbers,
-             and their neighbours; lengths that end inside a block; starts that 16 bytes do not
-             divide
-    sums     1 to 5 parts of each dtype, with and without an own part of another; -0, overflow, subnormals; rows with gaps between them
+             and their neighbours; lengths that end inside a block; starts that are not a multiple
+             of 16 bytes
+    sums     1 to 5 parts of each dtype, with and without an own part of another dtype; -0, overflow, subnormals; rows with gaps
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ BLOCKS = (64, 256)
 
 
 def differences(device: torch.device | str) -> list[str]:
-    """Where kernels and torch differ on `device`, in words; an empty list if nowhere. Waits for the
-    device.
+    """Return descriptions of the cases in which kernels and torch differ on `device`; an empty list
+    if there are none. Waits for the device.
 
     Raises:
         ValueError: no kernel runs on this device.
@@ -48,7 +48,7 @@ def differences(device: torch.device | str) -> list[str]:
 
 
 def compared(blocks: Sequence[int] = BLOCKS) -> tuple[int, int]:
-    """Intervals and sums that `differences` looks at."""
+    """Return the numbers of intervals and of sums that `differences` compares."""
     intervals = sum(
         1 for name in kernels.NAMES for block in blocks for _ in cases(_blockwise(name, block))
     )
@@ -56,7 +56,7 @@ def compared(blocks: Sequence[int] = BLOCKS) -> tuple[int, int]:
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits; one NaN is as good as another."""
+    """Return whether all bits are equal; any NaN equals any other."""
     a, b = a.cpu(), b.cpu()
     broken = (
         a.isnan() & b.isnan() if a.is_floating_point() else torch.zeros_like(a, dtype=torch.bool)
@@ -66,7 +66,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def placed(t: torch.Tensor, device: torch.device, start: int) -> torch.Tensor:
-    """A copy of a flat `t` on `device` that begins `start` elements into its memory."""
+    """Return a copy of a flat `t` on `device`, at an offset of `start` elements in its storage."""
     return torch.empty(start + t.numel(), dtype=t.dtype, device=device)[start:].copy_(t)
 
 
@@ -78,7 +78,7 @@ def codec_differences(
     names: Sequence[str] = kernels.NAMES,
     blocks: Sequence[int] = BLOCKS,
 ) -> list[str]:
-    """`differences` of these codecs, at these sizes of a block."""
+    """Return the `differences` of these codecs, with blocks of these sizes."""
     found = []
     for name in names:
         for block in blocks:
@@ -92,7 +92,7 @@ def codec_differences(
 
 
 def cases(by: Blockwise) -> Iterator[tuple[str, torch.Tensor]]:
-    """Intervals on the CPU, and what they are."""
+    """Yield (description, interval on the CPU)."""
     generator = torch.Generator().manual_seed(7)
     for numel in (
         (by.block, 256 * 17 + 65) if INTERPRETED else (by.block, 1000, 256 * 17 + 65, 1 << 20)
@@ -117,8 +117,8 @@ def cases(by: Blockwise) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def ties(by: Blockwise) -> torch.Tensor:
-    """Blocks whose scale is 1, of values halfway between any two of the codec's numbers, and the
-    next floats above and below; fp32.
+    """Return fp32 blocks with a scale of 1. They hold the midpoints between any two of the codec's
+    numbers, the next floats above and below, and the numbers themselves.
     """
     numbers = {"fp8": numbers_of_bytes().nan_to_num(), "nf4": torch.tensor(levels())}.get(
         by.name, torch.arange(-by.top, by.top + 1)
@@ -142,8 +142,8 @@ def _codec_differs(
     def equal(
         act: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object], like: torch.Tensor
     ) -> bool:
-        """Whether `act`, given source, payload and a result that begins as `like`, leaves the same
-        on both.
+        """Return whether `act(source, payload, result)` gives the same result on both devices. The
+        result starts as a copy of `like`.
         """
         here, result = (
             like.clone(),
@@ -185,7 +185,7 @@ def _blockwise(name: str, block: int) -> Blockwise:
 
 
 def sum_differences(device: torch.device) -> list[str]:
-    """`differences` of sums."""
+    """Return the `differences` of sums."""
     generator = torch.Generator().manual_seed(5)
     return [
         ", ".join(f"{k}={v}" for k, v in case.items())
@@ -195,7 +195,7 @@ def sum_differences(device: torch.device) -> list[str]:
 
 
 def sums() -> Iterator[dict[str, Any]]:
-    """What is summed."""
+    """Yield the cases of sums."""
     dice = random.Random(5)
     lengths = (
         (1, 16, 1000, 1023, 1024, 2064)
@@ -213,8 +213,8 @@ def sums() -> Iterator[dict[str, Any]]:
 
 
 def parts_of(ranks: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """Parts [ranks, n] whose sums round, cancel, overflow and underflow, and are -0, infinite and
-    NaN in places.
+    """Return parts [ranks, n] whose sums round, cancel, overflow and underflow, with some -0,
+    infinity and NaN.
     """
     info = torch.finfo(dtype)
     found = torch.randn(ranks, n, generator=generator, dtype=torch.float64)
@@ -230,7 +230,7 @@ def parts_of(ranks: int, n: int, dtype: torch.dtype, generator: torch.Generator)
         torch.arange(int((kinds == 4).sum())) % 3
     ]
     raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-    # The NaN that CUDA makes: all bits set but the sign
+    # The NaN of CUDA: all bits set except the sign
     found.view(raw)[-1, kinds == 5] = torch.iinfo(raw).max
     return found
 

@@ -1,9 +1,8 @@
-"""Which intervals the kernels for CUDA serve, and where: the plain operations do the rest, with
-equal results.
+"""Dispatch to the CUDA kernels, for the intervals that they support.
 
-Triton is imported when the first interval on CUDA is encoded or decoded, never before. The kernels
-do whole blocks; a shorter last one is left to the plain operations. Which devices have kernels says
-comm/launching.py.
+torch's plain operations do the rest, with equal results. Triton is imported when the first interval
+on CUDA is encoded or decoded. The kernels process whole blocks; a shorter last block is left to the
+plain operations. comm/launching.py decides which devices have kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ NAMES = ("int8", "int4", "fp8", "nf4")
 
 
 def serve(codec: Blockwise, floats: torch.Tensor) -> bool:
-    """Whether kernels do the whole blocks of this interval."""
+    """Return whether kernels process the whole blocks of this interval."""
     return codec.name in NAMES and floats.numel() >= codec.block and served(floats)
 
 
@@ -33,7 +32,7 @@ def encode(
     scales: torch.Tensor,
     rounding: Stochastic | None,
 ) -> int:
-    """Encode the whole blocks of `source`; answers the number of elements done."""
+    """Encode the whole blocks of `source`; return the number of elements done."""
     from onefold.quant import triton_kernels
 
     return triton_kernels.encode(codec, source, payload, scales, rounding)
@@ -42,8 +41,8 @@ def encode(
 def decode(
     codec: Blockwise, payload: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, sign: int
 ) -> int:
-    """Decode the whole blocks over `into`, or add them `sign` times; answers the number of elements
-    done.
+    """Decode the whole blocks into `into`, or add them times `sign` (if not 0); return the number
+    of elements done.
     """
     from onefold.quant import triton_kernels
 

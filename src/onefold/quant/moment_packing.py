@@ -1,13 +1,14 @@
-"""Packing fp32 moments into 8 and 4 bits and back: torchao's maps, scales and rounding, found
-without its search.
+"""Pack fp32 moments into 8 and 4 bits, and unpack them. Maps, scales and rounding are torchao's,
+but without its slow search.
 
     values ─► ÷ the block's greatest magnitude ─► nearest value of the map ─► codes, scales           encode
     codes, scales ─► map[code] × scale ─► values                                                      decode
 
-torchao finds the nearest value by a binary search in tensor operations, some 100 ns an element on a
-core. The upper half of a float's bits leaves at most one boundary between two codes: a table of
-65,536 entries says which, and one comparison decides (some 5 ns). The boundaries are taken from
-torchao's own function, to the last bit, so that codes are its codes.
+torchao finds the nearest value by a binary search in tensor operations, about 100 ns per element on
+one core. Here a table is indexed by the upper 16 bits of the float. All floats with the same upper
+bits have at most two codes. The table holds the lower code and the boundary between the two, and
+one comparison decides (about 5 ns). The boundaries are computed with torchao's own function, so the
+codes equal torchao's exactly.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from onefold.recipe.moments import SIGNED, Format
 
 
 def require_torchao(what: str) -> None:
-    """Raise ValueError unless torchao, which `what` needs, is there. Does not import it."""
+    """Raise ValueError unless torchao, which `what` needs, is installed. Does not import it."""
     if find_spec("torchao") is None:
         raise ValueError(
             f"{what} needs torchao, which is not installed: pip install 'onefold[lowbit]', or use"
@@ -43,7 +44,7 @@ class MomentPacking:
     def decode(
         self, codes: torch.Tensor, scales: torch.Tensor, numel: int, signed: bool
     ) -> torch.Tensor:
-        """The fp32 values, [numel], of codes and scales that begin with a block."""
+        """Return the fp32 values, [numel], of codes and scales that start at a block."""
         f = self.format
         out = torch.zeros(scales.numel() * f.block, dtype=torch.float32, device=codes.device)
         if f.name == "fp8":
@@ -58,7 +59,7 @@ class MomentPacking:
     def encode(
         self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """Pack fp32 `values`, which begin with a block, into `codes` and `scales`."""
+        """Pack fp32 `values`, which start at a block, into `codes` and `scales`."""
         f, n = self.format, values.numel()
         # The last block of a parameter may be shorter; zeros do not change its scale
         if n != scales.numel() * f.block:
@@ -84,12 +85,11 @@ class MomentPacking:
     def encode_again(
         self, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor
     ) -> None:
-        """As `encode`, but values that `decode` has given get codes and scales that decode to the
-        same bits.
+        """Do what `encode` does, but values that came from `decode` must decode to the same bits.
 
-        The greatest magnitude of a block need not be its scale any more: -1 is no value of the
-        signed maps, and 448 × scale was rounded. So scales about the magnitude over each value that
-        it may have been decoded from are tried.
+        The largest magnitude of decoded values may differ from the block's scale: the signed maps
+        do not contain -1, and for fp8 the product 448 × scale was rounded. So for each map value
+        that the largest element may have had, this tries the scales around magnitude / map value.
         """
         f = self.format
         self.encode(values, signed, codes, scales)
@@ -137,7 +137,7 @@ class MomentPacking:
         codes.view(torch.uint8)[where[inside]] = found.reshape(-1)[inside]
 
     def _nearest(self, scaled: torch.Tensor, signed: bool) -> torch.Tensor:
-        """The codes, uint8, of values from -1 to 1."""
+        """Return the codes, uint8, of values from -1 to 1."""
         _, lowest, boundary = self._tables[signed]
         upper = (scaled.view(torch.int32) >> 16) & 0xFFFF
         return torch.index_select(lowest, 0, upper).add_(
@@ -146,7 +146,7 @@ class MomentPacking:
 
 
 def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
-    """torchao's map of a format, fp32, and its function from values to codes."""
+    """Return torchao's map of a format, fp32, and its function from values to codes."""
     require_torchao(f"a moment in {name}")
     from torchao.optim import quant_utils, subclass_4bit, subclass_8bit
 
@@ -160,8 +160,10 @@ def _library(name: str, signed: bool) -> tuple[torch.Tensor, Any]:
 
 @lru_cache(maxsize=8)
 def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
-    """(map, lowest code by the upper half of the bits, boundary to the next by the same); () for
-    fp8, which needs none.
+    """Return the tables of a format; () for fp8, which needs none.
+
+    They are: the map; the lower code, indexed by the upper half of a float's bits; the boundary to
+    the next code, indexed likewise.
     """
     if name == "fp8":
         require_torchao("a moment in fp8")
@@ -170,7 +172,7 @@ def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
     halves = torch.arange(1 << 16, dtype=torch.int32, device="cpu")
     ends = torch.stack([halves << 16, (halves << 16) | 0xFFFF]).view(torch.float32)
     low, high = ends.min(0).values, ends.max(0).values
-    # Values are scaled to that; a NaN gets the code 0, as torchao has it
+    # Scaled values are in [-1, 1]. NaN gets code 0, as in torchao.
     usable = ends.abs().amax(0) <= 1
     usable &= ~ends.isnan().any(0)
     first, last = (
@@ -185,7 +187,7 @@ def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
     boundary[divided] = _boundaries(
         low[divided], high[divided], last[divided], lambda v: quantize(v, values)
     )
-    # 1 and -1 have an upper half of their own, whose other floats lie beyond.
+    # Other floats with the upper bits of 1 or -1 are outside [-1, 1], so set these codes directly
     ones = torch.tensor([1.0, -1.0], device="cpu")
     first[((ones.view(torch.int32) >> 16) & 0xFFFF).long()] = quantize(ones, values).int()
     return values, first.to(torch.uint8), boundary
@@ -194,11 +196,11 @@ def _tables(name: str, signed: bool) -> tuple[torch.Tensor, ...]:
 def _boundaries(
     low: torch.Tensor, high: torch.Tensor, code: torch.Tensor, quantize: Any
 ) -> torch.Tensor:
-    """For each range of floats of one sign, the smallest that has `code`; `high` has it, `low` has
-    not.
+    """Return for each range of floats the smallest float with `code`. All floats of a range have
+    one sign; `high` has the code, `low` does not.
     """
     sign = torch.where(high.signbit(), -1, 1)
-    # Ordered as the floats are
+    # Integers in the same order as the floats
     a, b = (v.view(torch.int32).bitwise_and(0x7FFFFFFF).long() * sign for v in (low, high))
     while bool((b - a > 1).any()):
         middle = (a + b) // 2

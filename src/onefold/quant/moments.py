@@ -1,20 +1,20 @@
-"""Steps of optimizers whose moments rest in other formats than they are computed in.
+"""Steps of optimizers whose moments are stored in another format than the step computes in.
 
-    at rest    codes and scales, or bf16                 master weights in fp32 or bf16
+    stored     codes and scales, or bf16                 master weights in fp32 or bf16
     a piece      ─► fp32 moments                           ─► themselves, or in fp32
-    step       the optimizer's own, over stand-ins: plain fp32 tensors of some 260,000 elements
-    at rest    packed or rounded again                   rounded: to nearest, or by chance
+    step       the optimizer's own, over stand-ins: plain fp32 tensors of about 260,000 elements
+    stored     packed or rounded again                   rounded: to nearest, or stochastically
 
-| who asks for it                                          | format                     | stepped by                  |
-|----------------------------------------------------------|----------------------------|-----------------------------|
-| the recipe's `moments`, with torch's Adam or AdamW       | the recipe's               | the optimizer itself        |
+| requested by                                             | format                     | stepped by                     |
+|----------------------------------------------------------|----------------------------|--------------------------------|
+| the recipe's `moments`, with torch's Adam or AdamW       | the recipe's               | the optimizer itself           |
 | `torchao.optim.AdamW8bit`, `Adam4bit`, `AdamWFp8`, ...   | the class's                | torchao's update, not compiled |
-| stochastic rounding of bf16 master weights               | bf16, or the recipe's      | the optimizer itself        |
+| stochastic rounding of bf16 master weights               | bf16, or the recipe's      | the optimizer itself           |
 
 [Note: blocks are the parameter's] Blocks are counted from the beginning of the whole parameter, and
-its size decides whether it is packed. The layout cuts ranks and tiles at whole blocks where the
-recipe says so. So the bits of weights and moments depend neither on the number of ranks, nor on the
-stage, the tier or the size of a chunk.
+the size of the whole parameter decides whether it is packed. If the recipe packs moments, the
+layout cuts ranks and tiles at block boundaries. So the bits of weights and moments do not depend on
+the number of ranks, the stage, the tier or the size of a chunk.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.steps import groups_of, only, raw_step
 
-#: Elements stepped at a time: on a CPU what is unpacked of them stays in the cache, a device wants
-#: more to do.
+#: Elements stepped at a time. On a CPU the unpacked values stay in the cache; other devices need
+#: more work per call.
 CHUNK = {"cpu": 1 << 18, "other": 1 << 22}
 _TORCHAO = {
     "Adam8bit": "int8", "AdamW8bit": "int8", "Adam4bit": "int4", "AdamW4bit": "int4", "AdamFp8": "fp8", "AdamWFp8": "fp8",
@@ -50,8 +50,9 @@ _codecs: weakref.WeakKeyDictionary[Optimizer, dict[tuple[str, torch.device], Mom
 
 @dataclass(frozen=True)
 class MomentPolicy:
-    """How the moments of one optimizer rest: `format` of large parameters, rounding by chance with
-    `seed` if that is not None.
+    """How the moments of one optimizer are stored.
+
+    `format`: for large parameters. `seed`: for stochastic rounding; None rounds to the nearest.
     """
 
     format: Format
@@ -60,15 +61,15 @@ class MomentPolicy:
     codecs: dict[tuple[str, torch.device], MomentPacking] = field(compare=False)
 
     def of(self, entry: Entry) -> Format:
-        """The format of one parameter's moments."""
+        """Return the format of one parameter's moments."""
         return self.format.of(entry.part.numel)
 
     def small(self, entry: Entry) -> bool:
-        """Whether a parameter is too small for its moments to be packed as the others' are."""
+        """Return whether the policy packs moments, but this parameter is too small for it."""
         return self.format.packed and not self.of(entry).packed
 
     def parts(self, entry: Entry, group: dict[str, Any]) -> dict[str, torch.dtype]:
-        """What the moments of a parameter consist of: dtypes by key."""
+        """Return the parts of a parameter's moments: {key: dtype}."""
         format, out = self.of(entry), {}
         for key in moments_of(group):
             for name in format.keys(key):
@@ -83,7 +84,7 @@ class MomentPolicy:
 
 
 def torchao_format(optimizer: Optimizer) -> Format | None:
-    """The format of one of torchao's low-bit optimizers; None if it is none. Does not import
+    """Return the format of a low-bit optimizer of torchao's; None for any other. Does not import
     torchao.
     """
     for kind in type(optimizer).__mro__:
@@ -97,11 +98,10 @@ def torchao_format(optimizer: Optimizer) -> Format | None:
 
 
 def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPolicy | None:
-    """How `optimizer` keeps the moments of the parameters of `flat`; None if as it makes them
-    itself.
+    """Return how to store the moments of the parameters of `flat`; None: as `optimizer` makes them.
 
     Raises:
-        ValueError: what recipe and optimizer say cannot go together.
+        ValueError: recipe and optimizer contradict each other.
     """
     master, own = flat.dtypes.master, torchao_format(optimizer)
     chance = recipe.rounding_seed if recipe.stochastic_rounding else None
@@ -130,8 +130,8 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
 
 
 def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> None:
-    """Raise ValueError if this optimizer of torchao's would not keep its blocks whole, or says
-    something else than the recipe.
+    """Raise ValueError if blocks of this torchao optimizer would be split, or if it contradicts the
+    recipe.
     """
     name, say = type(optimizer).__name__, f"moments={own.name!r}"
     if recipe.moments not in (None, own.name):
@@ -164,9 +164,7 @@ def _check_torchao(optimizer: Any, own: Format, recipe: Recipe, flat: Flat) -> N
 
 
 def _torchao_step(optimizer: Any) -> None:
-    """torchao's own update of stand-ins whose moments are plain fp32 tensors, without its
-    compiler.
-    """
+    """Apply torchao's own update, not compiled, to stand-ins with plain fp32 moments."""
     from torchao.optim.adam import single_param_adam
 
     for group in optimizer.param_groups:
@@ -188,7 +186,7 @@ def _torchao_step(optimizer: Any) -> None:
 
 
 def moments_of(group: dict[str, Any]) -> list[str]:
-    """Adam's element-wise states for the parameters of a group."""
+    """Return the keys of Adam's element-wise states for the parameters of a group."""
     return [key for key in SIGNED if group.get("amsgrad") or not key.startswith("max")]
 
 
@@ -197,13 +195,14 @@ def moments_of(group: dict[str, Any]) -> list[str]:
 
 @dataclass
 class Piece:
-    """Some elements of a parameter with all that is theirs, in memory.
+    """Some elements of a parameter with their gradient and state, in memory.
 
     Attributes:
-        first: the index of the first of them in the whole parameter.
-        master, grad: [n]. parts: the moments as they rest, by key: views, whose items are the
-            piece's alone.
-        scalars: the rest of the state. fresh: it has not stepped yet, `parts` holds nothing.
+        first: the index of the first element in the whole parameter.
+        master, grad: [n].
+        parts: the stored moments by key, as views. No item is shared with another piece.
+        scalars: the rest of the state.
+        fresh: the parameter was never stepped, and `parts` holds no values yet.
     """
 
     entry: Entry
@@ -218,8 +217,8 @@ class Piece:
 def step_pieces(
     optimizer: Optimizer, groups: dict[int, int], how: MomentPolicy, pieces: Sequence[Piece]
 ) -> None:
-    """Step `pieces`, some of their elements at a time: masters and parts in place, `scalars`
-    replaced.
+    """Step `pieces`, a batch of elements at a time. Updates masters and parts in place, and
+    replaces `scalars`.
     """
     batch: list[tuple[Piece, Piece]] = []
     size = 0
@@ -254,8 +253,8 @@ def _chunk(device: torch.device) -> int:
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:
-    """`piece` in order, in pieces that begin and end with a block; each steps from the scalars that
-    all of it had.
+    """Cut `piece` into smaller ones at block boundaries, in order. Each starts with the scalars of
+    the whole piece.
     """
     n, step = piece.master.numel(), _chunk(piece.master.device)
     scalars = piece.scalars
@@ -274,8 +273,8 @@ def _cut(piece: Piece) -> Iterator[Piece]:
 
 
 def cut(parts: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tensor]:
-    """What of `parts` belongs to elements [a, b), which begin and end with a block or the
-    parameter.
+    """Return the slices of `parts` for elements [a, b). Both ends are at a block boundary or at an
+    end of the parameter.
     """
     return {key: part[slice(*items_of(a, b, grain_of(key)))] for key, part in parts.items()}
 
@@ -300,7 +299,7 @@ def _stand_in(optimizer: Optimizer, how: MomentPolicy, piece: Piece) -> nn.Param
 def unpacked(
     how: MomentPolicy, parts: dict[str, torch.Tensor], key: str, numel: int
 ) -> torch.Tensor:
-    """The moment `key` of `parts` in fp32, [numel]; the part itself if it is that."""
+    """Return the moment `key` of `parts` in fp32, [numel]; the part itself if that is fp32."""
     for format in FORMATS.values():
         found = [parts.get(name) for name in format.keys(key)]
         if format.packed and found[0] is not None and found[1] is not None:
@@ -311,7 +310,7 @@ def unpacked(
 def _put_back(
     how: MomentPolicy, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]
 ) -> dict[str, Any]:
-    """Masters and moments of `stand_in` to where they rest. Returns the rest of its state."""
+    """Store masters and moments of `stand_in` in `piece`. Return the rest of its state."""
     step = torch.as_tensor(state["step"])
     for key in SIGNED:
         if key in state:
@@ -331,8 +330,9 @@ def pack(
     step: torch.Tensor,
     again: bool = False,
 ) -> None:
-    """The fp32 moment `value`, [n], into the parts of `piece`. `again`: it may have been packed
-    before, and is to come out as it was.
+    """Store the fp32 moment `value`, [n], in the parts of `piece`.
+
+    `again`: `value` may have been unpacked before; then it must unpack to the same bits.
     """
     format = how.of(piece.entry)
     if format.packed:
@@ -356,12 +356,12 @@ def _rounded(
     return to_bf16(value, key_of(how.seed, piece.entry.part.names[0], what), step, piece.first)
 
 
-# -- all that rests in memory ----------------------------------------------------------------------
+# -- shards in memory ------------------------------------------------------------------------------
 
 
 def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[Entry]) -> None:
-    """Step those of `entries` that have a gradient; all of theirs rests in memory, on the device or
-    the host.
+    """Step those of `entries` that have a gradient. All their data must be in memory, on the device
+    or the host.
     """
     if skipped(optimizer):
         return
@@ -374,11 +374,10 @@ def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[En
     step_pieces(optimizer, groups, how, pieces)
     for piece in pieces:
         param = piece.entry.param
-        # On one rank a parameter stays as it was made, its elements in any order
+        # An unsharded parameter (one rank) may be non-contiguous: reshape has made a copy
         if piece.master.data_ptr() != param.data_ptr():
             param.data.copy_(piece.master.view(param.shape))
-        # A moment with an element for each of the parameter has its shape; codes and scales lie in
-        # a row.
+        # An element-wise moment has the parameter's shape; codes and scales are one-dimensional
         shown = {
             key: part if packed(key) is not None else part.view(param.shape)
             for key, part in piece.parts.items()
@@ -388,7 +387,7 @@ def step_in_memory(optimizer: Optimizer, how: MomentPolicy, entries: Iterable[En
 
 
 def _whole(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]) -> Piece:
-    """All that is here of a parameter."""
+    """Return all of a parameter that this rank holds, as one piece."""
     parts, state, grad = (
         adopted(optimizer, how, entry, group),
         optimizer.state.get(entry.param, {}),
@@ -410,26 +409,28 @@ def _whole(optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[st
 
 
 def skipped(optimizer: Any) -> bool:
-    """Whether a gradient scaler has told a fused optimizer that this step is none: nothing may be
-    packed anew.
+    """Return whether a gradient scaler has told a fused optimizer to skip this step. Then nothing
+    may be packed again.
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found.item())
 
 
 def place(entry: Entry) -> int:
-    """The index of the first element that is here in the whole parameter."""
+    """Return the index, in the whole parameter, of the first element that this rank holds."""
     return entry.part.first + entry.held()[0]
 
 
 def adopted(
     optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The moments of a parameter as they are to rest, [items] each: those that are there, or made
-    of what is there, or room for them.
+    """Return the moments of a parameter in the format they are stored in, [items] each.
+
+    They are those in `optimizer.state`, converted from another format if necessary; zeros for
+    moments that do not exist yet.
 
     Raises:
-        ValueError: scales were rounded on their way through `load_state_dict`.
+        ValueError: `load_state_dict` has rounded the scales.
     """
     param, state, n, wanted = (
         entry.param,
@@ -465,8 +466,8 @@ def adopted(
 
 
 def _cast_back(key: str, value: torch.Tensor) -> torch.Tensor:
-    """torch's `load_state_dict` gives states the parameter's dtype: codes survive that, and scales
-    if the parameter has fp32.
+    """Cast a state back after torch's `load_state_dict`, which casts states to the parameter's
+    dtype. Codes survive that; scales only if the dtype is fp32.
 
     Raises:
         ValueError: scales in 16 bits.

@@ -1,9 +1,9 @@
-"""Four bits for weights: 16 levels that lie as a normal distribution does (NormalFloat: Dettmers et
+"""Four bits for weights: 16 levels at quantiles of a normal distribution (NormalFloat: Dettmers et
 al., QLoRA, 2023, appendix E).
 
-A level is off by at most half the gap between its neighbours, 0.152 of the scale at the ends and
-0.04 in the middle. Of normally distributed weights that loses 15 % less than int4 at the same bits;
-of others it may lose more. It rounds to the nearest only.
+The largest error is half the gap between two levels: 0.152 of the scale at the ends, 0.04 in the
+middle. For normally distributed weights the error is 15 % smaller than with int4 at the same bits;
+for others it may be larger. The codec rounds to the nearest only.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ import torch
 from onefold.quant.blockwise import Blockwise
 from onefold.quant.numbers import borders, levels, pairs
 
-#: Borders between levels are at least 0.08 apart, and none is within rounding of a cell's end.
+#: Number of cells in [-1, 1]. Borders between levels are at least 0.08 apart (a cell has 1/64), and
+#: none is so close to a cell's end that rounding matters.
 CELLS = 128
 
 
 @cache
 def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[-1, 1] in cells so narrow that at most one border between two levels lies in each.
+    """Return tables over the cells of [-1, 1]. Cells are so narrow that each contains at most one
+    border between two levels.
 
-    By cell: the level at its lower end (int32), and the border inside it (fp32; infinity where
+    For each cell: the level at its lower end (int32), and the border inside it (fp32; infinity if
     there is none).
     """
     between = torch.tensor(borders(), dtype=torch.float32)
@@ -39,8 +41,8 @@ def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Nf4(Blockwise):
-    """Half a byte an element: the numbers of two levels, that of the earlier element in the low
-    bits. 4.25 bits an element with scales.
+    """Half a byte per element. A byte holds the level numbers of two neighbours, the earlier one in
+    the low bits. 4.25 bits per element with scales.
     """
 
     name: ClassVar[str] = "nf4"
@@ -50,13 +52,13 @@ class Nf4(Blockwise):
     block: int = 64
 
     def _pack(self, numbers: torch.Tensor, payload: torch.Tensor) -> None:
-        """To the nearest level, the lower one if two are as near; a search among 15 borders would
-        take six times as long.
+        """Round to the nearest level, or to the lower one of two that are equally near. The tables
+        are six times as fast as a search among the 15 borders.
         """
         lower, border = _cells(numbers.device)
         y = numbers.nan_to_num_(0.0).flatten()
         cell = y.add(1.0).mul_(CELLS / 2).clamp_(0, CELLS).to(torch.int32)
-        # -1 if y is beyond, else 0
+        # -1 if y is above the border, else 0
         beyond = (
             torch.index_select(border, 0, cell).sub_(y).view(torch.int32).bitwise_right_shift_(31)
         )

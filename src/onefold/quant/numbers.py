@@ -1,6 +1,4 @@
-"""The numbers that codecs and their kernels share: what each format can say, as constants and
-look-ups.
-"""
+"""Constants and look-up tables of the formats, shared by codecs and their kernels."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ import torch
 
 #: e4m3: the smallest number with a full fraction, and the step between smaller ones.
 SMALLEST_NORMAL, SMALLEST_STEP = 2.0**-6, 2.0**-9
-# Added to a magnitude below 2**22, its sum has an ulp of 1: the addition rounds to the nearest
-# integer, ties to the even one, and the integer is the sum's low bits. One pass instead of rounding
-# and converting, and the same in every kernel.
+# If MAGIC is added to a number below 2**22 in magnitude, the sum has an ulp of 1. So the addition
+# rounds to the nearest integer (ties to even), and the sum's low bits are that integer. This takes
+# one pass instead of rounding and converting, and works alike in every kernel.
 MAGIC = 1.5 * 2.0**23
 
 
 @cache
 def levels() -> tuple[float, ...]:
-    """The 16 levels from -1 to 1, rounded to fp32.
+    """Return the 16 levels from -1 to 1, rounded to fp32.
 
     Quantiles of the normal distribution at equal steps of probability from the middle to 1 - delta,
     8 above zero and 7 below it, divided by the largest. delta is the mean of half a step with 15
@@ -36,15 +34,15 @@ def levels() -> tuple[float, ...]:
 
 @cache
 def borders() -> tuple[float, ...]:
-    """The 15 borders between levels, in fp32: halfway between neighbours, rounded once."""
+    """Return the 15 borders between levels, in fp32: midpoints of neighbours, rounded once."""
     level = torch.tensor(levels(), dtype=torch.float32)
     return tuple(((level[1:] + level[:-1]) / 2).tolist())
 
 
 @cache
 def pairs(device: torch.device) -> torch.Tensor:
-    """The two numbers of each byte, low bits first, as the bits of one float64: a look-up yields
-    both.
+    """Return the two numbers of each byte value, low bits first, as the bits of one float64. One
+    look-up gives both.
     """
     level = torch.tensor(levels(), dtype=torch.float32)
     return (

@@ -1,4 +1,4 @@
-"""The codec that changes nothing: the elements themselves, in a dtype."""
+"""The codec without compression: the elements themselves, in a dtype."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from onefold.quant.rounding import Stochastic
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """Elements as they are in `dtype` (fp32, bf16 or fp16). Infinities and NaN stay what they
-    are.
-    """
+    """Elements converted to `dtype` (fp32, bf16 or fp16). Infinities and NaN do not change."""
 
     name: ClassVar[str] = "plain"
 
@@ -46,7 +44,7 @@ class Plain(Codec):
         if not sign:
             into.copy_(values)
             return
-        # Torch converts an addend of another dtype as a whole
+        # By slabs: torch would convert all of an addend of another dtype at once
         for start in range(0, into.numel(), slab):
             into[start : start + slab].add_(values[start : start + slab], alpha=sign)
 

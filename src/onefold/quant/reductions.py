@@ -1,8 +1,8 @@
-"""Reductions whose parts travel encoded (qgZ, ZeRO++).
+"""Reductions that send encoded parts (qgZ, ZeRO++).
 
-Every part is encoded for its receiver, decoded there and added in the accumulation dtype: sums are
-never made of encoded values. A rank's own part is not encoded. What the encoding lost can be kept
-and added to the next gradient (runtime/residuals.py).
+Each part is encoded for its receiver, which decodes it and adds it in the accumulation dtype.
+Encoded values are never added. A rank's own part is not encoded. The error of the encoding can be
+kept and added to the next gradient (runtime/residuals.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EncodedReduce(Reduce):
-    """One hop whose parts are encoded. Encoded parts begin at multiples of 16 bytes."""
+    """One hop with encoded parts. Each encoded part begins at a multiple of 16 bytes."""
 
     def __init__(self, flat: Flat, at: int, resources: Resources, codec: Codec) -> None:
         super().__init__(flat, at, resources)
@@ -85,7 +85,7 @@ class EncodedReduce(Reduce):
 
 
 class EncodedSending(PartsSending):
-    """`coded` is what travels. It goes back when the sums are made."""
+    """Encoded parts being sent. `coded`: their buffer, returned to the pool after the sum."""
 
     coded: torch.Tensor | None
 

@@ -1,4 +1,4 @@
-"""Codecs by the names that a recipe has for them."""
+"""Codecs by name, as recipes name them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ CODECS: dict[str, type[Codec]] = {kind.name: kind for kind in (Plain, Int8, Int4
 
 
 def codec(name: str, **fields: Any) -> Codec:
-    """The codec of a name: 'plain', 'int8', 'int4', 'fp8' or 'nf4'; `fields` are its own (block,
-    slab; dtype of 'plain').
+    """Return the codec 'plain', 'int8', 'int4', 'fp8' or 'nf4'. `fields` are its options: block,
+    slab; dtype for 'plain'.
 
     Raises:
         ValueError: no codec has this name or field.

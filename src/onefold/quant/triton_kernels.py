@@ -1,34 +1,34 @@
-"""The block-wise codecs in one pass over memory on CUDA: read once, write once. Equal to the plain
-operations bit for bit.
+"""The block-wise codecs on CUDA in one pass over memory: read once, write once. The results equal
+those of the plain operations bit for bit.
 
-A program takes `ROWS` blocks, some 4096 elements.
+A program processes `ROWS` blocks, about 4096 elements.
 
-| codec | a byte holds                               | a number is made by                                          | see         |
+| codec | a byte holds                               | a number is computed by                                      | see         |
 |-------|--------------------------------------------|--------------------------------------------------------------|-------------|
 | int8  | one element                                | adding 1.5 * 2**23, whose last bits are the nearest integer  | integers.py |
 | int4  | the elements i and i + `WIDTH` of a block  | the same                                                     | integers.py |
-| fp8   | one element                                | adding half of what e4m3 drops to the bits, and cutting off  | fp8.py      |
+| fp8   | one element                                | adding half a unit in the last place of e4m3, and truncating | fp8.py      |
 | nf4   | the elements 2i and 2i + 1                 | four comparisons with borders between levels                 | nf4.py      |
 
-[Note: the bits of a kernel]  What would break equality on a GPU, and does not show in Triton's
-interpreter:
+[Note: the bits of a kernel]  On a GPU the following would break equality. Triton's interpreter does
+not show it.
 
-- `a * b + c` is contracted into one operation by default: every launch has `enable_fp_fusion=False`
+- Triton fuses `a * b + c` into one operation by default. Every launch has `enable_fp_fusion=False`
   (launching.py).
-- `/` in fp32 is an approximation on CUDA: the one division is `tl.div_rn`, which rounds as IEEE 754
-  says.
-- `tl.max` of floats passes NaN over by default: magnitudes are compared as integers, where NaN is
-  the largest.
-- Rounding goes by additions and integer arithmetic. Conversions from fp32 round as told, but what
-  the hardware makes of e4m3 differs: there is no instruction before compute capability 8.9, and it
-      saturates where torch answers NaN.
-- An element's offset is int64 from the first multiplication on: `program_id` is int32, and 2**31
-  elements are 8 GiB of fp32.
-- A draw's hash is made of uint32, which wraps on every device.
+- `/` in fp32 is an approximation on CUDA. The only division is `tl.div_rn`, which rounds as in IEEE
+  754.
+- `tl.max` of floats ignores NaN by default. Magnitudes are compared as integers, where NaN is the
+  largest.
+- The hardware's conversion to e4m3 differs from torch's: before compute capability 8.9 there is no
+  instruction, and the instruction saturates where torch gives NaN. So kernels round by additions
+  and integer arithmetic.
+- `program_id` is int32, and 2**31 elements are 8 GiB of fp32. So an element's offset is int64 from
+  the first multiplication on.
+- A draw's hash uses uint32, which wraps on every device.
 
-[Note: variants]  Triton compiles a kernel anew for each combination of dtypes, flags and codec, and
-of what it specializes on: whether 16 divides a pointer, and whether an integer fits 32 bits. It
-does not specialize on the number of blocks: every interval has another one.
+[Note: variants]  Triton compiles a kernel for each combination of dtypes, flags and codec. It also
+specializes on whether a pointer is a multiple of 16, and on whether an integer fits 32 bits. It
+does not specialize on the number of blocks, which differs between intervals.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _SHIFT_0, _SHIFT_1, _SHIFT_2 = (
     tl.constexpr(HASH_SHIFTS[2]),
 )
 _DRAW_STEP = tl.constexpr(DRAW_STEP)
-# e4m3: 20 of fp32's bits of fraction are dropped, and the exponent's bias is 7 instead of 127.
+# e4m3 drops 20 of fp32's fraction bits, and has an exponent bias of 7 instead of 127.
 _DROPPED, _HALF, _REBIASED = tl.constexpr(20), tl.constexpr((1 << 19) - 1), tl.constexpr(120 << 3)
 _NORMAL, _STEP, _STEPS = (
     tl.constexpr(SMALLEST_NORMAL),
@@ -135,7 +135,7 @@ def _shape(codec: Blockwise) -> dict[str, Any]:
 
 @triton.jit
 def _load(at, here):  # type: ignore[no-untyped-def]
-    """Elements of blocks as fp32."""
+    """Load elements of blocks as fp32."""
     return wide(tl.load(at, mask=here[:, None], other=0.0))
 
 
@@ -146,7 +146,7 @@ def _scale(kept, PORTION: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _half(address, key, next_key):  # type: ignore[no-untyped-def]
-    """The 16 bits that elements draw by their addresses (int64), as rounding.py makes them: int32,
+    """Return the 16-bit draws of elements from their addresses (int64), as rounding.py does: int32,
     signed.
     """
     pair = address >> 1
@@ -166,7 +166,7 @@ def _half(address, key, next_key):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _integer(y, half, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The integers nearest to `y`, or drawn; int32."""
+    """Round `y` to the nearest integers, or stochastically; int32."""
     if STOCHASTIC:
         y += (half.to(tl.float32) + 0.5) * _DRAW_STEP
         y = tl.where(y > TOP, TOP, tl.where(y < -TOP, -TOP, y))
@@ -175,12 +175,12 @@ def _integer(y, half, TOP: tl.constexpr, STOCHASTIC: tl.constexpr):  # type: ign
 
 @triton.jit
 def _e4m3(y, half, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`y` as e4m3, to the nearest or drawn; int32. `y` is below 464, from where on the nearest
-    would be beyond e4m3.
+    """Round `y` to e4m3, to the nearest or stochastically; int32. `y` is below 464, where rounding
+    would exceed e4m3's largest number.
 
-    Below the smallest normal number e4m3 has equal steps, which are counted as integers are; from
-    it on its bits are the upper ones of fp32's, with another bias. The sign is that of what was
-    counted, so that -0 stays -0.
+    Below the smallest normal number e4m3 has equal steps, so the steps are counted like integers.
+    From it on the bits of e4m3 are the upper bits of fp32, with another bias. The sign bit comes
+    from the value that was rounded, so -0 stays -0.
     """
     raw = bits(y)
     steps = y * _STEPS
@@ -188,7 +188,7 @@ def _e4m3(y, half, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
         steps += (half.to(tl.float32) + 0.5) * _DRAW_STEP
         up = (half << 4) + ((1 << 19) + 8)  # (draw + 0.5) * 2**20, exactly
     else:
-        up = _HALF + ((raw >> _DROPPED) & 1)  # ties to the even one
+        up = _HALF + ((raw >> _DROPPED) & 1)  # ties to even
     counted = bits(tl.abs(steps) + _MAGIC) - _MAGIC_BITS
     normal = tl.minimum((((raw & _ABSOLUTE) + up) >> _DROPPED) - _REBIASED, _LARGEST_CODE)
     below = tl.abs(y) < _NORMAL
@@ -197,8 +197,8 @@ def _e4m3(y, half, STOCHASTIC: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _level(y):  # type: ignore[no-untyped-def]
-    """How many of the 15 borders lie below `y`, by halves; int32. On a border it is the lower
-    level.
+    """Count the borders below `y` (of 15) by binary search; int32. A value on a border gets the
+    lower level.
     """
     a = y > _B7
     b = y > tl.where(a, _B11, _B3)
@@ -221,7 +221,7 @@ def _number(  # type: ignore[no-untyped-def]
     TOP: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Elements of blocks as the codec's numbers (int32)."""
+    """Convert elements of blocks to the codec's numbers (int32)."""
     y = x * inverse[:, None]
     half = at
     if STOCHASTIC:
@@ -279,7 +279,7 @@ def _encode(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _from_e4m3(byte):  # type: ignore[no-untyped-def]
-    """What bytes of e4m3 say, as fp32: exact."""
+    """Convert bytes of e4m3 to fp32, exactly."""
     code = byte & 0x7F
     normal = (code + _REBIASED) << _DROPPED
     below = bits(code.to(tl.float32) * _STEP)
@@ -358,6 +358,6 @@ def _decode(  # type: ignore[no-untyped-def]
         )
     else:
         number = tl.reshape(tl.join(byte & 15, (byte >> 4) & 15), [ROWS, BLOCK])
-        value = tl.load(table + 2 * number)  # 16 words of one cache line, in banks of their own
+        value = tl.load(table + 2 * number)  # 16 words of one cache line, without bank conflicts
         whole = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         _put(into, whole, here, value, largest, scale, SIGN, NARROW, LARGEST, REACH)

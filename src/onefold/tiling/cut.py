@@ -1,15 +1,14 @@
-"""Before units are found: large weights are cut into tiles, in place.
+"""Cut large weights into tiles, in place, before units are found.
 
     nn.Embedding 'tokens'  weight ──┐ one Parameter           Embedding 'tokens'  tiles.0  tiles.1  ...
     nn.Linear    'head'    weight ──┘ (tied)          ──►     Linear    'head'    the same tiles
 
-Modules keep their identity (hooks, attributes, who refers to them) and their class among their
-bases. A tile's parameter is a view of
-the rows of the weight: nothing is copied, and on one rank that has nothing to cast nothing ever
-moves.
+A module stays the same object (hooks, attributes, references to it), and its old class is a base of
+its new class. A tile's parameter is a view of rows of the weight. Cutting copies nothing; on one
+rank with nothing to cast, nothing is ever copied.
 
-A weight is left whole, with a word to the user, where something else than the modules of
-`modules.py` computes with it.
+A weight is left whole, with a note to the user, if a module computes with it that `modules.py` does
+not cover.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from onefold.runtime.units import Found, parameters_of
 from onefold.tiling.modules import EmbeddingTile, Tile, Tiled, in_tiles, instance, tile_of
 from onefold.tiling.weight import joint
 
-#: Tiles have a multiple of so many rows where that is no more than asked for: kernels for matrices
-#: work in blocks of some rows, and a block that is not full takes as long as a full one. It
-#: promises no bits: a library may compute a product of another shape in another order.
+#: Tiles have a multiple of 64 (else 16) rows if the limit allows it. Matrix kernels work in blocks
+#: of rows, and a partly filled block takes as long as a full one. This does not guarantee equal
+#: bits: a library may sum in another order for another shape.
 ROWS = (64, 16)
 
 
 class Cut:
-    """The weights of `root` that are in tiles now. Leaving it by an exception puts the model back
-    as it was.
+    """Cuts the large weights of `root` into tiles. A context manager: an exception inside restores
+    the model.
 
     Attributes:
         notes: sentences about weights that were left whole.
     """
 
     def __init__(self, root: nn.Module, recipe: Recipe) -> None:
-        """Raises: ValueError: a row is larger than a tile may be, or an embedding does what cannot
-        be done in tiles.
+        """Raises: ValueError: one row is larger than the limit of a tile, or a weight or an
+        embedding has a feature that tiles do not support.
         """
         self.notes: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self._weights: list[tuple[nn.Parameter, str]] = []
         self._whole: dict[str, list[str]] = {}
-        # Modules of one class stay of one class: units are found by it
+        # Modules of the same class get the same new class, since units are found by class
         self._classes: dict[type, type] = {}
         limit = recipe.tile
         if limit is None:
@@ -146,7 +145,7 @@ class Cut:
         if kind is not None:
             self._put_back()
             return
-        # Whoever holds it still, an optimizer made before, holds nothing of the model
+        # An optimizer made before may still refer to the old parameter. Its use must raise.
         for weight, name in self._weights:
             weight.__class__ = CutParameter
             weight._onefold_name = name  # type: ignore[attr-defined]
@@ -159,10 +158,10 @@ class Cut:
 
 
 def rows_of_a_tile(rows: int, most: int, multiple: int = 1) -> int:
-    """How many of `rows` rows the tiles have (the last one may have fewer), at most `most` each: as
-    few tiles as can be, of like size.
+    """Return the rows of a tile, at most `most`, such that `rows` rows give as few tiles as
+    possible, of about equal size. The last tile may have fewer rows.
 
-    Always a multiple of `multiple`, of which `most` is not below one.
+    The result is a multiple of `multiple`; `most` must be >= `multiple`.
     """
     even = min(round_up(-(-rows // -(-rows // most)), multiple), most // multiple * multiple)
     return next(
@@ -171,7 +170,7 @@ def rows_of_a_tile(rows: int, most: int, multiple: int = 1) -> int:
 
 
 def _tile(module: nn.Module, weight: nn.Parameter, start: int, rows: int, shared: bool) -> Tile:
-    """Rows from `start` on of the weight of `module` as a tile of its kind."""
+    """Return a tile with up to `rows` rows of the weight of `module`, from row `start` on."""
     tile: Tile = instance(tile_of, type(module))
     part = nn.Parameter(weight.data[start : start + rows], requires_grad=weight.requires_grad)
     tile.set_up(part, start, tuple(weight.shape), shared)
@@ -191,7 +190,7 @@ def _put_back(
     shape = tiles[0].shape
     data = whole if whole is not None else joint([tile.weight for tile in tiles], shape)
     if data is None:
-        return  # the model is divided already: there is no way back
+        return  # the model is already sharded, which cannot be undone
     weight.data = data
     for module, kind, parameters in before:
         module.__class__ = kind
@@ -209,15 +208,15 @@ def _left_whole(what: str, names: list[str], limit: int) -> str:
     )
 
 
-# -- which modules, and what they become -----------------------------------------------------------
+# -- which modules can be tiled --------------------------------------------------------------------
 
 
 def _base_of(module: nn.Module) -> type | None:
-    """The class whose computation is known to be rows by rows; None if there is none."""
+    """Return the base class of `module` that can be computed in tiles; None if there is none."""
     for base in (nn.Linear, nn.Embedding):
         if isinstance(module, base):
-            # A subclass may add to the forward pass. One with values of its own making would not
-            # get them tile by tile.
+            # A subclass may add to the forward pass. But one with its own initialization stays
+            # whole: the tiles would not get its values.
             return base if type(module).reset_parameters is base.reset_parameters else None
     conv: Any = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return conv if conv is not None and type(module) is conv else None
@@ -246,7 +245,9 @@ def _refuse_odd_embedding(module: nn.Module, name: str) -> None:
 
 
 class CutParameter(nn.Parameter):
-    """A weight that was cut into tiles. An optimizer that was made before would step it in vain."""
+    """A weight that was cut into tiles. Using it raises: an optimizer that was made before would
+    step it without effect.
+    """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -268,8 +269,8 @@ class CutParameter(nn.Parameter):
 def initializing(
     init: Callable[[nn.Module], object] | None,
 ) -> Callable[[nn.Module], object] | None:
-    """`init` such that on a module in tiles it makes the bias only; each tile is initialized by
-    itself.
+    """Wrap `init`: on a tiled module it initializes only the bias. Each tile is initialized as a
+    module of its own.
     """
     if init is None:
         return None
@@ -285,7 +286,7 @@ def initializing(
 
 
 def with_tiles(root: nn.Module, names: Collection[str]) -> set[str]:
-    """`names` of parameters, and those of the tiles of what is among them."""
+    """Return `names` of parameters, plus the names of the tiles of these parameters."""
     out = set(names)
     for name, module in root.named_modules():
         if isinstance(module, Tile):

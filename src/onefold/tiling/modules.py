@@ -1,20 +1,20 @@
 """The modules that compute in tiles, and the tiles.
 
     Linear       y = cat(x @ W_i.T + b_i)                   rows of W are outputs
-    Embedding    y = W_i[ids] where ids are rows of W_i     rows of W are what is looked up
+    Embedding    y = W_i[ids] where ids are rows of W_i     rows of W are looked up
     Conv1D       y = b + x_0 @ W_0 + x_1 @ W_1 + ...        rows of W are inputs (transformers')
 
-[Note: what is equal] An embedding's output and gradient have the same bits as untiled: rows are
-only copied and added. Everything else is equal within rounding. A matrix library chooses kernels by
-a product's shape, so each element of a linear's output may be summed in another order than untiled,
-and the gradients of weights and biases too. A linear's gradient of x and a Conv1D's output are sums
-over the tiles; in 16 bits each tile's part is rounded before it is added. Tiles of one size give
-the same bits every time, on every tier.
+[Note: what is equal] An embedding has the same bits as untiled, output and gradient: rows are only
+copied and added. Other results are equal within rounding. A matrix library chooses kernels by
+shape, so a linear's output, and the gradients of its weight and bias, may be summed in another
+order than untiled. A linear's gradient of x and a Conv1D's output are sums over the tiles; in 16
+bits each tile's part is rounded before it is added. With the same tile size the bits are always the
+same, on every tier.
 
 [Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and
-released behind it. What autograd saves of the weight is a handle (runtime/handles.py), in a
-recomputed forward pass too (`saving`), so that the backward pass gathers a tile, reads it and lets
-it go, whatever else waits for that tile.
+released after the call. Autograd saves a handle in place of the weight (runtime/handles.py), in a
+recomputed forward pass too (`saving`). So the backward pass gathers a tile, reads it and releases
+it, even if other operations still need that tile.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Tile(WeightTile):
     """Some rows of a weight.
 
     Attributes:
-        rows: how many. first: the first of them. shape: the whole weight's.
+        rows: number of rows. first: index of the first one. shape: shape of the whole weight.
         shared: several modules compute with it (tied weights).
-        told: that code reads the whole weight was said.
+        told: the warning that code reads the whole weight was given.
     """
 
     weight: nn.Parameter
@@ -55,7 +55,9 @@ class Tile(WeightTile):
     def set_up(
         self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool
     ) -> None:
-        """In the place of a constructor, as the other bases' would make weights."""
+        """Initialize the tile. Used in place of `__init__`: those of the other base classes would
+        create weights.
+        """
         nn.Module.__init__(self)
         self.weight, self.rows, self.first, self.shape, self.shared, self.told = (
             weight,
@@ -68,7 +70,7 @@ class Tile(WeightTile):
         self._gatherer: weakref.ref[Gatherer] | None = None
 
     def part(self, names: Sequence[str]) -> Part:
-        """What it is of the whole weight; `names` are the tile's own."""
+        """Return the tile's part of the whole weight; `names` are the names of its own weight."""
         whole = tuple(
             ".".join([*path[:-3], path[-1]]) for path in (name.split(".") for name in names)
         )
@@ -79,7 +81,7 @@ class Tile(WeightTile):
         self._gatherer = weakref.ref(gatherer)
 
     def forward(self, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """`use(weight)`."""
+        """Return `use(weight)`."""
         known = self._gatherer if torch.is_grad_enabled() else None
         gatherer = known() if known is not None else None
         with (
@@ -92,7 +94,7 @@ class Tile(WeightTile):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return instance, (tile_of, self._kind), self.__dict__
 
-    # A state dict has the whole weight, under the name of the module that is in tiles.
+    # The tiled module puts the whole weight into the state dict, under its own name.
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
@@ -102,7 +104,7 @@ class Tile(WeightTile):
 
 
 class LinearTile(Tile, nn.Linear):  # type: ignore[misc]
-    """A tile whose values a linear's initialization makes."""
+    """A tile that is initialized like a linear layer."""
 
     _kind = nn.Linear
 
@@ -115,7 +117,7 @@ class LinearTile(Tile, nn.Linear):  # type: ignore[misc]
 
 
 class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
-    """A tile whose values an embedding's initialization makes."""
+    """A tile that is initialized like an embedding."""
 
     looked_up = True
 
@@ -130,14 +132,12 @@ class EmbeddingTile(Tile, nn.Embedding):  # type: ignore[misc]
         self.norm_type, self.scale_grad_by_freq, self.sparse = 2.0, False, False
 
     def pad(self, index: int | None) -> None:
-        """`index`: the row of the whole weight that starts as zeros."""
+        """Set the padding row. `index`: the row of the whole weight that starts as zeros."""
         self.padding_idx = _inside(index, self)
 
 
 class Conv1DTile(Tile):
-    """A tile whose values the initialization of transformers' Conv1D makes; `tile_of` puts that
-    class among its bases.
-    """
+    """A tile initialized like transformers' Conv1D; `tile_of` adds that class to its bases."""
 
     def set_up(
         self, weight: nn.Parameter, first: int, shape: tuple[int, ...], shared: bool
@@ -148,15 +148,15 @@ class Conv1DTile(Tile):
 
 
 def _inside(row: int | None, tile: Tile) -> int | None:
-    """A row of the whole weight as a row of `tile`, None if it is no row of it."""
+    """Return a row of the whole weight as a row of `tile`; None if it is in another tile."""
     return (
         row - tile.first if row is not None and tile.first <= row < tile.first + tile.rows else None
     )
 
 
 class Tiled(TiledModule):
-    """What the modules in tiles have in common. cut.py turns modules into these, in place; `_kind`
-    is the class that they were of.
+    """Base of the tiled modules. cut.py turns modules into these, in place; `_kind` is their
+    original class.
     """
 
     tiles: nn.ModuleList
@@ -177,8 +177,8 @@ class Tiled(TiledModule):
 
     @contextlib.contextmanager
     def blank(self) -> Iterator[None]:
-        """Inside, the weight is a tensor without contents: an initialization reaches the bias, and
-        the tiles have theirs by themselves.
+        """Inside this context the weight is a meta tensor. So an initialization sets only the bias;
+        the tiles are initialized separately.
         """
         self.__dict__["_blank"] = True
         try:
@@ -253,7 +253,7 @@ class TiledLinear(Tiled, nn.Linear):  # type: ignore[override]
         )
 
     def reset_parameters(self) -> None:
-        """The bias, as in nn.Linear. The tiles reset themselves."""
+        """Reset the bias, as nn.Linear does. The tiles reset themselves."""
         if self.bias is not None:
             bound = self.in_features**-0.5 if self.in_features else 0.0
             nn.init.uniform_(self.bias, -bound, bound)
@@ -266,8 +266,8 @@ class TiledEmbedding(Tiled, nn.Embedding):  # type: ignore[override]
         out = None
         for tile in self.own_tiles:
             end = tile.first + tile.rows
-            # What is in another tile looks some row up, to be replaced. What is in none has to
-            # fail, so the ends stay open.
+            # Ids of other tiles look up some row, which is replaced below. Ids outside the whole
+            # weight must raise an error, so the first and the last tile do not clamp them.
             local = (input - tile.first).clamp(
                 min=0 if tile.first > 0 else None,
                 max=tile.rows - 1 if end < self.num_embeddings else None,
@@ -286,11 +286,11 @@ class TiledEmbedding(Tiled, nn.Embedding):  # type: ignore[override]
         return out
 
     def reset_parameters(self) -> None:
-        """Nothing: the tiles reset themselves."""
+        """Do nothing: the tiles reset themselves."""
 
 
 class TiledConv1D(Tiled):
-    """x [..., nx] -> [..., nf]; `in_tiles` puts transformers' class among its bases."""
+    """x [..., nx] -> [..., nf]; `in_tiles` adds transformers' class to its bases."""
 
     nf: int
     bias: nn.Parameter
@@ -307,16 +307,16 @@ class TiledConv1D(Tiled):
         return out.view(*x.shape[:-1], self.nf)
 
     def reset_parameters(self) -> None:
-        """The bias starts as zeros. The tiles reset themselves."""
+        """Reset the bias to zeros. The tiles reset themselves."""
         nn.init.zeros_(self.bias)
 
 
-# -- the classes that modules and tiles are of -----------------------------------------------------
+# -- the classes of tiled modules and of tiles -----------------------------------------------------
 
 
 def in_tiles(kind: type) -> type:
-    """`kind` with its computation in tiles, under its own name: who asks for it by class or by name
-    still finds it.
+    """Return a subclass of `kind` that computes in tiles. It has the same name, so checks by class
+    or by name still find it.
     """
     own = {"__module__": kind.__module__, "_kind": kind}
     for base, tiled in ((nn.Linear, TiledLinear), (nn.Embedding, TiledEmbedding)):
@@ -326,7 +326,7 @@ def in_tiles(kind: type) -> type:
 
 
 def tile_of(kind: type) -> type[Tile]:
-    """What the tiles of a module of class `kind` are."""
+    """Return the class of the tiles of a module of class `kind`."""
     if issubclass(kind, nn.Linear):
         return LinearTile
     return (
@@ -337,6 +337,6 @@ def tile_of(kind: type) -> type[Tile]:
 
 
 def instance(make: Callable[[type], type], kind: type) -> Any:
-    """An empty one of the class that `make` makes of `kind`: copies and pickles begin with it."""
+    """Return an uninitialized instance of the class `make(kind)`. Copies and pickles use it."""
     made: Any = make(kind)
     return made.__new__(made)

@@ -1,12 +1,12 @@
-"""What `module.weight` is where the weight is in tiles.
+"""The value of `module.weight` for a tiled module.
 
-| who looks                                            | sees                                                               |
-|------------------------------------------------------|--------------------------------------------------------------------|
-| code inside `with onefold.full_params(model):`       | the whole weight, in the memory of its tiles: what is written stays |
-| shape, dtype, device                                 | those of the whole weight; nothing is gathered                     |
-| code in a forward pass that computes with it         | the whole weight, all tiles gathered: equal results, nothing saved |
-| code elsewhere, if the tiles are divided among ranks | `ShardedParameterError` with the way to gather it                  |
-| `.grad`, and writes that would be lost               | `ShardedParameterError` with what to do instead                    |
+| access                                               | result                                                              |
+|------------------------------------------------------|---------------------------------------------------------------------|
+| inside `with onefold.full_params(model):`            | the whole weight, in the memory of its tiles: writes reach them     |
+| shape, dtype, device                                 | those of the whole weight; nothing is gathered                      |
+| computation in a forward pass                        | the whole weight, all tiles gathered: right results, no memory saved |
+| elsewhere, if the tiles are divided among ranks      | `ShardedParameterError`, which says how to gather                   |
+| `.grad`, and writes that would be lost               | `ShardedParameterError`, which says what to do instead              |
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from onefold.runtime.parameters.parameter import (
 
 
 def weight_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """What `module.weight` is. See the table of this module."""
+    """Return the value of `module.weight`. See the table of this module."""
     weights = [tile.weight for tile in tiles]
     if not any(isinstance(w, ShardedParameter) or w.requires_grad for w in weights):
         whole = joint(weights, shape)
@@ -41,12 +41,10 @@ def weight_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
 
 
 def joint(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
-    """A view of `shape` of the memory in which `weights` lie one behind another; None where they do
-    not.
-    """
+    """Return one view of `shape` over `weights`; None if they are not contiguous in one storage."""
     end = None
     for weight in weights:
-        # The type comes first: asking a divided parameter anything in a forward pass may gather it.
+        # Check the type first: in a forward pass any access to a sharded parameter may gather it.
         if (
             type(weight) is not nn.Parameter
             or not weight.is_contiguous()
@@ -61,8 +59,8 @@ def joint(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
 
 
 def rejoined(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
-    """As `joint`, after giving the tiles of a model that is not divided (a copy of one, say) memory
-    in one piece; None for others.
+    """Move the tiles of an unsharded model (for example a copy) to one storage, and return `joint`
+    of them; None for a sharded model.
     """
     if (
         any(type(weight) is not nn.Parameter for weight in weights)
@@ -78,12 +76,12 @@ def rejoined(weights: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
 
 
 def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False) -> Tensor:
-    """The whole weight for code that asks for it: where its tiles lie if that is in one piece, or
-    else put together.
+    """Return the whole weight: a view of the tiles' memory if possible, else a concatenation (also
+    if autograd needs the gradient).
 
     Raises:
-        ShardedParameterError: they do not lie in one piece, and no forward pass is under way; or
-            `writable`, and what is written would be lost.
+        ShardedParameterError: no view is possible, and `writable` (writes would be lost) or no
+            forward pass is under way.
     """
     weights = [tile.weight for tile in tiles]
     whole = joint(weights, shape)
@@ -109,13 +107,13 @@ def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False)
                 " all of it: results are equal, but no memory is saved. Call its module instead of"
                 " reading its weight."
             )
-    # By way of a split, since autograd refuses writes to what comes out of one: they would be lost.
+    # The split makes autograd refuse in-place writes to the result. They would be lost.
     return torch.cat(weights).split(shape[0])[0]
 
 
 def copy_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
-    """The whole weight without gradients, for a state dict; a copy where it does not lie in one
-    piece. The tiles are whole on this rank.
+    """Return the whole weight without gradient, for a state dict: a view if possible, else a copy.
+    The tiles must be whole on this rank.
     """
     weights = [tile.weight.detach() for tile in tiles]
     whole = joint([tile.weight for tile in tiles], shape)
@@ -123,7 +121,7 @@ def copy_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
 
 
 def _computing() -> bool:
-    """Whether sharded parameters are whole to code that runs now, see runtime/parameters/parameter.py."""
+    """Return whether code now sees whole parameters, see runtime/parameters/parameter.py."""
     return bool(ForwardDepth.value) or (
         torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
     )
@@ -131,7 +129,7 @@ def _computing() -> bool:
 
 _T: Any = torch.Tensor
 _GRAD = {_T.grad.__get__, _T.grad.__set__}
-_ALIASES = {_T.data.__get__, _T.detach, torch.detach}  # whoever asks for these may write into them
+_ALIASES = {_T.data.__get__, _T.detach, torch.detach}  # the caller may write to their result
 _SWITCHES = {_T.requires_grad.__set__, _T.requires_grad_}
 _OPERATORS = {
     f"__i{name}__"
@@ -140,7 +138,7 @@ _OPERATORS = {
 
 
 class WholeWeight(torch.Tensor):
-    """Stands for a weight in tiles; holds nothing itself. See the table of this module."""
+    """Represents a weight in tiles, without memory of its own. See the table of this module."""
 
     _tiles: tuple[Any, ...]
 
@@ -188,7 +186,7 @@ class WholeWeight(torch.Tensor):
 
 
 def _writes(func: Any) -> bool:
-    """Whether a function of torch changes its first argument."""
+    """Return whether a function of torch changes its first argument."""
     name = getattr(func, "__name__", "")
     return (
         name in _OPERATORS

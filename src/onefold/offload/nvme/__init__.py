@@ -1,13 +1,13 @@
-"""The NVMe tier: what rests on disk, in regions that are read and written directly, with a bounded
-amount of host memory.
+"""The NVMe tier: regions on disk, read and written with direct I/O and a bounded amount of
+host memory.
 
-    store       Nvme: one a process. Regions, buffers, counters, the end of it all
-    region      Region: elements on disk, striped; the contract of alignment; what overlaps waits
+    store       Nvme: one per process. Regions, buffers, counters, clean-up
+    region      Region: elements on disk, striped; alignment rules; order of overlapping transfers
     io          Transfer; the threads; short transfers, faults
-    datafile    one file past the page cache
-    files       the folder: its lock, its end, and stale folders of crashed runs
-    buffer      memory that the disk works on directly
-    preflight   what a disk gives, and whether a run will fit
+    datafile    one file, accessed past the page cache
+    files       the folder: its lock, its removal, and stale folders of crashed runs
+    buffer      host memory for direct I/O
+    preflight   the rate of a disk, and whether a run will fit
 """
 
 from onefold.memory.tier_error import TierError

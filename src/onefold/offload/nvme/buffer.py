@@ -1,12 +1,12 @@
 """Host memory that the disk reads and writes directly.
 
-[Note: buffers and fork] A child that is forked (a data loader that starts its workers) shares its
-parent's private memory until one of the two writes: each page of the parent's buffers would then
-exist twice as long as the child lives, huge pages would fall apart, and open(2) asks that no direct
-transfer is under way meanwhile. The system is therefore told to give children empty pages in place of buffers (MADV_WIPEONFORK, Linux
-4.14), so that the parent keeps its own; where it cannot, the mapping is a shared one, which a fork
-leaves alone too. The former can have huge pages, which take less than half the processor time in a
-transfer.
+[Note: buffers and fork] A forked child (a worker of a data loader) shares its parent's private
+memory until one of the two writes. Without precautions this has three effects: each page of the
+parent's buffers exists twice while the child lives, huge pages are split, and open(2) forbids a
+fork while a direct transfer is under way. The system is therefore told to give children empty pages
+in place of the buffers (MADV_WIPEONFORK, Linux 4.14). Where it cannot, the buffer is a shared
+mapping, which a fork leaves alone too. A private mapping can have huge pages, with which a transfer
+takes less than half the processor time.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import mmap
 
 import torch
 
-#: What offsets, addresses and lengths of direct transfers are multiples of, in bytes.
+#: Bytes. Offsets, addresses and lengths of direct transfers are multiples of it.
 PAGE = 4096
 _HUGE_PAGE = 2 << 20
 _WIPE_ON_FORK = 18  # of <linux/mman.h>; Python has no name for it
 
 
 def rounded(nbytes: int) -> int:
-    """`nbytes` up to the next multiple of PAGE."""
+    """Return `nbytes` rounded up to a multiple of PAGE."""
     return -(-nbytes // PAGE) * PAGE
 
 
 def page_buffer(nbytes: int) -> torch.Tensor:
-    """Bytes (uint8, one dimension, `nbytes` rounded up to PAGE) that begin on a page. Zeros at
-    first; freed with the last tensor on them.
+    """Return a page-aligned uint8 tensor, [`nbytes` rounded up to PAGE].
+
+    It holds zeros at first. The memory is freed with the last tensor on it.
 
     Raises:
         ValueError: `nbytes` is negative.
-        MemoryError: the host has no such room.
+        MemoryError: the host has not enough memory.
     """
     if nbytes < 0:
         raise ValueError(f"a buffer of {nbytes:,} bytes was asked for; give 0 or more.")
@@ -41,8 +42,8 @@ def page_buffer(nbytes: int) -> torch.Tensor:
     size = rounded(nbytes)
     huge = size // _HUGE_PAGE * _HUGE_PAGE
     try:
-        # The kernel aligns mappings of whole huge pages only. What is behind `size` is never
-        # touched.
+        # The kernel aligns only mappings of whole huge pages. Bytes behind `size` are never
+        # touched, so they take no memory.
         mapping = mmap.mmap(
             -1,
             -(-size // _HUGE_PAGE) * _HUGE_PAGE if huge else size,
@@ -60,7 +61,7 @@ def page_buffer(nbytes: int) -> torch.Tensor:
 
 
 def _advise(mapping: mmap.mmap, advice: int, nbytes: int) -> bool:
-    """Whether the system takes the advice about the first `nbytes`."""
+    """Give advice about the first `nbytes` bytes; return whether the system accepts it."""
     try:
         mapping.madvise(advice, 0, nbytes)
     except OSError:
@@ -69,8 +70,8 @@ def _advise(mapping: mmap.mmap, advice: int, nbytes: int) -> bool:
 
 
 def bytes_of(storage: torch.UntypedStorage, offset: int, nbytes: int) -> memoryview:
-    """Bytes [offset, offset + nbytes) of host memory, for system calls. The memory lives as long as
-    the view.
+    """Return bytes [offset, offset + nbytes) of a host storage, for system calls. The view keeps
+    the memory alive.
     """
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, offset, (nbytes,), (1,))
     return memoryview(whole.numpy())  # type: ignore[arg-type]  # Python 3.11's typing does not know arrays for buffers

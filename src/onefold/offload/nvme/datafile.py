@@ -1,11 +1,11 @@
-"""One file of bytes past the page cache.
+"""One file of bytes, accessed past the page cache.
 
     descriptor   opened with                   used for
-    direct       O_DIRECT, where it is had     reads and writes, as long as the file system takes them
-    plain        nothing special               space, sizes; reads and writes where it does not, each followed by dropping its pages
+    direct       O_DIRECT, if available        reads and writes, as long as the file system accepts them
+    plain        nothing special               space and sizes; reads and writes without direct I/O, each followed by dropping its pages
 
-Not every file system that opens a file for direct transfers also takes them: the first that answers
-EINVAL switches the file over, once.
+Some file systems open a file with O_DIRECT and then refuse direct transfers. The first transfer
+that fails with EINVAL switches the file to the plain descriptor for good.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class DataFile:
     """A file that grows by whole extents and shrinks only when an allocation is taken back.
 
     Attributes:
-        size: bytes that were allocated, all of them really on the disk.
-        direct: whether transfers go past the page cache by themselves.
+        size: bytes allocated, all of them backed by disk space.
+        direct: whether transfers use direct I/O.
     """
 
     def __init__(self, path: Path, plain: int, direct: int, named: bool = True) -> None:
         self.path, self.size, self.direct = path, 0, direct >= 0
         self._plain, self._direct = plain, direct
         self._lock = threading.Lock()
-        self._missed = not named  # whether it was said that the file has no name any more
+        self._missed = not named  # whether the loss of the file's name was reported
         if not self.direct:
             self._buffered()
 
     @classmethod
     def create(cls, path: Path) -> DataFile:
-        """A new file at `path`. Raises: OSError."""
+        """Create a new file at `path`. Raises: OSError."""
         plain = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             return cls(path, plain, _open_direct(path))
@@ -55,7 +55,9 @@ class DataFile:
 
     @classmethod
     def nameless(cls, folder: Path) -> DataFile:
-        """A file that nothing is left of, however this process ends. Raises: OSError."""
+        """Create a file without a name, which disappears however this process ends.
+        Raises: OSError.
+        """
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             plain = os.dup(file.fileno())
         return cls(
@@ -66,8 +68,8 @@ class DataFile:
         )
 
     def extend(self, nbytes: int) -> int:
-        """Allocate `nbytes` more, really, and say where they begin. Raises: OSError, and then the
-        file is as it was.
+        """Allocate `nbytes` more of disk space and return their offset. Raises: OSError; the file
+        is then unchanged.
         """
         begin = self.size
         try:
@@ -79,14 +81,14 @@ class DataFile:
         return begin
 
     def cut_back(self, size: int) -> None:
-        """Give back what was allocated behind `size`."""
+        """Give back the disk space behind byte `size`."""
         self.size = size
         with contextlib.suppress(OSError):
             os.ftruncate(self._plain, size)
 
     def move(self, op: str, view: memoryview, offset: int, direct: bool) -> int:
-        """Read into or write from `view` at `offset`, once: bytes moved, which may be fewer.
-        Raises: OSError.
+        """Read into or write from `view` at `offset` with one system call. Return the bytes moved,
+        which may be fewer than the view has. Raises: OSError.
         """
         file = self._direct if direct else self._plain
         moved = os.preadv(file, [view], offset) if op == READ else os.pwritev(file, [view], offset)
@@ -97,19 +99,19 @@ class DataFile:
         return moved
 
     def flush(self) -> None:
-        """Return when what was written is on the disk. Raises: OSError."""
+        """Wait until all writes are on the disk. Raises: OSError."""
         os.fsync(self._plain)
 
     def check(self) -> None:
-        """Look whether the file is still whole; once it has lost its name, say so.
+        """Check that the file is still whole, and warn once if its name was removed.
 
         Raises:
-            TierError: somebody cut it short: what is missing would read as zeros once it has grown
-                again.
+            TierError: somebody truncated the file. The missing bytes would read as zeros after it
+                has grown again.
         """
         before = self.size
         now = os.fstat(self._plain)
-        size = min(before, self.size)  # it may be growing, or an allocation be taken back, just now
+        size = min(before, self.size)  # another thread may extend it or cut it back just now
         if now.st_size < size:
             raise TierError(
                 f"{self.path} was cut short to {now.st_size:,} bytes by somebody else while"
@@ -125,7 +127,7 @@ class DataFile:
             )
 
     def give_up_direct(self) -> None:
-        """From now on through the page cache, each transfer's pages dropped after it."""
+        """Use the page cache from now on, and drop the pages after each transfer."""
         with self._lock:
             if not self.direct:
                 return
@@ -142,7 +144,7 @@ class DataFile:
     def _buffered(self) -> None:
         with contextlib.suppress(OSError):
             if hasattr(os, "posix_fadvise"):
-                # Nothing is read ahead: nobody would drop those pages
+                # No readahead by the kernel: its pages would never be dropped
                 os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
             elif hasattr(fcntl, "F_NOCACHE"):
                 fcntl.fcntl(self._plain, fcntl.F_NOCACHE, 1)
@@ -154,7 +156,7 @@ class DataFile:
 
 
 def _open_direct(path: Path) -> int:
-    """A descriptor for direct transfers; -1 where there are none. Raises: OSError."""
+    """Return a descriptor for direct transfers; -1 if there are none. Raises: OSError."""
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
         return -1
@@ -167,7 +169,7 @@ def _open_direct(path: Path) -> int:
 
 
 def _allocate(file: int, begin: int, nbytes: int) -> None:
-    """Have the disk really set bytes aside. Raises: OSError."""
+    """Reserve disk space for `nbytes` bytes from `begin` on. Raises: OSError."""
     allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
     if nbytes == 0:
         return

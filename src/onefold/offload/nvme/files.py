@@ -1,4 +1,4 @@
-"""A folder of one's own on a disk, which nobody else meets and of which nothing is left.
+"""A private, locked folder on a disk that leaves nothing behind.
 
     /nvme/onefold-rank0-4711-9f3c21aa/lock     held by flock while the process lives, however it ends
     /nvme/onefold-rank0-4711-9f3c21aa/data     the bytes
@@ -8,9 +8,9 @@
     closed        data, lock and folder removed, in this order
     left behind   by a process that was killed: `lock` can be taken. The next start on the same path takes it, then removes the three
 
-A folder whose `lock` is not marked yet is being made just now: it is left alone for a minute. Only
-what has our name, our lock and our mark
-is removed, and only the files we make: whatever else lies in such a folder keeps it there.
+A folder without the mark in `lock` may be one that is being made, so it is left alone for a minute.
+Only folders with our name, lock and mark are removed, and in them only the files that we make. If
+such a folder has other files, it stays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from onefold.offload.nvme.datafile import DataFile
 
 LOCK, DATA = "lock", "data"
 MARK = b"onefold nvme store"
-#: Seconds in which a folder without a marked lock may be one that is being made.
+#: Seconds. A younger folder without a marked lock may be one that is being made.
 YOUNG = 60.0
 _NAME = re.compile(r"^[A-Za-z0-9._-]+$")
 _OURS = re.compile(r"^onefold-[A-Za-z0-9._-]+-\d+-[0-9a-f]{8}$")
@@ -44,15 +44,15 @@ class Folder:
     """A locked folder with one data file.
 
     Attributes:
-        path: where it is. data: its file.
+        path: the folder. data: its file.
     """
 
     def __init__(self, parent: Path, name: str) -> None:
-        """Make it in `parent`, after removing what dead processes left there.
+        """Make the folder in `parent`, after removing stale folders of crashed runs there.
 
         Raises:
             ValueError: `name` cannot be a part of a file's name.
-            TierError: there is no such folder, or nothing can be written in it.
+            TierError: `parent` does not exist, or is not writable.
         """
         if not _NAME.match(name):
             raise ValueError(
@@ -79,7 +79,9 @@ class Folder:
         _close_in_children(self)
 
     def _make(self) -> bool:
-        """Whether it is ours: False where another start took it for litter. Raises: OSError."""
+        """Make the folder; return False if another start took it for a stale one and removed it.
+        Raises: OSError.
+        """
         os.mkdir(self.path, 0o700)
         try:
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -98,17 +100,17 @@ class Folder:
         return True
 
     def remove(self) -> None:
-        """Leave nothing of it. Not for a forked child: the folder is its parent's."""
+        """Remove the folder. Not for a forked child: the folder belongs to its parent."""
         self._remove_files()
         self.data.close()
 
     def abandon(self) -> None:
-        """Let go of the descriptors a fork has copied: they would keep the lock when the parent is
-        gone, and the space of its file.
+        """Close the descriptors that a fork has copied. They would hold the lock and the disk space
+        after the parent has ended.
         """
         self.data.close()
         if self._lock >= 0:
-            os.close(self._lock)  # closing leaves the parent's lock alone, unlocking would not
+            os.close(self._lock)  # keeps the parent's lock; unlocking would release it
             self._lock = -1
 
     def _remove_files(self) -> None:
@@ -119,7 +121,7 @@ class Folder:
 
 
 def as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
-    """One or several folders as a list. Raises: ValueError: none was given."""
+    """Return one or several folders as a list. Raises: ValueError: none was given."""
     given = [Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
     if not given:
         raise ValueError("no folder was given for states on NVMe; name at least one in nvme=.")
@@ -127,8 +129,9 @@ def as_paths(paths: Sequence[str | Path] | str | Path) -> list[Path]:
 
 
 def check_folder(path: Path) -> None:
-    """Raises: TierError: there is no such folder. None is made: a mistyped disk would be a folder
-    on another one.
+    """Check that the folder exists. Raises: TierError: it does not.
+
+    The folder is not created: with a mistyped mount point it would be on another disk.
     """
     if not path.is_dir():
         what = "is a file" if path.exists() else "is not there"
@@ -139,14 +142,14 @@ def check_folder(path: Path) -> None:
 
 
 def reclaim(parent: Path) -> list[Path]:
-    """Remove what processes that were killed have left in `parent`, and say what it was. Several
+    """Remove stale folders of crashed runs from `parent` and return their paths. Several processes
     may do so at once.
     """
     removed = []
     for path in sorted(parent.glob("onefold-*")):
         if not _OURS.match(path.name) or path.is_symlink():
             continue
-        with contextlib.suppress(OSError):  # another user's, or somebody was quicker
+        with contextlib.suppress(OSError):  # another user's, or another process removed it
             if _remove_if_dead(path):
                 removed.append(path)
                 logging.getLogger("onefold").info(
@@ -156,13 +159,13 @@ def reclaim(parent: Path) -> list[Path]:
 
 
 def _remove_if_dead(path: Path) -> bool:
-    """Raises: OSError."""
+    """Remove the folder if its process is dead; return whether it is gone. Raises: OSError."""
     try:
         lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except FileNotFoundError:
         if time.time() - path.stat().st_mtime < YOUNG:
             return False
-        os.rmdir(path)  # without a lock we know only that it is empty: then it goes
+        os.rmdir(path)  # removes only an empty folder: without a lock we know nothing else
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -177,7 +180,7 @@ def _remove_if_dead(path: Path) -> bool:
 
 
 def _remove_ours(path: Path) -> None:
-    """The files we make and the folder, as far as they are there and nothing else is in it."""
+    """Remove the files that we make, and the folder if nothing else is in it."""
     for name in (DATA, LOCK):
         with contextlib.suppress(OSError):
             os.unlink(path / name)
@@ -186,7 +189,7 @@ def _remove_ours(path: Path) -> None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether the open file still has this name."""
+    """Return whether the open file is still at `path`."""
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))
     except FileNotFoundError:
@@ -195,8 +198,8 @@ def _is_at(file: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _no_locks_here() -> Iterator[None]:
-    """A file system without locks keeps nobody out, and nothing in it is ever reclaimed, since no
-    lock can be taken.
+    """Accept a file system without locks. There no folder is ever reclaimed, since that needs the
+    lock.
     """
     try:
         yield

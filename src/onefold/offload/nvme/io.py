@@ -1,11 +1,11 @@
 """Reads and writes by a few threads.
 
-    caller            start(op, region, pieces) -> Transfer          goes on computing          wait()
+    caller            start(op, region, pieces) -> Transfer          keeps computing            wait()
     threads              piece 0 ─ piece 4 ─ ...  piece 1 ─ ...      each one preadv or pwritev, repeated for the rest after a short one
-    memory            the caller's own tensor, held until its last piece is done; nothing is copied and nothing is queued but the pieces
+    memory            the caller's own tensor, held until its last piece is done; no copies; only the pieces are queued
 
-The system calls let other threads of the interpreter run, so a handful of threads keeps a disk's
-queue filled while the caller computes.
+The system calls release the GIL, so a handful of threads keeps a disk's queue filled while the
+caller computes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from onefold.memory.tier_error import TierError, in_words
 from onefold.offload.nvme.buffer import PAGE
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 
-#: For tests: what happens to a transfer of `nbytes` at byte `offset` of a region. Gets (operation,
-#: region, offset, nbytes) on one of the threads, ahead of each system call; an OSError is raised in
-#: its place, an int shortens it to so many bytes (whole pages of them).
+#: For tests: a function that makes transfers fail. It is called as (operation, region, offset in
+#: the region, nbytes) before each system call, on one of the threads. An OSError that it returns is
+#: raised in place of the call. An int shortens the call to so many bytes, rounded down to pages.
 Fault = Callable[[str, str, int, int], OSError | int | None]
 
-#: Short transfers without a whole page in them, one after another, after which a piece is given up.
+#: A piece fails after so many short transfers in a row that moved less than a page.
 _TRIES = 4
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of a transfer: `view` and the bytes at `offset` of `file`, which are those at `at`
-    of the region.
+    """One part of a transfer: from or to `view`.
+
+    `offset`: its first byte in `file`. `at`: the same byte, counted in the region.
     """
 
     file: DataFile
@@ -54,22 +55,22 @@ class Transfer:
             self._over.set()
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return whether the transfer has ended, with success or not."""
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Return when it is over.
+        """Wait for the end of the transfer.
 
         Raises:
-            TierError: it failed; again on every later call. The tensor of a failed read holds
-                anything.
+            TierError: it failed (raised again on every later call). After a failed read the
+                contents of the tensor are undefined.
         """
         self._over.wait()
         if self._error:
             raise TierError(self._error)
 
     def settle(self) -> None:
-        """Return when it is over, well or not."""
+        """Wait for the end of the transfer, and ignore failure."""
         self._over.wait()
 
     def failed(self) -> bool:
@@ -84,11 +85,11 @@ class Transfer:
 
 
 class Io:
-    """The threads, and the counters of what they did.
+    """The threads and their counters.
 
     Attributes:
-        moved: bytes read and written since the start, whole pages as the disk saw them.
-        fault: see `Fault`; None in every run that is not a test.
+        moved: bytes read and written since the start, in whole pages.
+        fault: see `Fault`; None except in tests.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -96,8 +97,9 @@ class Io:
         self.fault: Fault | None = None
         self.moved = {READ: 0, WRITE: 0}
         self._process, self._closed = os.getpid(), False
-        # Its threads are joined at the interpreter's exit too, after they have done what was begun.
-        own = self._own = set[int]()  # its threads: the executor must not refer to us
+        # At the interpreter's exit the executor's threads finish their work and are joined.
+        # `own` has the threads' ids. It is a local too: the executor must not refer to `self`.
+        own = self._own = set[int]()
         self._executor = ThreadPoolExecutor(
             threads,
             thread_name_prefix=f"onefold-nvme-{name}",
@@ -108,12 +110,12 @@ class Io:
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds in which at least one read or write was under way."""
+        """Seconds during which at least one read or write was under way."""
         with self._lock:
             return self._busy + (time.perf_counter() - self._since if self._at_work else 0.0)
 
     def start(self, op: str, region: str, pieces: Sequence[Piece]) -> Transfer:
-        """Have the pieces moved, in this order as far as the threads allow.
+        """Start to move the pieces, in this order as far as the threads allow.
 
         Raises:
             TierError: the store is closed, or this is a forked child of the process that made it.
@@ -124,7 +126,7 @@ class Io:
             try:
                 self._executor.submit(self._run, op, region, piece, transfer)
             except RuntimeError:
-                # Closed by another thread just now, or the interpreter is on its way out
+                # Another thread has just closed the store, or the interpreter is shutting down
                 closed = self._closed_error()
                 for _ in pieces[begun:]:
                     transfer.piece_done(str(closed))
@@ -133,8 +135,8 @@ class Io:
         return transfer
 
     def check_open(self) -> None:
-        """Raises: TierError: the store is closed, or this is a forked child of the process that
-        made it.
+        """Check that transfers can be started. Raises: TierError: the store is closed, or this is
+        a forked child of the process that made it.
         """
         if self._closed:
             raise self._closed_error()
@@ -146,9 +148,7 @@ class Io:
             )
 
     def close(self) -> None:
-        """Return when what was begun is over and the threads are gone. Not to be called by one of
-        them.
-        """
+        """Wait for all transfers, then end the threads. None of these threads may call it."""
         self._closed = True
         self._executor.shutdown(wait=True)
 
@@ -165,12 +165,12 @@ class Io:
         error = ""
         self._enter()
         try:
-            if not transfer.failed():  # what is left of one that failed would be for nothing
+            if not transfer.failed():  # the rest of a failed transfer is not needed
                 self._move(op, region, piece)
         except TierError as failed:
             error = str(failed)
         except BaseException as failed:
-            # A fault in here must reach the caller, who would wait for ever otherwise
+            # Any error must reach the caller, who would otherwise wait forever
             error = (
                 f"{op} of {piece.file.path} (region {region!r}) failed: {type(failed).__name__}:"
                 f" {failed}"
@@ -178,17 +178,17 @@ class Io:
         finally:
             self._leave()
             with contextlib.suppress(BufferError):
-                # Before anybody learns that it is over: the tensor has no other reader then
+                # Before the transfer ends: from then on nothing here may refer to the tensor
                 piece.view.release()
             transfer.piece_done(error)
 
     def _move(self, op: str, region: str, piece: Piece) -> None:
-        """All of a piece. Raises: TierError."""
+        """Move all of a piece. Raises: TierError."""
         total, done, tries = len(piece.view), 0, 0
         while done < total:
             moved = self._once(op, region, piece, done)
             if done + moved < total:
-                moved -= moved % PAGE  # the rest begins on a page again
+                moved -= moved % PAGE  # the next call must begin on a page
             with self._lock:
                 self.moved[op] += moved
             done, tries = done + moved, 0 if moved else tries + 1
@@ -200,8 +200,8 @@ class Io:
                 )
 
     def _once(self, op: str, region: str, piece: Piece, done: int) -> int:
-        """One system call for what is left of a piece; another one where direct transfers turn out
-        not to work. Raises: TierError.
+        """Make one system call for the rest of a piece; a second one if direct transfers turn out
+        not to work. Return the bytes moved. Raises: TierError.
         """
         rest = piece.view[done:]
         for direct in (True, False):

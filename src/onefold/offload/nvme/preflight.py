@@ -1,6 +1,4 @@
-"""What the disks give, and whether what is meant to rest on them will fit: known before a run
-begins.
-"""
+"""Measure the disks, and check before a run that its state will fit on them."""
 
 from __future__ import annotations
 
@@ -28,13 +26,13 @@ ROOM_TO_MEASURE = 10 * _BLOCK
 
 @dataclass(frozen=True)
 class DiskRate:
-    """What a folder's disk gives.
+    """The rates of a folder's disk.
 
     Attributes:
-        read, write: bytes a second, several blocks under way at a time; writing includes that the
-            disk has really got them.
+        read, write: bytes per second, with several blocks under way at a time. Writing includes the
+            final fsync.
         free: bytes that this user may still write.
-        direct: whether transfers go past the page cache by themselves.
+        direct: whether transfers use direct I/O.
     """
 
     path: str
@@ -51,26 +49,29 @@ def measure(
     threads: int = 4,
     seconds: float = 0.5,
 ) -> list[DiskRate]:
-    """Write `nbytes` at most to each path, one after another, and read them again; each of the two
-    ends after `seconds`.
+    """Measure each path in turn: write at most `nbytes`, then read them again.
 
-    What is written has no name and is gone afterwards, however this ends.
+    Writing and reading each end after `seconds`. The file has no name, so it is gone afterwards
+    even if this process is killed.
 
     Raises:
-        TierError: a path is not there, cannot be written or has no room to measure in.
+        TierError: a path is missing, is not writable or has no room to measure in.
     """
     return [_measure(path, nbytes, threads, seconds) for path in as_paths(paths)]
 
 
 def refuse_unless_fits(paths: Sequence[str | Path] | str | Path, need: int, what: str) -> None:
-    """Say before the run that `what`, `need` bytes of all ranks of this host together, striped over
-    `paths`, finds no room.
+    """Raise if `need` bytes, striped over `paths`, do not fit.
 
-    What killed processes have left there is removed first. Folders on one file system share what is
-    free in it.
+    Stale folders of crashed runs are removed first. Folders on one file system share its free
+    space.
+
+    Args:
+        need: bytes of all ranks of this host together.
+        what: the subject of the message.
 
     Raises:
-        TierError: it does not fit, or a path is not there.
+        TierError: the bytes do not fit, or a path is missing.
     """
     together: dict[int, list[Path]] = defaultdict(list)
     given = as_paths(paths)
@@ -99,8 +100,8 @@ def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
         )
     nbytes = rounded(min(nbytes, free // 10))
     staging = page_buffer(threads * _BLOCK)
-    # Some disks compress or look for repetitions. A generator of its own: the run's random numbers
-    # are not ours to use up.
+    # Random bytes, since some disks compress or deduplicate. The generator is a new one: the run's
+    # own must not advance.
     staging.view(torch.int64).random_(
         generator=torch.Generator().manual_seed(int.from_bytes(os.urandom(4)))
     )
@@ -127,8 +128,8 @@ def _measure(path: Path, nbytes: int, threads: int, seconds: float) -> DiskRate:
 def _move(
     io: Io, op: str, file: DataFile, staging: torch.Tensor, nbytes: int, seconds: float
 ) -> tuple[int, float]:
-    """Bytes moved and the seconds that took: `nbytes`, or what was begun within `seconds`. Raises:
-    OSError, TierError.
+    """Move `nbytes`, or as many as can be started within `seconds`. Return the bytes moved and the
+    seconds it took. Raises: OSError, TierError.
     """
     under_way: deque[Transfer] = deque()
     slots = staging.numel() // _BLOCK

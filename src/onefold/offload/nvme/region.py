@@ -4,12 +4,12 @@
     lane 0, file a     | 0: S | 2: S | 4: rest |
     lane 1, file b     | 1: S | 3: S |
 
-A lane is one extent of one file: stripes that follow each other in it lie side by side. With one
-folder the region is its only lane.
+A lane is one extent of one file; its stripes are contiguous. With one folder the region has one
+lane.
 
-[Note: what overlaps waits] Two transfers of one region that share bytes, one of them a write, never
-run at once: the later one begins when the earlier one is over. A pipeline that is written well
-never meets this; one that is not reads what was written, and not half of it.
+[Note: what overlaps waits] If two transfers of one region share bytes and one of them is a write,
+the later one begins after the earlier one has ended. A well written pipeline never runs into this
+wait. Another one still never reads half-written bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Lane:
 
 
 def lane_lengths(capacity: int, lanes: int, stripe: int) -> list[int]:
-    """Bytes of a region on each of its lanes, in their order."""
+    """Return the bytes of a region on each of its lanes, in order."""
     full, rest = divmod(capacity, stripe)
     return [
         stripe * (full // lanes + (i < full % lanes)) + (rest if i == full % lanes else 0)
@@ -46,8 +46,8 @@ def lane_lengths(capacity: int, lanes: int, stripe: int) -> list[int]:
 def cut(
     lo: int, hi: int, lanes: int, stripe: int, block: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Bytes [lo, hi) of a region in pieces of `block` bytes at most: (lane, offset in it, byte of
-    the region, length).
+    """Cut bytes [lo, hi) of a region into pieces of at most `block` bytes. Yield (lane, offset in
+    the lane, offset in the region, length).
     """
     while lo < hi:
         end = min(hi, lo + block)
@@ -69,12 +69,12 @@ class _UnderWay:
 
 
 class Region:
-    """`numel` elements of `dtype` on disk; zeros at first. Made by `Nvme.region`.
+    """`numel` elements of `dtype` on disk. Made by `Nvme.region`.
 
     Attributes:
-        name: as in messages.
+        name: for messages.
         nbytes: numel × bytes of an element.
-        capacity: nbytes, up to the next multiple of PAGE: what it takes on disk.
+        capacity: bytes on disk: nbytes rounded up to a multiple of PAGE.
     """
 
     def __init__(
@@ -103,34 +103,36 @@ class Region:
         )
 
     def read(self, start: int, into: torch.Tensor) -> Transfer:
-        """Begin to read elements [start, start + into.numel()) into `into`, which nobody may use
-        until the transfer is over.
+        """Start to read elements [start, start + into.numel()) into `into`, which nobody may use
+        until the transfer has ended.
 
-        Where that is the region's end, what lies behind `into` up to the next page is overwritten.
+        At the region's end the read also overwrites the bytes behind `into` up to the next page.
 
         Args:
-            start: elements; start × bytes of an element is a multiple of PAGE.
-            into: contiguous host tensor of the region's dtype, at an address that is a multiple of
-                PAGE; it ends at a multiple of PAGE bytes, or with the region, and then its storage
-                goes on to the next multiple (views of `Nvme.buffer` do).
+            start: first element; its byte offset must be a multiple of PAGE.
+            into: contiguous host tensor of the region's dtype. Its address must be a multiple of
+                PAGE. It must end at a multiple of PAGE bytes or at the region's end. At the
+                region's end its storage must reach to the next page (as with views of
+                `Nvme.buffer`).
 
         Raises:
-            ValueError: anything else; nothing is copied silently to make it fit.
+            ValueError: a condition is not met. Data is never copied to make it fit.
             TierError: the store is closed.
         """
         return self._begin(READ, start, into)
 
     def write(self, start: int, source: torch.Tensor) -> Transfer:
-        """Begin to write `source` to elements [start, start + source.numel()). Nobody may change it
-        until the transfer is over.
+        """Start to write `source` to elements [start, start + source.numel()). Nobody may change
+        `source` until the transfer has ended.
 
         Args and Raises: as for `read`.
         """
         return self._begin(WRITE, start, source)
 
     def release(self) -> bool:
-        """Wait for what is under way, well or not, and refuse everything from now on; False where
-        it did so before. For `Nvme.free`.
+        """Wait for all transfers, and refuse new ones from now on. For `Nvme.free`.
+
+        Returns: False if the region was released before.
         """
         with self._lock:
             if self._freed:
@@ -172,8 +174,8 @@ class Region:
         return transfer
 
     def _check(self, op: str, start: int, tensor: torch.Tensor) -> None:
-        """Raises: ValueError: what is asked for breaks the contract of `read`. TierError: the store
-        is closed.
+        """Check the arguments. Raises: ValueError: a condition of `read` is not met.
+        TierError: the store is closed.
         """
         what = f"{op} of region {self.name!r}"
         size, count = self.dtype.itemsize, tensor.numel()

@@ -1,5 +1,4 @@
-"""The NVMe store of one process: regions on one disk or several, and the buffers to move them
-through.
+"""The NVMe store of one process: regions on one disk or several, and buffers for their transfers.
 
     store = Nvme(["/nvme0", "/nvme1"], name="rank0")
     moments = store.region("block.3.exp_avg", numel, torch.float32)         # allocated now: a full disk shows here, not later
@@ -9,7 +8,7 @@ through.
     under_way.wait()
     store.close()                                                            # nothing is left on the disks
 
-What is written is for this run only: nothing is flushed, and nothing outlives the process.
+The data is for this run only. It is never flushed, and it does not outlive the process.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from onefold.offload.nvme.region import Lane, Region, lane_lengths
 
 
 class Nvme:
-    """Regions of elements on disk, read and written past the page cache by a few threads. One a
+    """Regions of elements on disk, read and written past the page cache by a few threads. One per
     process.
 
     Attributes:
-        name: as in messages and in the folders' names.
-        folders: where the bytes lie, one for each path.
+        name: appears in messages and in the folders' names.
+        folders: the folders with the data, one for each path.
     """
 
     def __init__(
@@ -49,20 +48,18 @@ class Nvme:
         stripe: int = 4 << 20,
         block: int = 8 << 20,
     ) -> None:
-        """Make a folder of its own on each path, after removing what killed processes have left
-        there.
+        """Make a private folder on each path, after removing stale folders of crashed runs there.
 
         Args:
-            paths: folders that are there already, best each on a disk of its own; regions are
-                striped over them.
+            paths: existing folders, ideally each on its own disk. Regions are striped over them.
             name: letters, digits, '.', '_' and '-'; need not be unique.
-            threads: reads and writes under way at a time.
-            stripe: bytes on one path before the next one's turn; a multiple of PAGE.
-            block: bytes of one read or write at most; a multiple of PAGE.
+            threads: number of reads and writes under way at a time.
+            stripe: bytes of a region on one path before the next path follows; a multiple of PAGE.
+            block: maximum bytes of one read or write; a multiple of PAGE.
 
         Raises:
             ValueError: an argument is out of range.
-            TierError: a path is not there or cannot be written.
+            TierError: a path is missing or is not writable.
         """
         given = as_paths(paths)
         if threads < 1:
@@ -98,37 +95,37 @@ class Nvme:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated on the disks now, freed regions' space included: it stays until the store
-        is closed.
+        """Bytes allocated on the disks now. The space of freed regions is included: it is reused,
+        and returned to the disk when the store is closed.
         """
         return sum(folder.data.size for folder in self._folders)
 
     @property
     def read_bytes(self) -> int:
-        """Bytes read since the start; whole pages, as the disks saw them."""
+        """Bytes read since the start, in whole pages."""
         return self._io.moved[READ]
 
     @property
     def written_bytes(self) -> int:
-        """Bytes written since the start; whole pages, as the disks saw them."""
+        """Bytes written since the start, in whole pages."""
         return self._io.moved[WRITE]
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds since the start in which at least one read or write was under way."""
+        """Seconds since the start during which at least one read or write was under way."""
         return self._io.busy_seconds
 
     @property
     def direct(self) -> bool:
-        """Whether all folders' file systems take transfers past the page cache. Where not, pages
-        are dropped after each transfer.
+        """Whether the file systems of all folders accept direct I/O. Without it, pages are dropped
+        from the page cache after each transfer.
         """
         return all(folder.data.direct for folder in self._folders)
 
     @property
     def fault(self) -> Fault | None:
-        """For tests: asked ahead of each read and write, see `io.Fault`, and ahead of each
-        allocation (operation "allocate", offset 0).
+        """For tests: called before each read and write (see `io.Fault`), and before each allocation
+        (operation "allocate", offset 0).
         """
         return self._io.fault
 
@@ -137,12 +134,12 @@ class Nvme:
         self._io.fault = fault
 
     def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
-        """Room for `numel` elements of `dtype`; zeros, or what a freed region of the same size has
-        left there.
+        """Allocate a region of `numel` elements of `dtype`. It holds zeros, or the old data of a
+        freed region of the same size.
 
         Raises:
             ValueError: `numel` is negative.
-            TierError: the disk is full, or the store closed.
+            TierError: the disk is full, or the store is closed.
         """
         if numel < 0:
             raise ValueError(f"region {name!r}: {numel:,} elements were asked for; give 0 or more.")
@@ -154,32 +151,33 @@ class Nvme:
         return Region(self._io, name, numel, dtype, lanes, self._stripe, self._block)
 
     def free(self, region: Region) -> None:
-        """Take a region's space back for a later region of the same size, once its reads and writes
-        are over. Twice is once.
+        """Wait for a region's transfers, and keep its space for a later region of the same size. A
+        second call does nothing.
         """
         with self._lock:
             if region.release():
                 self._spare[region.capacity].append(region.lanes)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Bytes (uint8, one dimension, `nbytes` rounded up to PAGE) for reads and writes. Not kept
-        here: it goes with its last view.
+        """Return a buffer for reads and writes: uint8, [`nbytes` rounded up to PAGE].
+
+        The store does not refer to it. It is freed with its last view.
 
         Raises:
             ValueError: `nbytes` is negative.
-            MemoryError: the host has no such room.
+            MemoryError: the host has not enough memory.
         """
         return page_buffer(nbytes)
 
     def close(self) -> None:
-        """Return when what is under way is over, the threads are gone and the folders removed.
-        Again, or in a forked child: nothing.
+        """Wait for all transfers, end the threads and remove the folders. A second call, or a call
+        in a forked child, does nothing.
         """
         self._end()
 
     def _allocate(self, name: str, capacity: int) -> tuple[Lane, ...]:
-        """Extents on the files, beginning with another file each time: small regions are spread
-        like the stripes of large ones.
+        """Allocate extents on the files. Each region begins on the next file, which spreads small
+        regions evenly.
         """
         files = [folder.data for folder in self._folders]
         files = files[self._turn :] + files[: self._turn]
@@ -205,8 +203,8 @@ class Nvme:
 
 
 def _end(io: Io, folders: list[Folder], process: int) -> None:
-    """Close what a store had. It may be called by the collector of garbage, in any thread."""
-    if os.getpid() != process:  # a forked child: all this is its parent's
+    """Close a store's threads and folders. The garbage collector may call it in any thread."""
+    if os.getpid() != process:  # a forked child: everything belongs to its parent
         return
     if io.is_own_thread():
         threading.Thread(

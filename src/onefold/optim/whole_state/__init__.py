@@ -1,20 +1,19 @@
-"""`optimizer.state_dict()` and `load_state_dict()` of an optimizer over sharded parameters: whole
-states, as torch itself has them.
+"""Whole state dicts of optimizers over sharded parameters: `state_dict()` and `load_state_dict()`.
 
     state_dict()        parts of all ranks ──► rank 0's host, one state at a time      the other ranks: the same groups, an empty state
-    load_state_dict()   the same whole dict on every rank: each takes its part on its own host, nothing travels
-                        whole on rank 0, empty elsewhere: each is sent its part
+    load_state_dict()   the same whole dict on every rank: each takes its part on its own host, without traffic
+                        whole on rank 0, empty elsewhere: rank 0 sends each rank its part
 
-| what a part is                      | what stands in the dict                                                   |
+| a rank holds                        | the whole dict holds                                                      |
 |-------------------------------------|---------------------------------------------------------------------------|
-| this rank's interval                | the whole, in the parameter's shape                                       |
-| a tile of a parameter               | the parameter, where it would stand without tiles                         |
-| a place for a state on NVMe         | the state                                                                 |
-| codes and scales, or bf16 moments   | what they stand for, in fp32 or the master weights' dtype                 |
+| its interval                        | the whole, in the parameter's shape                                       |
+| a tile of a parameter               | the parameter, at its place in the model without tiles                    |
+| a placeholder for a state on NVMe   | the state                                                                 |
+| codes and scales, or bf16 moments   | the values they represent, in fp32 or the master weights' dtype           |
 | a number (`step`)                   | the number of a rank that has some of the parameter's elements            |
 
-Both are collective wherever there is more than one rank and something is divided. At stage 0 states
-are whole on every rank: `state_dict()` is torch's own there and moves nothing.
+Both calls are collective if there is more than one rank and a state is divided. At stage 0 every
+rank holds whole states: `state_dict()` is torch's own and communicates nothing.
 
 | to read about                                     | file       |
 |---------------------------------------------------|------------|

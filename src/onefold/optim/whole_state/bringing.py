@@ -1,7 +1,7 @@
-"""`optimizer.state_dict()`: what all ranks hold, whole on rank 0's host.
+"""`optimizer.state_dict()`: gather the states of all ranks on rank 0's host.
 
-every rank   what it answers for ──► all ranks: the same plan, or the same error
-every rank   its elements, a state at a time ──► rank 0
+every rank   a description of its states ──► all ranks: the same plan, or the same error
+every rank   its elements, one state at a time ──► rank 0
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ _CALL = "optimizer.state_dict()"
 
 
 def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """torch's hook: the whole dict in place of this rank's part; None where that is whole."""
+    """The `state_dict` hook: return the whole dict in place of this rank's part; None if
+    `state_dict` is already whole.
+    """
     if optimizer in locally:
         return None
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
@@ -59,14 +61,14 @@ def after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[s
         return whole | {key: value for key, value in state_dict.items() if key not in whole}
 
 
-#: What a rank says of one parameter: None if it answers for none of its elements, {} if it has no
-#: state, else {key: (dtype of elements or None, the value if it is none of elements)}.
+#: What a rank reports for one parameter: None if it accounts for none of the elements, {} if it has
+#: no state, else {key: (dtype, None)} for an element-wise state, {key: (None, value)} for others.
 _Said = dict[Any, tuple[torch.dtype | None, Any]] | None
 
 
 def _say(optimizer: Optimizer, outline: Outline) -> tuple[list[_Said], str | None]:
-    """What this rank holds, for those parameters of which it answers for some elements; and what
-    cannot be put together.
+    """Return what this rank holds for each parameter, and a complaint if it has a state that cannot
+    be combined. Parameters without elements that this rank accounts for are None.
     """
     states = [optimizer.state.get(p) or {} for p in outline.objects]
     sharded = [(n, e) for p in outline.params for n, e in zip(p.numbers, p.entries, strict=False)]
@@ -107,10 +109,10 @@ def _say(optimizer: Optimizer, outline: Outline) -> tuple[list[_Said], str | Non
 
 
 def _plan(outline: Outline, told: list[tuple[list[_Said], str | None]]) -> list[_Said]:
-    """Of each parameter what all ranks together hold.
+    """Return for each parameter what all ranks together hold.
 
     Raises:
-        ValueError: on every rank: it does not go together.
+        ValueError: on every rank, if the ranks' states cannot be combined.
     """
     wrong = next((complaint for _, complaint in told if complaint), None)
     if wrong is not None:
@@ -132,9 +134,7 @@ def _plan(outline: Outline, told: list[tuple[list[_Said], str | None]]) -> list[
 def _bring(
     optimizer: Optimizer, outline: Outline, plan: list[_Said], first: bool
 ) -> tuple[dict[Any, Any], str | None]:
-    """The whole states on the first rank, and what went wrong while this one read its parts, if
-    anything did.
-    """
+    """Return the whole states (on the first rank) and the first error of this rank's reads."""
     state: dict[Any, Any] = {}
     reader = _PartReader(optimizer)
     for number, (param, said) in enumerate(zip(outline.params, plan, strict=True)):
@@ -159,8 +159,8 @@ def _whole(
 
 
 class _PartReader:
-    """Reads this rank's parts; keeps the first error for the end, so that no other rank is left
-    waiting.
+    """Reads this rank's parts. It keeps the first error for the end: raising at once would leave
+    the other ranks waiting.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -179,15 +179,15 @@ class _PartReader:
 
 
 def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
-    """Elements [x, y) of `entry`, counted from its first, of the state `key`; they begin with a
-    block where there are blocks.
+    """Return elements [x, y) of the state `key` of `entry`, counted from its first element. If the
+    state is packed, x is at a block boundary.
     """
     parts: dict[str, torch.Tensor] = {}
     for name, value in optimizer.state.get(entry.param, {}).items():
         if name == key or ((part := packed(name)) is not None and part.key == key):
             held = entry.flat.storage.elements(entry, name, value, x, y)
             parts[name] = held.read() if isinstance(held, OnDisk) else held
-    if not parts:  # a tile that was never stepped, of a parameter of which others were
+    if not parts:  # this tile was never stepped, but other tiles of the parameter were
         return torch.zeros(y - x)
     if key in parts:
         return parts[key]
@@ -197,7 +197,7 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
 
 
 def _whole_groups(optimizer: Optimizer, outline: Outline) -> list[dict[str, Any]]:
-    """The groups as torch's own state dict has them, with parameters for tiles."""
+    """Return the groups as torch's state dict has them, with parameters in place of tiles."""
     out: list[dict[str, Any]] = []
     start = first = 0
     for group, params in zip(optimizer.param_groups, outline.groups, strict=True):

@@ -1,10 +1,11 @@
-"""Which optimizers step sharded parameters: they get the hooks that make their state dicts whole.
+"""Find the optimizers over sharded parameters, and hook their state dicts.
 
-[Note: how an optimizer is found] torch's hooks on `state_dict` are an optimizer's own, and a script
-that resumes calls `load_state_dict` right behind the constructor. `Optimizer.add_param_group` asks
-each parameter whether it is a leaf: a sharded one sees who asks (runtime/parameters/parameter.py). Optimizers
-made before `shard()` are looked for once among Python's objects, if anything but the model refers
-to its parameters; any other is met at its first step.
+[Note: how an optimizer is found] torch registers `state_dict` hooks per optimizer, and a script
+that resumes calls `load_state_dict` right after the constructor. So Onefold must notice a new
+optimizer in its constructor. `Optimizer.add_param_group` reads `is_leaf` of each parameter, and a
+sharded parameter looks up its caller there (runtime/parameters/parameter.py). An optimizer made
+before `shard()` is searched for once among Python's objects, if anything but the model refers to
+the parameters. Any other optimizer is found at its first step.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function, leaf_asked_by
 
 _hooked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that step nothing sharded
+_passed: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those without sharded parameters
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-#: (parameter groups, some parameters are divided) when it was last looked at.
+#: (number of parameter groups, whether any parameter is divided), at the last look.
 _divided: weakref.WeakKeyDictionary[Optimizer, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
 def held_elsewhere(module: nn.Module) -> bool:
-    """Whether anything but modules refers to a parameter of `module`: an optimizer may. (To look
-    for one takes a second at worst.)
+    """Return whether anything but modules refers to a parameter of `module`, such as an optimizer.
+
+    This check is cheap. The search for optimizers takes up to a second.
     """
     places = Counter(
         id(p) for m in module.modules() for p in m._parameters.values() if p is not None
@@ -51,35 +53,35 @@ def _references(things: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def follow(engine: Engine, held: bool) -> None:
-    """From now on the state dicts of optimizers over the engine's parameters are whole; also of
-    those that exist (`held`: some may).
+    """From now on make the state dicts of optimizers over the engine's parameters whole.
+
+    `held`: whether such optimizers may already exist. Then they are searched for.
     """
     engines.add(engine)
     _passed.clear()
     if engine.unsharded and not in_another_format(engine):
-        return  # its parameters hold what torch's own would
+        return  # its parameters are torch's own
     leaf_asked_by[0] = meet
     if not held:
         return
     mine, kinds = {id(entry.param) for entry in engine.entries}, _kinds(Optimizer)
-    # By type(), which runs no code of theirs, unlike isinstance(): there are lazy modules and
-    # proxies among them.
+    # type() runs no code of the objects, isinstance() may: some are lazy modules or proxies.
     for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
         groups: list[dict[str, Any]] = optimizer.__dict__.get("param_groups", [])
         if any(id(p) in mine for group in groups for p in group["params"]):
             meet(optimizer)
-            with disable_torch_function():  # it may have stepped whole parameters before
+            with disable_torch_function():  # it may have stepped before shard()
                 faced_states.make_all_plain(optimizer)
                 show_states(optimizer)
 
 
 def _kinds(kind: type) -> set[type]:
-    """`kind` and everything that derives from it."""
+    """Return `kind` and all its subclasses."""
     return {kind}.union(*map(_kinds, kind.__subclasses__()))
 
 
 def meet(optimizer: Any) -> None:
-    """`optimizer` has, or is about to get, sharded parameters."""
+    """Hook the state dict of `optimizer`, which has or is about to get sharded parameters."""
     if (
         not isinstance(optimizer, Optimizer)
         or optimizer in _hooked
@@ -96,12 +98,12 @@ def meet(optimizer: Any) -> None:
 
 
 def meet_at_step(optimizer: Optimizer) -> None:
-    """As `meet`, before a step: of an optimizer that nobody has heard of yet, or whose states are
-    about to be packed.
+    """Prepare an optimizer for a step: call `meet` if it is new, and make its states plain
+    tensors.
     """
     if optimizer not in _hooked and optimizer not in _passed:
         (meet if Outline.of(optimizer).engines else _passed.add)(optimizer)
-    # States that a constructor made of sharded parameters (Adagrad's sums)
+    # The constructor may have made states from sharded parameters (Adagrad's sums)
     if optimizer not in _stepped:
         _stepped.add(optimizer)
         faced_states.make_all_plain(optimizer)
@@ -109,9 +111,7 @@ def meet_at_step(optimizer: Optimizer) -> None:
 
 
 def show_states(optimizer: Optimizer) -> None:
-    """Behind a step, or a load: code outside sees states of divided parameters with the face of the
-    whole.
-    """
+    """After a step or a load: show states of divided parameters in the whole parameter's shape."""
     if optimizer not in _hooked:
         return
     groups = len(optimizer.param_groups)
@@ -128,8 +128,8 @@ def _after_load(optimizer: Optimizer) -> None:
 
 
 class _OursLast(OrderedDict[int, Any]):
-    """Hooks of the user's, who registers them when ours is there, and wants to see what was given:
-    ours comes after them.
+    """The load hooks of an optimizer, with ours always last. The user's hooks, registered later,
+    then see the dict as it was given.
     """
 
     ours: Callable[..., Any] | None = None

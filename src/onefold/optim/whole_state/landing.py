@@ -1,9 +1,9 @@
-"""`optimizer.load_state_dict()`: a whole dict, on every rank or on rank 0 alone, into this rank's
-parts.
+"""`optimizer.load_state_dict()`: load this rank's part of a whole dict, which is given on every
+rank or on rank 0 only.
 
-    before torch's load   the ranks compare what they were given ──► states with elements are made, and filled
+    before torch's load   the ranks compare their dicts ──► element-wise states are created and filled
     torch's load          numbers and groups
-    behind it             the states with elements are set
+    after it              the element-wise states are put into `optimizer.state`
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import Put, from_first, tell_all
 from onefold.runtime.storage import OnDisk
 
-#: A top-level key of `local_state_dict`, by which this loader knows it.
+#: A top-level key that marks the result of `local_state_dict`.
 LOCAL = "onefold_local"
 _CALL = "optimizer.load_state_dict()"
 
 
 @dataclass
 class _Landing:
-    """A state on its way into the optimizer: given elements [x, y) of `entry`, in order. An error
-    is kept for the end, so that no other rank is left waiting.
+    """A state being loaded: called with elements [x, y) of `entry`, in order. It keeps an error for
+    the end: raising at once would leave the other ranks waiting.
     """
 
     entry: Entry
@@ -61,12 +61,14 @@ class _Landing:
                 self.error = f"{type(error).__name__}: {error}"
 
 
-#: States with elements on their way: filled before torch's load, set behind it.
+#: Element-wise states being loaded: filled before torch's load, set after it.
 _landed: weakref.WeakKeyDictionary[Optimizer, list[_Landing]] = weakref.WeakKeyDictionary()
 
 
 def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """torch's hook: this rank's part in place of the whole dict; None where that is whole."""
+    """The `load_state_dict` hook: return this rank's part in place of the whole dict; None if torch
+    can load the dict as it is.
+    """
     _landed.pop(optimizer, None)
     if optimizer in locally:
         return None
@@ -81,7 +83,7 @@ def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             digest = _look(optimizer, outline, state_dict)
         except _Refused as error:
             complaint = str(error)
-        except Exception as error:  # the others wait to be told
+        except Exception as error:  # not raised yet: the other ranks wait for this one's report
             complaint = (
                 f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error})."
             )
@@ -94,19 +96,19 @@ def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
             each.masters.about_to_write()
             each.transfers.check()
         given: Mapping[str, Any] = state_dict
-        if scattered:  # what is no tensor of elements is said, the rest is sent
+        if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
             first = _said_by_first(outline, state_dict) if engine.rank == 0 else None
             given = tell_all(engine, _CALL, first)[0]
         return _take(optimizer, outline, engine, given, state_dict, scattered)
 
 
 def set_landed(optimizer: Optimizer) -> None:
-    """Behind torch's load."""
+    """Put the element-wise states into `optimizer.state`, after torch's load."""
     for landing in _landed.pop(optimizer, ()):
         optimizer.state[landing.entry.param].update(landing.parts)
 
 
-# -- what was given --------------------------------------------------------------------------------
+# -- checking the given dict -----------------------------------------------------------------------
 
 
 class _Refused(ValueError):
@@ -114,7 +116,7 @@ class _Refused(ValueError):
 
 
 def _refuse(engine: Engine, told: list[tuple[str | None, bytes, bool]], scattered: bool) -> None:
-    """Raise ValueError, on every rank, unless what they were given can be loaded."""
+    """Raise ValueError on every rank if the ranks' dicts cannot be loaded."""
     ranks = sorted(engine.group.ranks)
     for rank, (complaint, digest, full) in enumerate(told[:1] if scattered else told):
         if complaint is not None:
@@ -136,7 +138,7 @@ def _refuse(engine: Engine, told: list[tuple[str | None, bytes, bool]], scattere
 
 
 def _look(optimizer: Optimizer, outline: Outline, given: Mapping[str, Any]) -> bytes:
-    """A digest of what a dict says but for the elements. Raises: _Refused."""
+    """Check a dict, and return a digest of all but its elements. Raises: _Refused."""
     if LOCAL in given:
         said = given[LOCAL]
         raise _Refused(
@@ -184,7 +186,7 @@ def _counted(groups: list[int]) -> str:
 
 
 def _simple(value: Any) -> Any:
-    """What a value says by itself, the same on every rank: no addresses, no elements."""
+    """Return a description of a value that is the same on every rank: no addresses, no elements."""
     if isinstance(value, torch.Tensor):
         number = value.numel() == 1 and value.device.type != "meta"
         return tuple(value.shape), value.item() if number else ""
@@ -209,18 +211,18 @@ def _cannot_be_cut(outline: Outline, param: Param, value: Any) -> bool:
     return outline.divided or param.entries[0].flat.tiled or on_disk
 
 
-# -- into its places -------------------------------------------------------------------------------
+# -- storing this rank's part ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Elements:
-    """Stands for a tensor of a parameter's elements, of which rank 0 sends each rank its part."""
+    """Placeholder for an element-wise tensor, of which rank 0 sends each rank its part."""
 
     dtype: torch.dtype
 
 
 def _said_by_first(outline: Outline, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What rank 0 tells: its dict, with what is to be sent left out."""
+    """Return rank 0's dict with placeholders for the tensors to be sent."""
     state, odd = dict(given["state"]), _odd(outline, given)
     for number, param in zip(numbers_of(given), outline.params, strict=True):
         if param.entries and number in state:
@@ -233,7 +235,7 @@ def _said_by_first(outline: Outline, given: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _plain(value: Any) -> Any:
-    """torchao's packed states as what they stand for."""
+    """Return the values of a packed state of torchao's; any other value as it is."""
     packed_by_torchao = type(value).__module__.startswith("torchao.")
     return value.dequantize() if packed_by_torchao and isinstance(value, torch.Tensor) else value
 
@@ -242,8 +244,8 @@ def _take(
     optimizer: Optimizer, outline: Outline, engine: Engine, given: Mapping[str, Any],
     wholes: Mapping[str, Any], scattered: bool,
 ) -> dict[str, Any]:  # fmt: skip
-    """This rank's part as torch is to load it; states with elements are made here, and set behind
-    torch's own load (`set_landed`).
+    """Return this rank's part for torch to load. Element-wise states are created here, and set
+    after torch's own load (`set_landed`).
     """
     numbers, state = numbers_of(given), given["state"]
     odd = set() if scattered else _odd(outline, given)
@@ -262,7 +264,7 @@ def _take(
         elements = {key: v for key, v in values.items() if in_elements(param, key, v)}
         for n in param.numbers:
             mine[n] = {
-                # The dict stays as it was given
+                # clone: the caller's dict must not change
                 key: value.clone() if isinstance(value, torch.Tensor) and param.entries else value
                 for key, value in values.items()
                 if key not in elements
@@ -284,9 +286,9 @@ def _take(
     for group, params, ours in zip(
         given["param_groups"], outline.groups, optimizer.param_groups, strict=True
     ):
-        # In the optimizer's own order, as torch goes by it
+        # torch assigns states in the optimizer's own order
         group = {**group, "params": sorted(n for param in params for n in param.numbers)}
-        # Names of the optimizer's objects, of which there may be more than the dict has
+        # The optimizer's own names: with tiles it has more objects than the dict
         if "param_names" in group and len(group["param_names"]) != len(group["params"]):
             group["param_names"] = ours.get("param_names", group["param_names"])
         local.append(group)
@@ -297,7 +299,7 @@ def _land(
     optimizer: Optimizer, param: Param, key: str, dtype: torch.dtype,
     whole: torch.Tensor | None, scattered: bool,
 ) -> Iterable[_Landing]:  # fmt: skip
-    """One state into its places, one for each tile. `whole`: its elements, where they are here."""
+    """Load one state, tile by tile. `whole`: its elements, if this rank has them."""
     for entry in param.entries:
         part, put = None, _landing(optimizer, entry, key, dtype)
         if whole is not None:
@@ -311,13 +313,13 @@ def _land(
 
 
 def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -> _Landing:
-    """Where the state `key` of `entry` goes on this rank: memory, or NVMe; as it is, rounded, or
-    packed.
+    """Create this rank's state `key` of `entry`, in memory or on NVMe. Its `put` stores values as
+    they are, rounded, or packed.
     """
     storage, device = entry.flat.storage, entry.param.device
     how = moment_policy(optimizer, entry) if key in SIGNED else None
     if entry.flat.dtypes.master.is_floating_point:
-        dtype = entry.flat.dtypes.master  # as torch's own load has it
+        dtype = entry.flat.dtypes.master  # torch's own load does the same
     format = how.of(entry) if how is not None else None
     dtypes = {key: dtype} if format is None else {key: format.dtype}
     if format is not None and format.packed:

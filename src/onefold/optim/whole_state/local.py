@@ -1,5 +1,5 @@
-"""This rank's part of an optimizer's state: its own intervals, which load on the same rank of as
-many. No collectives.
+"""This rank's part of an optimizer's state. It loads on the same rank of the same number of ranks,
+without collectives.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from onefold.runtime.state.stream import dist_rank
 
 
 def local_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """This rank's part of the optimizer's state. Local.
+    """Return this rank's part of the optimizer's state. Local.
 
-    Tensors alias the optimizer's. Where states rest on NVMe they are places only, which cannot be
+    Tensors alias the optimizer's. States on NVMe are represented by placeholders, which cannot be
     copied or pickled.
     """
     with disable_torch_function(), _only_local(optimizer):
@@ -33,7 +33,7 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
     """Load what `local_state_dict` returned on this rank. Local.
 
     Raises:
-        ValueError: it is no such part, or that of another rank, or of another number of ranks.
+        ValueError: it is not such a part, or is that of another rank or number of ranks.
     """
     if LOCAL not in state_dict:
         raise ValueError(

@@ -1,6 +1,4 @@
-"""The parameters of an optimizer as torch's own state dict counts them: group by group, tiles put
-together.
-"""
+"""The parameters of an optimizer as torch's state dict numbers them: by group, tiles combined."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.registry import engine_of_entry
 
-#: Whose parameters optimizers are looked through for.
+#: The engines in whose parameters this module looks for those of optimizers.
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 #: Optimizers inside `local_state_dict` or `load_local_state_dict`.
 locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -25,11 +23,11 @@ locally: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 @dataclass
 class Param:
-    """A parameter.
+    """A parameter of the whole state dict.
 
     Attributes:
-        numbers: of the optimizer's objects: one, or that of each tile. entries: theirs; [] for a
-            parameter that is not sharded.
+        numbers: numbers of its objects in the optimizer: one, or one for each tile.
+        entries: the entries of these objects; [] for a parameter that is not sharded.
     """
 
     numbers: list[int]
@@ -47,10 +45,11 @@ class Outline:
     """See this module.
 
     Attributes:
-        groups: [[parameter, ...], ...]. objects: the optimizer's own, by number. engines: whose
-            they are.
-        divided: some are divided among ranks. special: what this rank holds is something else than
-            torch would hold.
+        groups: [[parameter, ...], ...].
+        objects: the optimizer's parameters, by number.
+        engines: the engines of these parameters.
+        divided: whether any parameter is divided among ranks.
+        special: whether this rank's state dict would differ from torch's for the unsharded model.
     """
 
     groups: list[list[Param]] = field(default_factory=list)
@@ -61,7 +60,9 @@ class Outline:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Outline:
-        """Raises: ValueError: its models are divided among different ranks."""
+        """Return the outline of `optimizer`. Raises: ValueError: its models are divided among
+        different ranks.
+        """
         known = {id(e.param): e for engine in engines for e in engine.entries}
         out, found = cls(), dict[int, Engine]()
         tiled: dict[tuple[int, str], Param] = {}
@@ -85,7 +86,7 @@ class Outline:
                     first.numbers.append(number)
                     first.entries.append(entry)
                     continue
-                # A module in tiles lists its weight behind its bias, torch's lists it before
+                # A tiled module lists its weight after its bias, the original module before it
                 at = len(params)
                 while at and params[at - 1].entries and params[at - 1].module == param.module:
                     at -= 1
@@ -112,7 +113,7 @@ class Outline:
 
     @property
     def engine(self) -> Engine | None:
-        """One of the engines, which speaks for all; None if no parameter is sharded."""
+        """One of the engines, which represents all; None if no parameter is sharded."""
         return self.engines[0] if self.engines else None
 
 
@@ -121,7 +122,7 @@ def in_another_format(engine: Engine) -> bool:
 
 
 def moment_policy(optimizer: Optimizer, entry: Entry) -> moments.MomentPolicy | None:
-    """How the moments of `entry` rest; None: as the optimizer makes them."""
+    """Return how the moments of `entry` are stored; None: as the optimizer makes them."""
     engine = engine_of(entry)
     if not in_another_format(engine) and moments.torchao_format(optimizer) is None:
         return None
@@ -144,10 +145,10 @@ def refuse_moment(engine: Engine, call: str) -> None:
 
 
 def first_of(errors: Iterable[str | None]) -> str | None:
-    """The first error of the ranks, with who met it."""
+    """Return the first error of the ranks, with the number of its rank."""
     return next((f"rank {rank}: {told}" for rank, told in enumerate(errors) if told), None)
 
 
 def numbers_of(state_dict: Any) -> list[Any]:
-    """The numbers of all parameters in a state dict, group after group."""
+    """Return the numbers of all parameters in a state dict, group after group."""
     return [number for group in state_dict["param_groups"] for number in group["params"]]
