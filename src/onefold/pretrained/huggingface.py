@@ -146,8 +146,8 @@ def load_pretrained(
     """Load the weights of a Hugging Face folder into an already sharded model. Collective.
 
     Each rank reads what it owns, in the file's dtype. During the load it holds a few MiB more than
-    its shard. With `strict=False`, parameters that are missing in the folder do not change. Adapters
-    of peft in the model never change.
+    its shard. With `strict=False`, parameters that are missing in the folder do not change. The
+    model's peft adapters never change.
 
     Args:
         module: the return value of `onefold.shard`.

@@ -26,7 +26,7 @@ from onefold.pretrained.hf_names import ElementRun, Layout, Shape, overlapping
 
 #: (bytes done, bytes to do) of what this rank writes.
 Progress = Callable[[int, int], object]
-#: (a tensor's name, index of the first element, elements [n] of the flattened tensor, on any device).
+#: (a tensor's name, index of the first element, elements [n] in flattened order, on any device).
 Pieces = Iterable[tuple[str, int, torch.Tensor]]
 
 

@@ -163,7 +163,7 @@ class Weights:
 
 
 def materialize_adapters(module: nn.Module, device: torch.device) -> None:
-    """Allocate adapters that were built on the meta device, and initialize them as peft does. Local.
+    """Allocate adapters that were built on the meta device and initialize them as peft does. Local.
 
     Raises:
         CheckpointError: their initial values depend on the base model's weights, which are not
@@ -219,8 +219,8 @@ def _materialize_prompts(encoders: Any, configs: dict[str, Any], device: torch.d
 
 
 def _refuse_unset(module: nn.Module) -> None:
-    """Raise CheckpointError for adapters that are still on the meta device: their initial values are
-    unknown. Copies of parameters that the folder has are allowed.
+    """Raise CheckpointError for adapters that are still on the meta device: their initial values
+    are unknown. Copies of parameters that the folder has are allowed.
     """
     outline = Outline.of(module)
     _, base = unwrapped(module, outline)

@@ -4,11 +4,11 @@ that runs beside the training.
     parameters     [ a ][ b ][  c  ][ d ][ e ]...      in the order of the units
     buckets        └──── 1 ────┘└─── 2 ────┘           gathered whole, yielded, released
 
-A bucket consists of stretches of flat buffers, with the elements in the same order. A rank therefore
-sends its part of a stretch as one message to each other rank, and the tensors are views of the
-gathered stretch. A parameter larger than a bucket has its own bucket. In a `for` loop, the loop
-variable keeps the last bucket's memory alive while the next one is gathered, so a bucket has half
-of the bytes that the caller allows.
+A bucket consists of stretches of flat buffers, with the elements in the same order. A rank
+therefore sends its part of a stretch as one message to each other rank, and the tensors are views
+of the gathered stretch. A parameter larger than a bucket has its own bucket. In a `for` loop, the
+loop variable keeps the last bucket's memory alive while the next one is gathered, so a bucket has
+half of the bytes that the caller allows.
 """
 
 from __future__ import annotations
