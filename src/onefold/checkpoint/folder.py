@@ -162,7 +162,7 @@ class Unfinished:
         self._lock.release()
 
     def __enter__(self) -> Self:
-        """Enter a block whose failure removes the unfinished folder."""
+        """Enter a block. If it fails, the unfinished folder is removed."""
         return self
 
     def __exit__(

@@ -109,8 +109,8 @@ class Together:
 
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
-        """Do local work in a block at whose end an error of one rank is raised on all ranks.
-        Raises: CheckpointError; or UnsetError on a rank that has met an UnsetError itself.
+        """Run a block of local work. At its end, an error on one rank is raised on all ranks.
+        Raises: CheckpointError; or UnsetError on a rank whose block has raised an UnsetError.
         """
         error: Exception | None = None
         try:

@@ -87,7 +87,7 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-#: `datasets` brings pyarrow.
+#: `datasets` installs pyarrow too.
 NEEDED = "--data {} needs: pip install datasets."
 
 
