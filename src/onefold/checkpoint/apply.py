@@ -4,7 +4,7 @@ will own.
     divided     (stages 1 to 3)   rank r reads its interval straight into its master
     replicated  (stage 0)         rank r reads interval r, then the ranks all-gather: one rank reads each byte
 
-A rank whose read fails still joins every later collective, so no other rank waits in vain. All
+A rank whose read fails still joins every later collective, so no other rank waits forever. All
 ranks raise at the end.
 """
 

@@ -1,5 +1,5 @@
-"""Saves and loads in the background: one thread per rank. A failure is raised by `wait`, or else by
-the next optimizer step.
+"""Saves and loads in the background: one thread per rank. `wait` raises the error of a failed save
+or load. If nobody waits for a failed save, the next optimizer step raises its error.
 """
 
 from __future__ import annotations
