@@ -1,28 +1,29 @@
-"""Checkpoints of sharded state: whole or absent, loaded at any stage on any number of ranks,
-bit-equal.
+"""Checkpoints of sharded state. A save is atomic, and a checkpoint loads bit-equal at any stage and
+on any number of ranks.
 
     step-00000100/
-      manifest.json             which tensors there are, and in which bytes of which file each element lies
-      manifest.sha256           its checksum, as `sha256sum -c` reads it
-      state.json                parameter groups, step counts, scheduler, scaler, data position, whatever the user gave
-      rank-00000.safetensors    what rank 0 wrote, as one-dimensional pieces; and so on
+      manifest.json             the list of tensors: file, position and checksum of each piece
+      manifest.sha256           the manifest's checksum, as `sha256sum -c` reads it
+      state.json                parameter groups, step counts, scheduler, scaler, data position, the user's `extra`
+      rank-00000.safetensors    the one-dimensional pieces that rank 0 wrote; one such file per rank
       config.json, tokenizer... a transformers model's own files
 
-There is no pickle in it.
+A checkpoint contains no pickle.
 
 | to read about             | modules, in the order of a call                                                          |
 |---------------------------|------------------------------------------------------------------------------------------|
 | a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
-| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model)      |
-| what ranks tell           | together                                                                                 |
-| the format                | folder (whole or absent), manifest, tensorfile, values                                   |
-| what is told              | errors                                                                                   |
+| a load                    | loading ► source (what can be loaded from), folder_source, views ► apply (into the model) |
+| messages between ranks    | together                                                                                 |
+| the format                | folder (atomic rename), manifest, tensorfile, values                                     |
+| errors                    | errors                                                                                   |
 | torch's own checkpoints   | dcp, dcp_interval                                                                        |
 
-Hugging Face folders are the room `pretrained`, commands on checkpoints the room `inspection`.
+The package `pretrained` reads and writes Hugging Face folders; the package `inspection` has the
+commands on checkpoints.
 
-Who holds what of a parameter is asked of its `Entry` (runtime/entry.py), and its elements of the
-storage that they rest in (runtime/storage.py).
+A parameter's `Entry` (runtime/entry.py) says which elements each rank holds. Its flat buffer's
+`Storage` (runtime/storage.py) gives access to those elements.
 """
 
 from onefold.checkpoint.background import Background

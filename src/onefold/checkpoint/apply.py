@@ -1,11 +1,11 @@
-"""What a source holds, into a sharded model and its optimizers. Each rank reads what it will own,
-and nothing else.
+"""Load a source into a sharded model and its optimizers. Each rank reads only the elements that it
+will own.
 
     divided     (stages 1 to 3)   rank r reads its interval straight into its master
-    replicated  (stage 0)         rank r reads interval r, then the ranks gather: each byte is read once over all of them
+    replicated  (stage 0)         rank r reads interval r, then the ranks all-gather: one rank reads each byte
 
-A rank that fails to read goes on with the others to the end, where all of them raise; until then
-nobody is left waiting.
+A rank whose read fails still joins every later collective, so no other rank waits forever. All
+ranks raise at the end.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.contents import beside_parameters
 from onefold.runtime.storage import OnDisk
 
-#: Elements read at a time where they cannot go to their place directly.
+#: Elements read at a time when the destination cannot be read into directly.
 BUFFER = 4 << 20
-#: Options of a parameter group that say how this machine computes, not what: they stay as they are.
+#: Options of a parameter group that choose an implementation only. A load does not change them.
 LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 @dataclass
 class Wanted:
-    """A state in the source and where it goes: `into` is this rank's elements of it, flattened."""
+    """A state in the source and its destination. `into`: this rank's elements of it, flattened."""
 
     entry: Entry
     item: Item
@@ -49,12 +49,13 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ModelFit:
-    """How a source and a model go together.
+    """The names that a source and a model have in common, and those that they do not.
 
     Attributes:
-        found: what each parameter is in the source, by the parameter's first name. buffers: the
-            model's, by name.
-        missing, unexpected: names that the source has not, and that the model has not.
+        found: the source's item for each parameter, by the parameter's first name.
+        buffers: the model's buffers, by name.
+        missing: names in the model that the source lacks.
+        unexpected: names in the source that the model lacks.
     """
 
     found: Mapping[str, Item]
@@ -64,7 +65,9 @@ class ModelFit:
 
 
 def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -> ModelFit:
-    """Local; changes nothing. Raises: CheckpointError: shapes differ; or names do, under `strict`."""
+    """Match the source's tensors with the model's. Local; changes nothing.
+    Raises: CheckpointError: shapes differ; with `strict`, also if names differ.
+    """
     buffers, _ = beside_parameters(engine, module)
     items = source.items()
     found: dict[str, Item] = {}
@@ -88,9 +91,9 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
     unexpected = sorted(
         item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
     )
-    # Tiles say the same of their parameter
+    # The tiles of one parameter all report the same name: report it once
     wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
-    # What fits nowhere is no item of a source that was cut to fit
+    # A source that was fitted to the model lists tensors without a place there, not in items()
     unexpected += source.unexpected
     if wrong:
         raise CheckpointError(
@@ -106,7 +109,7 @@ def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -
 
 
 def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
-    """Parameters and buffers. Collective; what goes wrong is kept in `reading`."""
+    """Load parameters and buffers. Collective. The first error is kept in `reading.error`."""
     items = reading.source.items()
     engine.masters.about_to_write()
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
@@ -116,7 +119,7 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
                 found = [(entry, fit.found[entry.names[0]]) for entry in here]
                 reading.masters(flat, found)
                 for entry, _ in found if flat.unsharded else ():
-                    # A backward pass over what was there before must not go on
+                    # A backward pass over the old values must raise
                     torch.autograd.graph.increment_version(entry.param)
         buffers = {Item("buffer", name): tensor for name, tensor in fit.buffers.items()}
         buffers = {item: tensor for item, tensor in buffers.items() if item in items}
@@ -126,8 +129,9 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
 
 
 def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
-    """What of the source fits into the model. Collective. Raises: CheckpointError: on every rank:
-    shapes differ, or reading failed (the model is then undefined).
+    """Load everything in the source that fits the model. Collective.
+    Raises: CheckpointError: on every rank: shapes differ, or a read failed (the model's contents
+    are then undefined).
     """
     together, fit = Together.of(engine), None
     with together.each_rank():
@@ -139,13 +143,13 @@ def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
 
 
 class StateReader:
-    """Reads for one engine; keeps the first error for the end."""
+    """Reads from a source for one engine. `error` is the first error, for the caller to raise."""
 
     def __init__(self, engine: Engine, source: Source, error: Exception | None = None) -> None:
         self.engine, self.source, self.error = engine, source, error
 
     def masters(self, flat: Flat, found: list[tuple[Entry, Item]]) -> None:
-        """Into the master weights of a flat buffer. What `found` does not name stays."""
+        """Read the master weights of a flat buffer. Parameters not in `found` stay as they are."""
         if flat.shared or flat.storage.encoded:
             masters = new_masters(flat, self.engine.device)
             self._own_interval(flat, found, masters)
@@ -159,7 +163,7 @@ class StateReader:
         flat.storage.renew()
 
     def states(self, flat: Flat, key: str, dtype: torch.dtype, wanted: list[Wanted]) -> None:
-        """Into the states `key` of parameters of a flat buffer."""
+        """Read the states `key` of parameters of one flat buffer."""
         on_disk, grain, first = isinstance(wanted[0].into, OnDisk), grain_of(key), flat.owned[0]
         if not flat.shared or not (packed(key) is None or flat.layout.block or on_disk):
             for w in wanted:
@@ -174,14 +178,15 @@ class StateReader:
             w.into.write(0, part) if isinstance(w.into, OnDisk) else w.into.copy_(part)
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
-        """All elements that this rank holds."""
+        """Read all elements that this rank holds into `into`."""
         self.read(item, *entry.outside(*entry.held(), item.state)[1:], into)
 
     def _own_interval(
         self, flat: Flat, found: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1
     ) -> None:
-        """This rank's interval into `buffer` ([owned], or the items for them). Where several ranks
-        hold the same elements each reads its interval, then they gather.
+        """Read this rank's interval into `buffer`: [owned], or the items that encode those
+        elements. Where several ranks hold the same elements, each reads its own interval and the
+        ranks then all-gather.
         """
         first = flat.owned[0]
         for entry, item in found:
@@ -190,13 +195,13 @@ class StateReader:
             at = entry.slot.start - first
             self.read(item, start, stop, buffer[slice(*items_of(at + a, at + b, grain))])
         if flat.shared:
-            # The wire may not know float8
+            # The backend may not support float8
             wire = buffer.view(torch.uint8) if buffer.dtype == torch.float8_e4m3fn else buffer
             context = state_context(self.engine.resources, flat.unit_name)
             flat.holders.all_gather(wire, context, flat.index, move="state").wait()
 
     def buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
-        """The first rank reads them and sends them to all."""
+        """Read buffers on the first rank and broadcast them."""
         if self.engine.rank == 0:
             for item, tensor in wanted.items():
                 self.read(item, 0, tensor.numel(), tensor)
@@ -205,7 +210,7 @@ class StateReader:
         )
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor | OnDisk) -> None:
-        """Elements [start, stop) into `out`, wherever it is; nothing after the first error."""
+        """Read elements [start, stop) into `out`, on any tier. Does nothing after a first error."""
         if stop <= start or self.error is not None:
             return
         try:
@@ -229,10 +234,10 @@ class StateReader:
 def fill_optimizers(
     engine: Engine, optimizers: list[torch.optim.Optimizer], reading: StateReader
 ) -> None:
-    """States and parameter groups, once `fit_groups` has found that they go together. Collective;
-    what goes wrong is kept in `reading`.
+    """Load optimizer states and parameter groups, after `fit_groups` has checked that they match.
+    Collective. The first error is kept in `reading.error`.
 
-    Whatever the optimizers held before for these parameters is gone.
+    The states that the optimizers held before for these parameters are discarded.
     """
     _set_groups(optimizers, reading.source.groups() or [])
     owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
@@ -254,7 +259,7 @@ def _recoded(
     owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
     source: Source,
 ) -> Source:
-    """`source` with moments as they rest here."""
+    """Return a view of `source` with moments in the format in which this run stores them."""
     formats: dict[str, Format] = {}
     plain = FORMATS["fp32"]
     for entry in engine.entries:
@@ -266,8 +271,8 @@ def _recoded(
 
 
 def fit_groups(engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source) -> None:
-    """Local; changes nothing.
-    Raises: CheckpointError: there is no optimizer in the source, or one of other parameter groups.
+    """Check that the source's optimizers have the same parameter groups. Local; changes nothing.
+    Raises: CheckpointError: the source has no optimizer, or one with other parameter groups.
     """
     groups = source.groups()
     if not groups:
@@ -334,7 +339,7 @@ def _load_flat_states(
     reading: StateReader, flat: Flat, owner: Mapping[int, tuple[torch.optim.Optimizer, dict[str, Any]]],
     states: Mapping[str, list[Item]],
 ) -> None:  # fmt: skip
-    """The optimizer's states of the parameters of one flat buffer."""
+    """Load the optimizer states of the parameters of one flat buffer."""
     known = reading.source.items()
     found: dict[tuple[str, torch.dtype, bool], list[Wanted]] = {}
     for entry in flat.entries:
@@ -356,7 +361,7 @@ def _load_flat_states(
                 dtype = how.of(entry).dtype if how is not None else entry.param.dtype
             elif parameter is not None and dtype == known[parameter].dtype:
                 dtype = entry.param.dtype
-            # As the step has it
+            # Where the step keeps it
             in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:
                 made = flat.storage.new_state(entry, item.state, dtype, in_memory)
@@ -377,13 +382,13 @@ def _load_flat_states(
             optimizer.state[entry.param] = state
         else:
             optimizer.state.pop(entry.param, None)
-    # In the same order on every rank, since some of it is collective
+    # In the same order on every rank, since some of these reads are collective
     for key, dtype, on_disk in sorted(found, key=lambda kind: (kind[0], str(kind[1]), kind[2])):
         reading.states(flat, key, dtype, found[key, dtype, on_disk])
 
 
 def _placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
-    """A step count goes where the optimizer's kernel wants it."""
+    """Return `value` on the device where the optimizer's kernel expects its step count."""
     if isinstance(value, torch.Tensor) and (group.get("fused") or group.get("capturable")):
         return value.to(param.device)
     return value

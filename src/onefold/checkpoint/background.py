@@ -1,5 +1,5 @@
-"""Work that goes on behind the training: a thread on each rank, whose failure is told at the next
-step and never lost.
+"""Saves and loads in the background: one thread per rank. `wait` raises the error of a failed save
+or load. If nobody waits for a failed save, the next optimizer step raises its error.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from onefold.runtime.engine import Engine
 if TYPE_CHECKING:
     from onefold.checkpoint.copying import Copying
 
-# Weak on both sides: a load under way holds its model, which must not keep itself alive through
-# this table.
+# Weak on both sides: a load under way refers to its model, and this table must not keep that model
+# alive.
 _running: weakref.WeakKeyDictionary[Engine, weakref.ref[Background]] = weakref.WeakKeyDictionary()
 
 
@@ -27,10 +27,11 @@ class Background:
     """A save or a load under way.
 
     Attributes:
-        path: the checkpoint. seconds: from its start to its end; None until then.
+        path: the checkpoint.
+        seconds: from start to end of the work; None until it has ended.
     """
 
-    tell_steps = True  # the next optimizer step raises what it fails with
+    tell_steps = True  # the next optimizer step raises a failure of this work
 
     def __init__(
         self,
@@ -44,10 +45,11 @@ class Background:
         self.seconds: float | None = None
         self._error: BaseException | None = None
         self._work: Callable[[], None] | None = work
-        # Not a daemon: a program that ends while a checkpoint is written waits for it.
+        # Not a daemon: a program that ends during a save waits until the checkpoint is written.
         self._thread = threading.Thread(target=self._run, name=f"onefold {path.name}", daemon=False)
         _running[engine] = weakref.ref(self)
-        engine.settle = partial(_join, self._thread)  # the engine lets nothing go under it
+        # The engine joins the thread before it frees anything that the thread may read
+        engine.settle = partial(_join, self._thread)
         self._copying = copying
         if copying is not None:
             engine.masters.copying = copying.wait
@@ -59,11 +61,11 @@ class Background:
             assert self._work is not None
             self._work()
         except BaseException as error:
-            # Also where the program ends without another step
+            # Logged at once: the program may end without another step
             logging.getLogger("onefold").error("%s: %s", self.path, error)
             self._failed(error)
         finally:
-            self._work = None  # what it read is free from here
+            self._work = None  # frees the tensors that the work referred to
             self.seconds = time.perf_counter() - self._begun
 
     def _failed(self, error: BaseException) -> None:
@@ -74,21 +76,21 @@ class Background:
 
     @property
     def stall_s(self) -> float:
-        """Seconds that the training stood still for it so far: in the call, and in a step."""
+        """Seconds that the training has waited for this work so far, in the call and in steps."""
         return self._stall_s + (self._copying.waited if self._copying is not None else 0.0)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended on this rank, well or not."""
+        """Whether the work has ended on this rank, with or without an error."""
         return not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> Path:
-        """Until it has ended; returns the checkpoint.
+        """Wait for the end of the work. Returns the checkpoint's path.
 
         Raises:
-            CheckpointError: it failed. Where it was told so by `wait` on every rank, no step tells
-                it again.
-            TimeoutError: it goes on after `timeout` seconds.
+            CheckpointError: the work failed. Once `wait` has raised this on every rank, no step
+                raises it again.
+            TimeoutError: the work has not ended after `timeout` seconds.
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
@@ -102,14 +104,14 @@ class Background:
 
 
 def running(engine: Engine) -> Background | None:
-    """The work under way on this engine, if any."""
+    """Return the work under way on this engine, if any."""
     known = _running.get(engine)
     found = known() if known is not None else None
     return found if found is not None and not found.done else None
 
 
 def settle(engine: Engine) -> None:
-    """Wait for what is under way. Its failure is told by itself."""
+    """Wait for the work under way. A failure is not raised here: see `Background.wait`."""
     found = running(engine)
     if found is not None:
         _join(found._thread)

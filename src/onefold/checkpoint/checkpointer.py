@@ -1,4 +1,4 @@
-"""The checkpoints of a run: saved behind it, the last few kept, found again at its next start."""
+"""The checkpoints of a run: save in the background, keep the newest few, resume from the newest."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from onefold.comm import CollectiveContext
 from onefold.runtime.registry import engine_of
 
 LOCK = ".lock"
-#: Seconds that a start waits for the lock: after a kill, the killed process's may take a moment to
-#: go.
+#: Seconds that a start waits for the lock. The system may take a moment to release the lock of a
+#: killed process.
 LOCK_PATIENCE = 10.0
 
 
 class Checkpointer:
-    """The folder `root` with one checkpoint a save, named step-00000100. One run at a time may have
-    it.
+    """The folder `root`, with one checkpoint per save, named step-00000100. Only one run at a time
+    can use the folder.
 
         checkpoints = onefold.Checkpointer("runs/a/checkpoints", model=model, keep=3)
-        begun = checkpoints.load(optimizer=optimizer)          # the newest that is sound; None in an empty folder
+        begun = checkpoints.load(optimizer=optimizer)          # the newest undamaged one; None in an empty folder
         for step in range(begun.step if begun else 0, steps):
             ...
             if (step + 1) % 100 == 0:
@@ -37,13 +37,14 @@ class Checkpointer:
         checkpoints.close()
 
     Args:
-        model: what `onefold.shard` returned.
-        keep: how many checkpoints stay; older ones go once a newer one is whole.
-        asynchronous: save behind the training.
-        busy: what a save does that comes while one is under way: "wait" for it, or "skip" this one.
+        model: the return value of `onefold.shard`.
+        keep: number of checkpoints to keep. Older ones are removed after a newer one is complete.
+        asynchronous: save in the background, as `save_async` does.
+        busy: what `save` does while another save is under way: "wait" for that one, or "skip" the
+            new one.
 
     Raises:
-        CheckpointError: on every rank: another run has the folder, or it cannot be written to.
+        CheckpointError: on every rank: another run uses the folder, or it cannot be written to.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Checkpointer:
                 self._take()
 
     def _take(self) -> None:
-        """The folder for this run alone, without what dead runs have left in it."""
+        """Lock the folder for this run and remove stale folders of crashed runs."""
         end = time.monotonic() + LOCK_PATIENCE
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -96,14 +97,15 @@ class Checkpointer:
             ) from None
 
     def save(self, step: int, **parts: Any) -> Path | None:
-        """Save `step` with `parts`, those of `onefold.save`, in place of what has the same step.
-        Collective.
+        """Save a checkpoint for `step`, replacing one of the same step. `parts`: further arguments
+        of `onefold.save`, such as optimizer. Collective.
 
         Returns:
-            the checkpoint, which an asynchronous save has yet to complete; None if it is skipped.
+            The checkpoint's path; None if the save was skipped. An asynchronous save may still be
+            writing it.
 
         Raises:
-            CheckpointError: this save, or the one before behind the training, failed.
+            CheckpointError: this save failed, or the previous asynchronous one did.
         """
         if self._saving is not None and self.busy == "skip" and self._any_running():
             self.skipped += 1
@@ -123,14 +125,14 @@ class Checkpointer:
         return path
 
     def _any_running(self) -> bool:
-        """Whether the save under way goes on on any rank: they must decide alike."""
-        # Asked on the training's communicator, since the save talks on the checkpoint's
-        mine = bytes([255, running(self._engine) is not None])  # of a length of its own
+        """Return whether the save is still under way on any rank. All ranks must decide alike."""
+        # On the training's communicator: the save itself uses the checkpoint's communicator
+        mine = bytes([255, running(self._engine) is not None])  # no other message has this length
         context = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
         return bool(self._engine.group.any_of(mine, context)[1])
 
     def wait(self) -> None:
-        """Until no save is under way. Raises: CheckpointError: the last one failed."""
+        """Wait until no save is under way. Raises: CheckpointError: the last save failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             self._prune(saving.wait())
@@ -145,22 +147,24 @@ class Checkpointer:
                 )
 
     def check(self) -> None:
-        """Raise CheckpointError if the save under way has failed; does not wait for it."""
+        """Raise CheckpointError if the save under way has failed. Does not wait for its end."""
         if self._saving is not None and self._saving.done:
-            # And stays known: ranks see its end at different moments, and must decide alike at the
-            # next save
+            # `_saving` stays set: ranks see the end of the save at different moments, but must
+            # decide alike at the next save
             self._saving.wait()
 
     def latest(self) -> Path | None:
-        """The newest checkpoint whose manifest is sound, as the first rank sees it. Collective."""
+        """Return the newest checkpoint with an undamaged manifest, as the first rank sees it.
+        Collective.
+        """
         meet(self._engine, "Checkpointer.latest")
         return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
-        """Load the newest checkpoint that is sound; None: there is none. Collective.
+        """Load the newest undamaged checkpoint. Returns None if the folder has none. Collective.
 
         Raises:
-            CheckpointError: it is of another model or optimizer, or all are damaged.
+            CheckpointError: it is of another model or optimizer, or all checkpoints are damaged.
         """
         meet(self._engine, "Checkpointer.load")
         self.wait()
@@ -182,7 +186,7 @@ class Checkpointer:
         return None
 
     def close(self) -> None:
-        """Wait for the save under way, give the folder back. Raises: CheckpointError."""
+        """Wait for the save under way, then unlock the folder. Raises: CheckpointError."""
         try:
             self.wait()
         finally:

@@ -1,15 +1,15 @@
-"""The copy of a run's state in host memory that an asynchronous save is written from, taken while
-the training computes.
+"""Copy a run's state to host memory for an asynchronous save, while the training computes.
 
     training   save_async | forward   backward | step
-    copy                  |──────────────|      ^ waits here for the rest of the copy, if there is any
+    copy                  |──────────────|      ^ waits here until the copy is complete
 
-Between two optimizer steps masters and states do not change, so they are copied behind the
-training; what a forward pass may change (buffers, generators) is copied before the call returns.
+Master weights and optimizer states do not change between two optimizer steps, so a background
+thread copies them. A forward pass may change buffers and random generators, so these are copied
+before the call returns.
 
-[Note: nobody writes under the copy] Whoever writes through the engine (a step, a load,
-full_params(write=True)) waits for the copy first. A write of the user's own shows in the tensors'
-version counters, and the save then fails with a sentence instead of mixing two moments.
+[Note: nobody writes under the copy] Every write through the engine (a step, a load,
+full_params(write=True)) waits for the copy first. The user's own writes change the tensors' version
+counters. The save then raises an error; otherwise the copy would mix old and new values.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.storage import OnDisk
 
 _buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
-#: What does not change between two steps.
+#: Kinds of items that do not change between two steps.
 _STILL = ("parameter", "state")
 
 
 class Copying:
-    """One copy. Attributes: waited: seconds that the training stood still for it after the call had
-    returned.
+    """One copy. Attributes: waited: seconds that the training has waited for the copy after the
+    call returned.
     """
 
     def __init__(self, engine: Engine, parts: RankState) -> None:
@@ -55,14 +55,15 @@ class Copying:
         with torch.no_grad():
             for i in sorted(set(range(len(parts.tensors))) - set(still)):
                 self._copy(i)
-        # The copies so far, and whatever the training still writes to masters and states, come
-        # before what the other thread copies.
+        # The background copies wait for this event: for the copies above, and for writes to masters
+        # and states that are still queued on the training's stream.
         computing = current_stream(self._device)
         self._event = computing.record_event() if computing is not None else None
 
     def _copy(self, i: int) -> None:
         part = self._parts.tensors[i]
-        # Memory is what there is too little of: it is written before the training goes on
+        # State on disk is there because memory is scarce: no copy. It is written to the checkpoint
+        # before the training goes on.
         if isinstance(part.tensor, OnDisk):
             self._copies[i] = part
             return
@@ -71,12 +72,12 @@ class Copying:
         self._copies[i] = replace(part, tensor=copy.copy_(part.tensor, non_blocking=True))
 
     def run(self) -> RankState:
-        """Copy what is left, in whatever thread. Returns the copied parts.
-        Raises: CheckpointError: somebody wrote to what was being copied.
+        """Copy the rest, in any thread. Returns the copied parts.
+        Raises: CheckpointError: a tensor was written to while it was being copied.
         """
         try:
             with torch.no_grad():
-                # Whoever is on a stream is on its device: this thread needs no guard besides
+                # Entering a stream also selects its device: no further guard is needed
                 stream = new_stream(self._device)
                 if stream is not None:
                     stream.wait_event(self._event)
@@ -84,7 +85,7 @@ class Copying:
                     for i in self._versions:
                         self._copy(i)
                 if stream is not None:
-                    stream.synchronize()  # the first copies too: it came after them
+                    stream.synchronize()  # covers the first copies too, which the event waited for
             now = {i: _version(self._parts.tensors[i].tensor) for i in self._versions}
             torn = [i for i, version in self._versions.items() if now[i] != version]
         finally:
@@ -97,11 +98,11 @@ class Copying:
             )
         copies = [self._copies[i] for i in range(len(self._parts.tensors))]
         parts = replace(self._parts, tensors=copies)
-        self._parts = parts  # lets go of what was copied
+        self._parts = parts  # drops the references to the original tensors
         return parts
 
     def wait(self) -> None:
-        """Until nothing is read of the training's own memory any more."""
+        """Wait until the copy no longer reads the training's own memory."""
         if not self._done.is_set():
             begun = time.perf_counter()
             self._done.wait()
@@ -109,7 +110,7 @@ class Copying:
 
 
 def _buffer_for(engine: Engine, parts: RankState) -> tuple[torch.Tensor, list[int]]:
-    """(one buffer on the host, kept for the next time; where each part goes in it)."""
+    """Return (a host buffer, kept for later saves; the offset of each part in it, in bytes)."""
     places, total = [], 0
     for part in parts.tensors:
         places.append(total)

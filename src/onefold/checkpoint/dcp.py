@@ -1,22 +1,21 @@
 """Sharded models and their optimizers through torch.distributed.checkpoint (DCP): FSDP2 runs and
-Onefold runs load each other.
+Onefold runs can load each other's checkpoints.
 
     Onefold run                                                FSDP2 run
     state = onefold.dcp_state_dict(model, optimizer)           m, o = get_state_dict(model, optimizer)
-    dcp.save(state, checkpoint_id=folder)         == one ==    dcp.load({"model": m, "optimizer": o}, checkpoint_id=folder), set_state_dict
+    dcp.save(state, checkpoint_id=folder)         == same ==   dcp.load({"model": m, "optimizer": o}, checkpoint_id=folder), set_state_dict
     dcp.load(state, checkpoint_id=folder)         == form ==   dcp.save({"model": m, "optimizer": o}, checkpoint_id=folder)
 
 [Note: who writes what]
 
 | state                                             | at stages 1 to 3                         | replicated (stage 0, one rank) |
 |---------------------------------------------------|------------------------------------------|--------------------------------|
-| parameters, in master precision                   | each rank its interval, as boxes         | DCP picks one rank a tensor    |
-| optimizer state of the parameter's shape          | each rank its interval, as boxes         | DCP picks one rank a tensor    |
+| parameters, in master precision                   | each rank its interval, as boxes         | DCP picks one rank per tensor  |
+| optimizer state of the parameter's shape          | each rank its interval, as boxes         | DCP picks one rank per tensor  |
 | its scalars; options of parameter groups; buffers | DCP picks one rank of those that have it | DCP picks one rank             |
 
-A rank that holds no element of a parameter has no say in that parameter's optimizer state: its
-optimizer never steps it, so a `step` it might hold would be out of date. It neither writes nor
-reads any.
+A rank that holds no element of a parameter neither writes nor reads optimizer state for it. The
+rank's optimizer never steps that parameter, so a `step` value held there would be stale.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import contents
 
-# Options of a parameter group that a checkpoint does not decide.
+# Options of a parameter group that a load does not change.
 _OWN = ("params", "param_names", *LOCAL_OPTIONS)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 _EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
@@ -46,35 +45,39 @@ _EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 def dcp_state_dict(
     model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None
 ) -> dict[str, Any]:
-    """What to give `torch.distributed.checkpoint.save`, `async_save` and `load` for a sharded
-    model: {"model": ..., "optimizer": ...}.
+    """Return the state dict of a sharded model for `torch.distributed.checkpoint.save`,
+    `async_save` and `load`: {"model": ..., "optimizer": ...}.
 
     The two values are `Stateful`, with the keys of torch's `get_model_state_dict` and
-    `get_optimizer_state_dict`. DCP reads and writes the ranks' own memory; nothing is gathered. One
-    such dict serves a whole run.
+    `get_optimizer_state_dict`. DCP reads and writes the ranks' own memory; nothing is gathered. The
+    same dict can be used for a whole run.
 
         dcp.save(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
         dcp.load(onefold.dcp_state_dict(model, optimizer), checkpoint_id="runs/a/step-100")
 
-    What an FSDP2 run saved at another world size loads here and the reverse, at any stage, bit by
-    bit where dtypes agree and converted where they do not. An optimizer without state gets it in
-    the load. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values at the
-    top of its dict only; deeper, use their `.state_dict()` before and `.load_state_dict(it)` after
-    the load.
+    FSDP2 checkpoints load here, and FSDP2 loads checkpoints saved here, at any world size and
+    stage. Values are bit-equal if dtypes agree and converted otherwise. The load creates missing
+    optimizer state. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values
+    only at the top level of the dict. For nested ones, call their `.state_dict()` before the load
+    and `.load_state_dict()` with the same dict after it.
 
-    DCP's own limits hold, as for FSDP2: a tied parameter is written once for each of its names; a
-    stored part is read again for each box that needs some of it; a key that the checkpoint lacks
-    stops the load unless it is given `planner=DefaultLoadPlanner(allow_partial_load=True)`;
-    planners must flatten state dicts, as the default ones do.
+    DCP's own limits apply, as for FSDP2:
+
+    - A tied parameter is written once for each of its names.
+    - A stored part is read again for each box that needs some of it.
+    - A key that is missing in the checkpoint stops the load, unless the load is given
+      `planner=DefaultLoadPlanner(allow_partial_load=True)`.
+    - Planners must flatten state dicts, as the default ones do.
 
     Args:
-        model: what `onefold.shard` returned.
-        optimizer: over parameters of `model`; several are saved as one, as torch does. None leaves
-            the key out.
+        model: the return value of `onefold.shard`.
+        optimizer: one or several over parameters of `model`. Several are saved as one, as torch
+            does. None leaves the key out.
 
     Raises:
-        ValueError: `model` was not sharded. Later, as CheckpointError: an optimizer's parameter is
-            not the model's, or its state does not divide like its parameter.
+        ValueError: `model` was not sharded.
+        CheckpointError: (in the save or load) an optimizer's parameter does not belong to the
+            model, or its state cannot be divided as the parameter is.
     """
     state: dict[str, Any] = {"model": ModelState(model)}
     if optimizer is not None:
@@ -85,7 +88,9 @@ def dcp_state_dict(
 
 
 class _State:
-    """A sharded model as DCP's `Stateful`; subclasses say which part of it."""
+    """A part of a sharded model as DCP's `Stateful`: the base of `ModelState` and
+    `OptimizerState`.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model, self.engine = model, engine_of(model)
@@ -116,7 +121,7 @@ class _State:
                 f"a sharded model was to be saved or loaded inside {where}; do it outside, between"
                 " steps."
             )
-        # Who loads writes to the very tensors, which copies to the device may still read
+        # A load writes to these tensors in place, and host-to-device copies may still read them
         self.engine.transfers.up.wait()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -131,8 +136,8 @@ class ModelState(_State):
     """Parameters, persistent buffers and extra state under their names in the model."""
 
     def state_dict(self) -> dict[str, Any]:
-        """{name: this rank's part}. Tensors alias the model's memory; a tied parameter stands under
-        each of its names.
+        """Return {name: this rank's part}. Tensors alias the model's memory. A tied parameter is
+        listed under each of its names.
         """
         self._check()
         with disable_torch_function(), torch.no_grad():
@@ -144,11 +149,12 @@ class ModelState(_State):
             return out
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Finish a load into what `state_dict()` returned (values of another such dict are copied).
+        """Finish a load into the dict that `state_dict()` returned. Values of another such dict are
+        copied.
 
         Raises:
-            CheckpointError: a value is not this rank's part of that name, or the model has no place
-                to put it.
+            CheckpointError: a value is not this rank's part of that name, or no parameter, buffer
+                or extra state of the model has that name.
         """
         mine = self.state_dict()
         with disable_torch_function(), torch.no_grad():
@@ -170,8 +176,8 @@ class ModelState(_State):
 
 
 class OptimizerState(_State):
-    """{"state": {name: {key: part}}, "param_groups": [{option: value, "params": [names]}]}, the
-    optimizers' groups one after another.
+    """The optimizers' state: {"state": {name: {key: part}}, "param_groups": [{option: value,
+    "params": [names]}]}, with the groups of all optimizers in one list.
     """
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -185,10 +191,10 @@ class OptimizerState(_State):
         self.optimizers = optimizers
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizers' state; tensors alias it.
+        """Return this rank's part of the optimizers' state. Tensors alias the optimizers' memory.
 
-        State that does not exist yet stands in the dict only, as one step with zero gradients makes
-        it, its `step` set back to 0. The optimizers are left as they are.
+        State that does not exist yet is created in the dict only. It has the values after one step
+        with zero gradients, with `step` reset to 0. The optimizers do not change.
         """
         self._check()
         state: dict[str, Any] = {}
@@ -210,8 +216,9 @@ class OptimizerState(_State):
                     state[name] = {key: _part(entry, value, key) for key, value in values.items()}
             names, groups = self._names(), []
             for group in self._groups():
-                # Tensors copied: options are taken over by name of parameter, and the checkpoint's
-                # groups may stand in another order.
+                # Tensors are copied, not aliased: DCP loads groups by position, but the
+                # checkpoint's groups may be in another order. `_take_options` matches them by the
+                # names of their parameters.
                 options = {
                     k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()
                 }
@@ -222,8 +229,8 @@ class OptimizerState(_State):
         return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict()` returned after a load: new state, scalars that are no
-        tensors, options of groups.
+        """Finish a load into the dict that `state_dict()` returned: take over new state, scalars
+        that are not tensors, and options of groups.
 
         Raises:
             CheckpointError: a group's parameters are in several of the checkpoint's groups or in
@@ -244,7 +251,7 @@ class OptimizerState(_State):
                         mine[key] = _local(entry, value)
 
     def _names(self) -> dict[int, str]:
-        """Parameters by identity; a tied one has its first name, as for torch."""
+        """Return {id(parameter): name}. A tied parameter has its first name, as in torch."""
         return {id(p): _clean(name) for name, p in self.model.named_parameters()}
 
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, Entry]]:
@@ -261,7 +268,7 @@ class OptimizerState(_State):
                     yield optimizer, group, names[id(param)], entries[id(param)]
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
-        """Each group's options from the loaded group that has its parameters."""
+        """Set each group's options from the loaded group that has the same parameters."""
         group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
         names = self._names()
         for group in self._groups():
@@ -283,7 +290,7 @@ class OptimizerState(_State):
 
 
 def _clean(name: str) -> str:
-    """The name without what wrappers around a module put into it, as in torch's own state dicts."""
+    """Return the name without the parts that module wrappers add, as torch's state dicts do."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
@@ -303,12 +310,11 @@ def _holds_some(entry: Entry) -> bool:
 
 
 def _part(entry: Entry, value: Any, key: str = "") -> Any:
-    """What belongs to `entry` (itself, or state `key` of the optimizer) as a leaf for DCP: an
-    interval, a whole tensor, or no tensor.
+    """Return the parameter `entry`, or its optimizer state `key`, as a leaf for DCP: an interval, a
+    whole tensor, or a value that is not a tensor.
 
     Raises:
-        CheckpointError: on this rank it is a part of something, but not of a tensor of the
-            parameter's shape.
+        CheckpointError: the state is divided between ranks, but not shaped like the parameter.
     """
     slot, replicated = entry.slot, not entry.flat.divided
     if isinstance(value, torch.Tensor):
@@ -332,7 +338,7 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
 
 
 def _local(entry: Entry, leaf: Any) -> Any:
-    """The reverse of `_part`."""
+    """Return this rank's own value of a leaf: the reverse of `_part`."""
     if isinstance(leaf, DCPInterval):
         return leaf.local
     nothing = isinstance(leaf, torch.Tensor) and leaf.numel() == entry.slot.numel == 0
@@ -340,7 +346,7 @@ def _local(entry: Entry, leaf: Any) -> Any:
 
 
 def _take(what: str, target: torch.Tensor, given: Any) -> None:
-    """The loaded value into the memory it belongs to, where it does not lie there already."""
+    """Copy a loaded value into `target`, unless DCP has loaded it there already."""
     into, value = (x.local if isinstance(x, DCPInterval) else x for x in (target, given))
     if isinstance(given, (int, float)) and into.dim() == 0:
         into.fill_(given)
@@ -358,19 +364,19 @@ def _kind(value: Any) -> str:
 
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    """The state that `optimizer` would give a parameter at its first step, made on a stand-in: no
-    parameter, hook or count is touched.
+    """Return the state that `optimizer` would give a parameter at its first step. A copy of the
+    optimizer steps a stand-in parameter, so no parameter, hook or step count changes.
 
-    torch's `_init_optim_state` steps the real optimizer with zero gradients and a learning rate of
-    zero instead, and leaves `step` at 1.
+    In contrast, torch's `_init_optim_state` steps the real optimizer, with zero gradients and a
+    learning rate of zero, and leaves `step` at 1.
 
     Raises:
-        CheckpointError: the optimizer cannot step by itself, for want of a closure for instance.
+        CheckpointError: the optimizer's step failed, for instance because it needs a closure.
     """
     stand_in = nn.Parameter(torch.zeros_like(entry.param))
     stand_in.grad = torch.zeros_like(stand_in)
     twin = object.__new__(type(optimizer))
-    # Schedulers put a counting `step` there
+    # Schedulers replace `step` in the instance by one that counts
     twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
     twin.state = defaultdict(dict)
     twin.param_groups = [{**group, "params": [stand_in]}]

@@ -5,7 +5,7 @@
                                         12 13 14 15 16 17
                                         18 19 20  .  .  .      box at (3, 0), of [1, 3]
 
-DCP knows n-dimensional boxes alone, so an interval is one box or several.
+DCP supports n-dimensional boxes only, so an interval is stored as one or more boxes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """Elements [start, stop) of a flattened tensor as at most 2n - 1 boxes (offsets, sizes)."""
+    """Split elements [start, stop) of a flattened tensor of n dims into at most 2n - 1 boxes
+    (offsets, sizes).
+    """
     if start >= stop:
         return []
     if len(shape) < 2:
@@ -50,7 +52,9 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 class _IntervalMemory:
-    """Memory that DCP, which stages a state dict by copying whole storages, copies alone."""
+    """The interval's tensor, in a wrapper that deep-copies only these elements. DCP's staging would
+    otherwise copy the whole storage of which the tensor is a view.
+    """
 
     __slots__ = ("data",)
 
@@ -62,15 +66,16 @@ class _IntervalMemory:
 
 
 class DCPInterval(torch.Tensor):
-    """Elements [start, start + len(local)) of a flattened tensor of `shape`. Looks like the whole
-    tensor, holds `local` only.
+    """Elements [start, start + len(local)) of a flattened tensor of `shape`. It has the shape of
+    the whole tensor, but holds only `local`.
 
-    DCP looks up shards in tensors only, hence the subclass; nothing can be computed with it.
+    It is a tensor subclass because DCP looks for shards in tensors only. It cannot be computed
+    with.
 
     Args:
-        local: [stop - start], contiguous; it is saved from and loaded into in place.
-        shape: of the whole tensor.
-        start: the first element's address in the flattened whole.
+        local: [stop - start], contiguous. DCP saves from it and loads into it in place.
+        shape: shape of the whole tensor.
+        start: index of the first element in the flattened whole tensor.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -170,7 +175,7 @@ class DCPInterval(torch.Tensor):
 
 
 def _between_processes(leaf: DCPInterval) -> Any:
-    """Memory shared with the process that writes for
+    """Pickle `leaf` for another process on this host, with its memory shared. Needed by
     `async_save(async_checkpointer_type=PROCESS)`.
     """
     return DCPInterval, (leaf.local, tuple(leaf.size()), leaf.start)

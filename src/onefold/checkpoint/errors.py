@@ -1,17 +1,17 @@
-"""What a person can mend about a checkpoint."""
+"""Errors about checkpoints that a user can fix."""
 
 from __future__ import annotations
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be written, found, read or applied; says what to change."""
+    """A checkpoint cannot be written, found, read or applied. The message says what to change."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """Bytes of a checkpoint are not what was written: another one must be loaded."""
+    """The bytes of a checkpoint differ from what was written. Another checkpoint must be loaded."""
 
 
 class NotStreamed(CheckpointError):
-    """The weights are there, in a form that cannot be read in parts: pickles, quantized, or of
-    another layout than the model's by more than moved rows. transformers reads them whole.
+    """The weights exist, but cannot be read in parts. They are pickled or quantized, or their
+    layout differs from the model's by more than moved rows. transformers reads such weights whole.
     """

@@ -1,14 +1,13 @@
-"""Folders that are whole or absent.
+"""Checkpoint folders that appear atomically: a folder has its final name only once it is complete.
 
-    runs/a/step-00000100/                  a checkpoint: it has this name only since it is whole
-    runs/a/.step-00000200.4f1c.unfinished/ one that is being written; `owner` in it is locked by the
-    process that writes
+    runs/a/step-00000100/                  a complete checkpoint
+    runs/a/.step-00000200.4f1c.unfinished/ one that is being written; the writing process holds a
+                                           lock on the file `owner` in it
 
-A save writes into a hidden sibling, flushes every file and the folder, and renames. One rename is
-the commit; where another checkpoint is to be replaced the two exchange their names, which is one
-step as well. A process that dies leaves a hidden folder whose `owner` nobody
-holds a lock on: the next start removes it. `latest` reads what is there; no file says which is the
-latest.
+A save writes into a hidden sibling folder, flushes every file and the folder, and renames it. The
+rename is the commit. To replace another checkpoint, the two folders exchange names, which is also
+one atomic step. A crashed process leaves a hidden folder with an unlocked `owner`, which the next
+start removes. `latest` looks at the folders themselves; no file records which one is the latest.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ from onefold.checkpoint.manifest import MANIFEST, read_manifest
 OWNER = "owner"
 #: The folder of checkpoints in the output folder of `onefold train`.
 OF_RUN = "checkpoints"
-#: Seconds in which a folder without an owner may be one whose owner is about to lock it.
+#: A folder without `owner` that is younger than this (seconds) may be locked any moment: keep it.
 YOUNG = 60.0
-#: Seconds after which an unfinished folder is litter where the file system cannot tell who holds
-#: it.
+#: On a file system without locks, an unfinished folder older than this (seconds) is stale.
 OLD = 24 * 3600.0
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
 _OF_A_RUN = re.compile(r"^step-\d+$")
@@ -52,14 +50,14 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
 class Lock:
-    """A file that one process at a time holds; the system lets go of it when the process ends,
-    however it ends.
+    """A lock file that one process at a time holds. The system releases it when the process ends,
+    also after a crash.
 
     Attributes:
-        known: False where the file system has no locks: then nobody is kept out.
+        known: False if the file system has no locks. The lock then excludes nobody.
 
     Raises:
-        BlockingIOError: somebody else holds it; its text says who.
+        BlockingIOError: another process holds it; the text names that process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -84,7 +82,8 @@ class Lock:
 
     def release(self) -> None:
         if self._file >= 0:
-            # A forked child has the descriptor too: it must neither keep the lock nor take it away
+            # A forked child has the descriptor too. It closes its copy, but must not unlock the
+            # file for its parent.
             if os.getpid() == self._process:
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -93,12 +92,14 @@ class Lock:
 
 
 class Unfinished:
-    """A folder in the making, on the rank that makes it. `what`: for messages."""
+    """A folder that is being written, on the rank that creates it. `what`: text for messages."""
 
     what = "no checkpoint can be written at"
 
     def __init__(self, target: Path, overwrite: bool) -> None:
-        """Make it beside `target`. Raises: CheckpointError: there cannot be one at `target`."""
+        """Create the hidden folder beside `target`.
+        Raises: CheckpointError: `target` cannot be written to or is taken.
+        """
         self.target = target
         self.check(target, overwrite)
         self.folder = target.parent / f".{target.name}.{secrets.token_hex(4)}.unfinished"
@@ -114,7 +115,9 @@ class Unfinished:
 
     @staticmethod
     def check(target: Path, overwrite: bool) -> None:
-        """Raises: CheckpointError: something is there that a checkpoint must not replace."""
+        """Check that a checkpoint may be written to `target`.
+        Raises: CheckpointError: something is there that a checkpoint must not replace.
+        """
         check_place(target)
         is_checkpoint = (target / MANIFEST).exists()
         if target.exists() and any(target.iterdir()) and not (overwrite and is_checkpoint):
@@ -127,10 +130,12 @@ class Unfinished:
             )
 
     def commit(self, overwrite: bool) -> None:
-        """Flush the folder and give it its name. Raises: CheckpointError: somebody else put
-        something there meanwhile. OSError: as the system says it.
+        """Flush the folder and rename it to `target`.
+        Raises: CheckpointError: something else was created at `target` meanwhile. OSError: from the
+        system.
         """
-        # The names of its files, then its own: what is seen under its name is whole after a crash
+        # File names reach the disk before the folder's own: after a crash, a folder with its final
+        # name is complete
         flush(self.folder)
         replaced = False
         try:
@@ -152,12 +157,12 @@ class Unfinished:
         self._lock.release()
 
     def discard(self) -> None:
-        """Leave nothing."""
+        """Remove the unfinished folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.release()
 
     def __enter__(self) -> Self:
-        """Inside, whatever goes wrong leaves nothing."""
+        """Enter a block. If it fails, the unfinished folder is removed."""
         return self
 
     def __exit__(
@@ -170,13 +175,15 @@ class Unfinished:
 
 
 class Export(Unfinished):
-    """The folder of an export in the making, which may replace an earlier export."""
+    """The folder of an export that is being written. It may replace an earlier export."""
 
     what = "nothing can be exported to"
 
     @staticmethod
     def check(target: Path, overwrite: bool) -> None:
-        """Raises: CheckpointError: something is there that an export must not replace."""
+        """Check that an export may be written to `target`.
+        Raises: CheckpointError: something is there that an export must not replace.
+        """
         check_place(target)
         if target.is_dir() and any(target.iterdir()):
             known = any(target.glob("*.safetensors")) and not (target / MANIFEST).exists()
@@ -189,7 +196,9 @@ class Export(Unfinished):
 
 
 def check_place(target: Path) -> None:
-    """Raises: CheckpointError: no folder can have this name."""
+    """Check that `target` can name a new folder.
+    Raises: CheckpointError: no folder can have this name.
+    """
     if not target.name:
         raise CheckpointError(
             f"{str(target)!r} is no name for a folder; give one such as runs/a/step-100."
@@ -205,14 +214,14 @@ def check_place(target: Path) -> None:
 
 
 def exchange(a: Path, b: Path) -> None:
-    """Two folders swap names in one step. Raises: OSError."""
+    """Exchange the names of two folders, atomically if the file system can. Raises: OSError."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is not None and rename(_HERE, os.fsencode(a), _HERE, os.fsencode(b), _EXCHANGE) == 0:
         return
     if rename is not None and ctypes.get_errno() not in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(a))
-    # A file system without it: for a moment the old one lies under a hidden name, from where
-    # `remove_litter` brings it back.
+    # The file system cannot exchange names: rename three times. If the process is killed after the
+    # first rename, the old folder has a hidden name only, and `remove_litter` renames it back.
     aside = b.parent / f".{b.name}.{secrets.token_hex(4)}.replaced"
     os.rename(b, aside)
     os.rename(a, b)
@@ -220,7 +229,7 @@ def exchange(a: Path, b: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Have the disk know the contents of a file, or the names in a folder."""
+    """Flush the contents of a file, or the names in a folder, to disk (fsync)."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -229,10 +238,10 @@ def flush(path: Path) -> None:
 
 
 def remove_litter(root: Path, name: str | None = None) -> list[Path]:
-    """Remove what dead saves have left in `root` (of checkpoint `name` alone, if given) and say
-    what it was.
+    """Remove stale folders of crashed saves from `root`, and return them. `name`: only those of
+    this checkpoint.
 
-    A save that is under way, of this process or another, is left alone.
+    Folders of saves under way, in this process or another, are kept.
     """
     removed = []
     for folder in sorted(root.glob(".*")):
@@ -248,13 +257,13 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
 
 
 def is_unfinished(folder: Path) -> bool:
-    """Whether it is a hidden folder of a save, under way or dead."""
+    """Return whether `folder` is the hidden folder of a save, under way or crashed."""
     return folder.is_dir() and _HIDDEN.match(folder.name) is not None
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a living process writes into it. One without an `owner` that is young was made just
-    now, and will be locked next.
+    """Return whether a running process writes into `folder`. A young folder without an `owner` file
+    counts as held: its process is about to lock it.
     """
     try:
         age = time.time() - folder.stat().st_mtime
@@ -270,7 +279,9 @@ def _is_held(folder: Path) -> bool:
 
 
 def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every folder in `root` with a manifest; step -1: none can be read."""
+    """Yield (step, folder) for every folder in `root` with a manifest. The step is -1 if the
+    manifest has none or cannot be read.
+    """
     for folder in root.iterdir() if root.is_dir() else ():
         if not folder.name.startswith(".") and (folder / MANIFEST).is_file():
             try:
@@ -281,21 +292,23 @@ def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
 
 
 def newest_first(root: Path, damaged: bool = False) -> list[Path]:
-    """The checkpoints in `root`, the one of the greatest step first; `damaged`: also those whose
-    step cannot be read, behind the others.
+    """Return the checkpoints in `root` by descending step. `damaged`: append those with no readable
+    step.
     """
     found = [(step, folder.name, folder) for step, folder in checkpoints(root)]
     return [folder for step, _, folder in sorted(found, reverse=True) if damaged or step >= 0]
 
 
 def latest(root: Path | str) -> Path | None:
-    """The checkpoint of the greatest step in `root` whose manifest is sound, if there is one."""
+    """Return the checkpoint with the greatest step in `root`, if any. Checkpoints with a damaged
+    manifest do not count.
+    """
     return next(iter(newest_first(Path(root))), None)
 
 
 def of_run(path: Path) -> Path:
-    """`path`, or the folder of checkpoints in it where `path` is a run's output folder.
-    Raises: CheckpointError: the run kept none.
+    """Return `path`, or the folder of checkpoints in it if `path` is a run's output folder.
+    Raises: CheckpointError: the run has kept no checkpoint.
     """
     if (path / MANIFEST).exists():
         return path
@@ -310,10 +323,10 @@ def of_run(path: Path) -> Path:
 
 
 def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
-    """Remove all but the `keep` newest of a run's checkpoints in `root`, and say which.
+    """Remove all but the `keep` newest of a run's checkpoints in `root`, and return the removed.
 
-    Left alone: the one just saved, also if others have greater steps; folders of other names than a
-    run gives; damaged manifests.
+    Never removed: the checkpoint just saved, even if others have greater steps; folders whose name
+    is not step-<number>; checkpoints with a damaged manifest.
     """
     of_a_run = [folder for folder in newest_first(root) if _OF_A_RUN.match(folder.name)]
     old = [folder for folder in reversed(of_a_run[keep:]) if folder.name != just_saved.name]
@@ -323,8 +336,8 @@ def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
 
 
 def remove(checkpoint: Path) -> None:
-    """Out of sight under one rename first: a kill in the middle leaves litter, not half a
-    checkpoint. Raises: OSError.
+    """Remove a checkpoint. It first gets a hidden name: a kill in the middle then leaves a stale
+    folder, not half a checkpoint. Raises: OSError.
     """
     aside = checkpoint.with_name(f".{checkpoint.name}.{secrets.token_hex(4)}.removed")
     os.rename(checkpoint, aside)
@@ -332,7 +345,7 @@ def remove(checkpoint: Path) -> None:
 
 
 def in_words(error: OSError) -> str:
-    """An OSError for people, with what to do."""
+    """Describe an OSError, with a hint what to do."""
     where = f" ({error.filename})" if error.filename else ""
     hint = _HINTS.get(error.errno or 0)
     return f"{error.strerror or error}{where}" + (f"; {hint}" if hint else "")

@@ -1,4 +1,4 @@
-"""A checkpoint as something to read from: pieces of its files, their checksums taken on the way."""
+"""A checkpoint folder as a `Source`: reads pieces of its files and computes their checksums."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile, joined
 from onefold.checkpoint.values import decode
 
-#: Files held open at a time.
+#: The most files that are open at a time.
 OPEN = 64
 
 
 @dataclass(frozen=True, order=True)
 class RangeRead:
-    """Elements `[start, stop)` of a piece were read, and their bytes have this CRC-32."""
+    """A record of a read: elements `[start, stop)` of an item, and the CRC-32 of their bytes."""
 
     item: Item
     start: int
@@ -40,13 +40,13 @@ class RangeRead:
 
 
 class FolderSource(Source):
-    """See `Source`.
+    """An Onefold checkpoint folder to load from; see `Source`.
 
     Attributes:
-        checks: what was read and not compared yet.
+        checks: reads whose checksums have not been compared yet.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, damaged, or of a later version.
+        CheckpointError: the folder is not a checkpoint, is damaged, or is of a later version.
     """
 
     form = "Onefold"
@@ -70,7 +70,7 @@ class FolderSource(Source):
 
     @property
     def state(self) -> dict[str, Any]:
-        """state.json, its checksum verified."""
+        """The contents of state.json, checksum verified."""
         if self._state is None:
             path = self._path(STATE)
             try:
@@ -92,13 +92,13 @@ class FolderSource(Source):
         return path
 
     def value(self, key: str) -> Any:
-        """A value of state.json, tensors fetched; None where there is none."""
+        """Return a value of state.json, with its tensors; None if there is none."""
         if key not in self.state:
             return None
         return decode(self.state[key], lambda number: self.whole(Item("extra", str(number))))
 
     def whole(self, item: Item) -> torch.Tensor:
-        """A whole tensor, on the host, its checksums verified."""
+        """Return a whole tensor on the host, checksums verified."""
         before, out = len(self.checks), super().whole(item)
         self.compare_with(self.checks[before:])
         return out
@@ -162,13 +162,14 @@ class FolderSource(Source):
         self.compare_with(checks)
 
     def compare_with(self, checks: list[RangeRead]) -> None:
-        """Compare what was read, also by other ranks, with the manifest, piece by piece. What
-        several ranks have read of a piece is put together.
+        """Compare the checksums of reads, of this and other ranks, with the manifest. The checksums
+        of several reads of one piece are combined.
 
-        Pieces that were not read wholly are passed over.
+        Pieces of which only a part was read are skipped.
 
         Raises:
-            CheckpointError: bytes have changed since they were written; it names file and tensor.
+            CheckpointError: bytes have changed since they were written. The message names file and
+                tensor.
         """
         by_item: dict[Item, list[RangeRead]] = {}
         for check in sorted(set(checks)):

@@ -1,5 +1,5 @@
-"""Loading: at any stage, on any number of ranks. Each rank reads the bytes it will own; every byte
-that was read is checked.
+"""Load checkpoints at any stage, on any number of ranks. Each rank reads the bytes that it will
+own, and the checksums of all bytes read are compared with the manifest.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from onefold.runtime.state.contents import beside_parameters
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint said.
+    """Information from a checkpoint that was loaded.
 
     Attributes:
         path: its folder.
-        step: as it was given to `save`.
-        extra: the same.
+        step: the step given to `save`.
+        extra: the `extra` given to `save`.
         saved_by: versions, world size, stage and recipe of the run that saved.
-        data: what this rank gave as data, where each rank may have it: all had the same, or there
-            are as many ranks as then.
+        data: the `data` that this rank gave to `save`; None if the ranks gave different data and
+            there are now more or fewer ranks.
         missing: with strict=False, names that the checkpoint does not have.
         unexpected: with strict=False, names that the model does not have.
-        notes: a sentence for each thing that could not be resumed as it was.
+        notes: a sentence for each thing that could not be resumed exactly.
     """
 
     path: Path
@@ -76,26 +76,26 @@ def load(
     strict: bool = True,
     rng: bool = True,
 ) -> Loaded:
-    """Load what `save` has written, on whatever ranks and at whatever stage there are now.
-    Collective.
+    """Load a checkpoint that `save` has written. Number of ranks and stage may differ from those of
+    the save. Collective.
 
     Args:
-        path: a checkpoint; or a folder of checkpoints, of which the newest is taken; or a DeepSpeed
-            checkpoint; or, for the model alone, a Hugging Face folder.
-        model: what `onefold.shard` returned; None reads step and extra only.
-        optimizer: one or several, with the groups of the one that was saved; what it held before is
-            gone.
-        scheduler: things with load_state_dict().
+        path: a checkpoint; or a folder of checkpoints, of which the newest is loaded; or a
+            DeepSpeed checkpoint; or, for the model alone, a Hugging Face folder.
+        model: the return value of `onefold.shard`. None reads step and extra only.
+        optimizer: one or several, with the same parameter groups as the saved ones. The state that
+            they held before is discarded.
+        scheduler: anything with load_state_dict().
         scaler: the same.
         data: the same.
-        strict: names must agree.
-        rng: restore the random generators (Python, numpy, torch, CUDA); see
-            `onefold.checkpoint.per_rank` for other numbers of ranks.
+        strict: require that the names in checkpoint and model agree.
+        rng: restore the random generators (Python, numpy, torch, CUDA). With another number of
+            ranks, see `onefold.checkpoint.per_rank`.
 
     Raises:
-        CheckpointError: on every rank. Model and optimizer are as they were if there is no such
-            checkpoint or it is of another model; if bytes were found damaged while they were read,
-            both are undefined, and an earlier checkpoint must be loaded.
+        CheckpointError: on every rank. Model and optimizer are unchanged if there is no such
+            checkpoint or it is of another model. If damaged bytes were found during the read, the
+            contents of both are undefined, and an earlier checkpoint must be loaded.
     """
     things = {"scheduler": scheduler, "scaler": scaler, "data": data}
     if model is None:
@@ -108,7 +108,7 @@ def load(
 
 
 class Loading(Background):
-    """A load under way. `.wait()` applies what was read and returns `Loaded`; collective."""
+    """A load under way. `.wait()` applies the data read and returns `Loaded`; collective."""
 
     tell_steps = False
 
@@ -149,11 +149,11 @@ def load_async(
     strict: bool = True,
     rng: bool = True,
 ) -> Loading:
-    """As `load`, but this rank's bytes are read into host memory behind whatever the program does
-    meanwhile; `.wait()` applies them.
+    """Load as `load` does, but read this rank's bytes into host memory in the background. `.wait()`
+    applies them.
 
-    It takes as many bytes of host memory as this rank reads. Nothing of model and optimizer changes
-    before `.wait()`.
+    The read takes as many bytes of host memory as this rank loads. Model and optimizer do not
+    change before `.wait()`.
     """
     begun = time.perf_counter()
     engine = engine_of(model)
@@ -163,7 +163,7 @@ def load_async(
         ahead = Prefetched(engine, source.fitted(model), optimizer is not None)
 
     def finish(error: Exception | None) -> Loaded:
-        # Ranks read at different speeds: they wait longer here than `meet` would
+        # Ranks read at different speeds: `agree` waits longer for them than `meet` would
         Together.of(engine).agree(error)
         things = {"scheduler": scheduler, "scaler": scaler, "data": data}
         return _apply(engine, model, source, ahead, optimizer, things, strict, rng)
@@ -172,7 +172,9 @@ def load_async(
 
 
 def source_of(path: Path) -> Source:
-    """Whatever lies at `path`. Raises: CheckpointError: nothing that can be read."""
+    """Open the checkpoint or Hugging Face folder at `path`.
+    Raises: CheckpointError: `path` is neither.
+    """
     if (path / MANIFEST).exists():
         return FolderSource(path)
     if path.is_dir():
@@ -196,7 +198,7 @@ def source_of(path: Path) -> Source:
 
 
 def _open(engine: Engine, path: Path) -> Source:
-    """Collective: all ranks read the same checkpoint, and all raise if one cannot."""
+    """Open the same checkpoint on all ranks. Collective: all raise if one rank cannot open it."""
     together = Together.of(engine)
     with contextlib.ExitStack() as on_error:
         with together.each_rank():
@@ -214,14 +216,16 @@ def _apply(
     engine: Engine, model: nn.Module, source: Source, ahead: Source | None, optimizer: Any, things: dict[str, Any], strict: bool,
     rng: bool,
 ) -> Loaded:  # fmt: skip
-    """`ahead`: what was read of `source` before, under the model's names. Collective."""
+    """Load `source` into the model and everything given with it. Collective. `ahead`: the data that
+    was read from `source` in advance, under the model's names.
+    """
     together, optimizers = Together.of(engine), optimizers_of(optimizer)
-    # It has more than weights and states
+    # Only an Onefold checkpoint has extra state, random generators, residuals and checksums
     own = source if isinstance(source, FolderSource) else None
     values: dict[str, Any] = {}
     reader: Source = source if ahead is None else ahead
     fit: ModelFit | None = None
-    with together.each_rank():  # everything that can be wrong, before anything is changed
+    with together.each_rank():  # all checks, before anything is changed
         values = _values(source, together, things)
         check_moment(engine, "load", optimizer)
         if ahead is None:
@@ -238,16 +242,16 @@ def _apply(
         fill_optimizers(engine, optimizers, reading)
     beside, lost = _Beside(extra=source.extra), None
     if own is not None and reading.error is None:
-        try:  # each rank reads its own: what one meets is told to all below
+        try:  # each rank reads its own values; `_verify` raises one rank's error on all
             beside = _Beside.of(own, together, rng)
         except Exception as failure:
             reading.error = failure
     if own is not None and optimizers:
         lost = Lost.read(engine, own, together, reading)
-    # From here on all of it was read, and is sound
     _verify(together, own, reading.error)
+    # From here on everything has been read, and its checksums are right
     if reader.rules is not None:
-        reader.rules.remember()  # an export goes back through them
+        reader.rules.remember()  # an export applies the same rules in reverse
     _set_extra_state(model, beside.extra_state)
     if lost is not None:
         lost.apply()
@@ -272,8 +276,12 @@ def _apply(
 
 @dataclass(frozen=True)
 class _Beside:
-    """What a checkpoint has for this rank beside weights and states; `streams`: of how many ranks
-    it has generators. `data`: None where it cannot be told which rank's is this one's.
+    """The values of a checkpoint for this rank, apart from weights and states.
+
+    Attributes:
+        random: the state of random generators. streams: number of ranks whose generators were
+            saved.
+        data: see `Loaded`.
     """
 
     random: dict[str, Any] | None = None
@@ -294,14 +302,14 @@ class _Beside:
 
 
 def _of_rank(data: dict[str, Any], together: Together) -> Any:
-    """What this rank gave as `data`; None where it cannot be told which rank's is this one's."""
+    """Return the `data` of this rank; None if ranks differed and their number has changed."""
     if "all" in data:
         return data["all"]
     return data["ranks"][together.rank] if len(data["ranks"]) == together.size else None
 
 
 def _verify(together: Together, own: FolderSource | None, error: Exception | None) -> None:
-    """Whether all ranks could read, and what they have read is what the manifest says."""
+    """Raise on all ranks if a rank failed to read, or if checksums differ from the manifest."""
     checks = own.checks if own is not None else []
     said = together.gather((None if error is None else worded(error), checks))
     told: Said | None = None
@@ -319,7 +327,7 @@ def _verify(together: Together, own: FolderSource | None, error: Exception | Non
 
 
 def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[str, Any]:
-    """The stored states of the `things` that were given, by name."""
+    """Return the stored states of the given `things`, by name."""
     out: dict[str, Any] = {}
     for name, thing in things.items():
         if thing is None:
@@ -343,7 +351,9 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
 def _fit_extra_state(
     engine: Engine, model: nn.Module, source: FolderSource, fit: ModelFit, strict: bool
 ) -> None:
-    """Enter in `fit` how extra states differ. Raises: CheckpointError: under `strict`."""
+    """Add missing and unexpected extra states to `fit`.
+    Raises: CheckpointError: there are some, with `strict`.
+    """
     theirs = set(source.state.get("extra_state", {}))
     ours = set(beside_parameters(engine, model)[1])
     if strict and theirs != ours:

@@ -1,16 +1,16 @@
-"""The manifest: which tensors a checkpoint holds, and in which bytes of which file each element
-lies. Who reads those bytes is `FolderSource` (folder_source.py).
+"""The manifest: it lists the tensors of a checkpoint, and the file and elements of each piece.
+`FolderSource` (folder_source.py) reads the pieces.
 
     tensor   parameter 'h.0.weight'   float32 [48, 16]                 768 elements
     pieces   |rank-00000: 0 .. 300|rank-00001: 300 .. 768|             tile them exactly
 
-Nothing in it depends on how many ranks, which stage or which tier it was saved from: who loads cuts
-the pieces anew. The checker in `Record.__post_init__` verifies that the pieces of a tensor tile it.
-The manifest's own SHA-256 lies beside it, in the form that `sha256sum -c manifest.sha256` reads.
+A load does not depend on the number of ranks, the stage or the tier of the save: it divides the
+elements anew. `Record.__post_init__` verifies that the pieces of a tensor tile it. The manifest's
+own SHA-256 is stored in a second file, in the form that `sha256sum -c manifest.sha256` reads.
 
-[Note: nothing outside the folder] A checkpoint may come from anywhere, and a checksum proves only
-that its parts belong together. So `path_in` is the one way from a name to a file: a name that
-leaves the folder, by itself or through a symbolic link, is refused.
+[Note: nothing outside the folder] A checkpoint may come from an untrusted source, and checksums
+prove only that its parts belong together. Every file name is therefore turned into a path by
+`path_in`, which refuses names that lead out of the folder, directly or through a symbolic link.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ MANIFEST, CHECKSUM, STATE = "manifest.json", "manifest.sha256", "state.json"
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """Elements `[start, stop)` of a flattened tensor: in `file`, with the CRC-32 of their bytes."""
+    """Elements `[start, stop)` of a flattened tensor, stored in `file`. `crc`: CRC-32 of their
+    bytes.
+    """
 
     file: str
     start: int
@@ -41,7 +43,7 @@ class StoredPiece:
 
 
 def key_of(item: Item, start: int) -> str:
-    """What a piece is called in its file."""
+    """Return the name of a piece in its file."""
     return f"{item.kind}:{item.name}{':' + item.state if item.state else ''}@{start}"
 
 
@@ -50,8 +52,8 @@ def rank_file(rank: int) -> str:
 
 
 def path_in(folder: Path, name: str) -> Path:
-    """The file `name` of the checkpoint in `folder`; see [Note: nothing outside the folder].
-    Raises: CheckpointError: it lies elsewhere.
+    """Return the path of file `name` in `folder`; see [Note: nothing outside the folder].
+    Raises: CheckpointError: the path leads out of the folder.
     """
     _refuse_outside(name, folder / MANIFEST)
     path = folder / name
@@ -65,7 +67,9 @@ def path_in(folder: Path, name: str) -> Path:
 
 
 def _refuse_outside(name: Any, where: Path) -> None:
-    """Raises: CheckpointError: `name` is no plain name below the folder."""
+    """Check a file name in the manifest `where`.
+    Raises: CheckpointError: `name` is not a plain relative path below the folder.
+    """
     plain = isinstance(name, str) and bool(name) and "\0" not in name and "\\" not in name
     if not plain or name.startswith("/") or not {"..", "."}.isdisjoint(name.split("/")):
         raise CheckpointError(
@@ -76,7 +80,7 @@ def _refuse_outside(name: Any, where: Path) -> None:
 
 @dataclass(frozen=True)
 class Record:
-    """A tensor: its identity, what it is, other names of it, its pieces in order."""
+    """A stored tensor: its identity, dtype, shape, other names, and its pieces in order."""
 
     item: Item
     dtype: str
@@ -104,7 +108,7 @@ class Record:
             )
 
     def to_json(self, number: Mapping[str, int]) -> dict[str, Any]:
-        """`number`: of each file, by its name."""
+        """Return the record as JSON values. `number`: the number of each file, by its name."""
         return {
             "kind": self.item.kind,
             "name": self.item.name,
@@ -128,7 +132,7 @@ class Record:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its bytes and a SHA-256, of all of it or of the head alone."""
+    """A file: its size in bytes and a SHA-256, of the whole file or (`head_only`) of its header."""
 
     nbytes: int
     sha256: str
@@ -137,10 +141,13 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Attributes:
-    step: as the user counts; None if it was not given. created: ISO date and time, UTC.
-    saved_by: versions, world size, stage and recipe of the run that saved (for people; loading
-    needs none of it)."""
+    """The contents of manifest.json.
+
+    Attributes:
+        step: the step given to `save`, if any. created: ISO date and time, UTC.
+        saved_by: versions, world size, stage and recipe of the run that saved. For information
+            only: no load needs it.
+    """
 
     records: tuple[Record, ...]
     files: Mapping[str, FileRecord]
@@ -165,7 +172,7 @@ class Manifest:
             "files": files,
             "tensor_files": names,
         }
-        # A tensor a line: people read it, and two of them compare line by line.
+        # One tensor per line: easy to read, and two manifests can be compared by `diff`
         tensors = ",\n".join(
             "  " + json.dumps(r.to_json(number), separators=(",", ":")) for r in self.records
         )
@@ -173,7 +180,9 @@ class Manifest:
 
     @classmethod
     def from_text(cls, text: str, where: Path) -> Manifest:
-        """Raises: CheckpointError: it is none, or from a later version."""
+        """Parse a manifest.
+        Raises: CheckpointError: the text is no manifest, or one of a later version.
+        """
         try:
             body = json.loads(text)
             if not isinstance(body, dict) or body.get("format") != "onefold checkpoint":
@@ -205,7 +214,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Raises: OSError."""
+    """Write the manifest and its checksum. Raises: OSError."""
     text = manifest.to_text().encode()
     (folder / MANIFEST).write_bytes(text)
     (folder / CHECKSUM).write_text(checksum_line(text))
@@ -216,8 +225,8 @@ def checksum_line(text: bytes) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint, its checksum verified.
-    Raises: CheckpointError: there is none, it is damaged, or from a later version.
+    """Read the manifest of a checkpoint and verify its checksum.
+    Raises: CheckpointError: there is none, it is damaged, or it is of a later version.
     """
     path, check = path_in(folder, MANIFEST), path_in(folder, CHECKSUM)
     try:

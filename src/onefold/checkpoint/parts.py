@@ -1,12 +1,12 @@
-"""Everything of a run that a checkpoint holds, as this rank has it, and what the first rank makes
-of all ranks' reports.
+"""Collect and write this rank's part of a checkpoint, and merge all ranks' reports on the first
+rank.
 
     every rank   parts ─► planned tensors ─► its file ─► report: (item, dtype, shape, start, stop, crc) of each piece
     first rank   reports ─► records ─► manifest;  values ─► state.json
 
-What is divided is written by its owner. What every rank holds whole (stage 0) is divided for
-writing by the same layout, so that each element is written once over all ranks and a checkpoint
-does not show which stage it came from.
+Each rank writes the elements that it owns. State that every rank holds whole (stage 0) is divided
+by the same layout for writing. Exactly one rank therefore writes each element, and a checkpoint is
+the same for every stage.
 
     parameter 'h.0.weight'      0 ......................... 768
     stage 3, rank 1 holds                 [300 ... 768)             writes 300 .. 768
@@ -41,7 +41,7 @@ from onefold.runtime.storage import OnDisk
 
 @dataclass(frozen=True)
 class PieceToWrite:
-    """A piece that this rank writes: `tensor` is [stop - start], wherever it rests."""
+    """A piece that this rank writes. `tensor`: [stop - start], in memory or on disk."""
 
     item: Item
     shape: tuple[int, ...]
@@ -53,8 +53,12 @@ class PieceToWrite:
 
 @dataclass
 class RankState:
-    """What this rank has to say: `tensors` to its file, `values` (already JSON) to the first
-    rank. `extras`: large tensors that `values` refer to by number.
+    """This rank's part of a checkpoint.
+
+    Attributes:
+        tensors: written to this rank's file.
+        values: as JSON, sent to the first rank.
+        extras: number of large tensors that `values` refer to by number.
     """
 
     tensors: list[PieceToWrite] = field(default_factory=list)
@@ -66,12 +70,12 @@ class RankState:
         return sum(part.tensor.numel() * part.tensor.element_size() for part in self.tensors)
 
     def add_own(self, item: Item, value: torch.Tensor) -> None:
-        """A tensor that this rank stores whole."""
+        """Add a tensor that this rank stores whole."""
         flat = value.detach().reshape(-1)
         self.tensors.append(PieceToWrite(item, tuple(value.shape), 0, value.numel(), flat))
 
     def keep(self, value: torch.Tensor) -> int:
-        """A large tensor among the values. Returns its number."""
+        """Add a large tensor found among the values. Returns its number."""
         self.add_own(Item("extra", str(self.extras)), value)
         self.extras += 1
         return self.extras - 1
@@ -84,12 +88,14 @@ def collect(
     things: Mapping[str, Any],
     frozen: bool = True,
 ) -> RankState:
-    """This rank's part of everything; `things`: what else there is (scheduler, scaler, data,
-    extra), or None; `frozen`: with parameters that take no gradient. Local; nothing is copied but
-    what is not contiguous.
+    """Collect this rank's part of a checkpoint. Local; copies only tensors that are not contiguous.
+
+    Args:
+        things: scheduler, scaler, data and extra, each None if not given.
+        frozen: include parameters that take no gradient.
 
     Raises:
-        CheckpointError: something that cannot be stored.
+        CheckpointError: something cannot be stored.
     """
     out, first = RankState(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
@@ -98,7 +104,7 @@ def collect(
         held = [(entry, "", entry.param) for entry in entries]
         for entry, key, value in [*held, *states.tensors]:
             start, stop = entry.accounted()
-            if stop > start or first:  # who also says what is there where nobody holds an element
+            if stop > start or first:  # the first rank also reports tensors without elements
                 names = entry.part.names
                 item = Item("state", names[0], key) if key else Item("parameter", names[0])
                 shape, a, b = entry.outside(start, stop, key)
@@ -136,7 +142,7 @@ def _collect_first(
     module: nn.Module,
     things: Mapping[str, Any],
 ) -> None:
-    """What only the first rank stores: buffers, and values that are the same on every rank."""
+    """Add what only the first rank stores: buffers, and values that are equal on all ranks."""
     buffers, odd = beside_parameters(engine, module)
     for name, buffer in buffers.items():
         out.add_own(Item("buffer", name), buffer)
@@ -153,13 +159,13 @@ def _collect_first(
 
 
 class States:
-    """What optimizers hold for the parameters of an engine.
+    """The state that optimizers hold for the parameters of an engine.
 
     Attributes:
-        tensors: (entry, key, tensor) of element-wise state, and of codes and scales. wholes: the
-            same of state with a shape of its own.
-        scalars: {parameter: {key: value}} of the rest.
-        groups: for each optimizer its groups as plain values, "params" being names.
+        tensors: (entry, key, tensor) for element-wise state, and for packed codes and scales.
+        wholes: (entry, key, tensor) for state whose shape differs from its parameter's.
+        scalars: {parameter: {key: value}} for single numbers.
+        groups: for each optimizer its groups as plain values, with names as "params".
     """
 
     def __init__(self, engine: Engine, optimizers: list[torch.optim.Optimizer]) -> None:
@@ -205,8 +211,8 @@ class States:
                 if sort in ("packed", "elements"):
                     self.tensors.append((entry, key, value))
                 elif sort == "number":
-                    # Every rank has it; the one that holds the parameter's elements says it, the
-                    # first one for parameters without any.
+                    # Every rank has the number. Ranks that answer for some of the parameter's
+                    # elements report it (all ranks, if it has none); the first report counts.
                     start, stop = entry.accounted()
                     if stop > start or entry.slot.numel == 0:
                         self.scalars.setdefault(entry.part.names[0], {})[key] = value
@@ -221,7 +227,9 @@ class States:
 
 
 def state_of(thing: Any, name: str) -> Any:
-    """`thing.state_dict()`, or a dict as it is. Raises: CheckpointError: it is neither."""
+    """Return `thing.state_dict()`, or `thing` itself if it is a dict.
+    Raises: CheckpointError: `thing` is neither.
+    """
     if isinstance(thing, dict):
         return thing
     if not callable(getattr(thing, "state_dict", None)):
@@ -229,12 +237,12 @@ def state_of(thing: Any, name: str) -> Any:
     return thing.state_dict()
 
 
-#: A piece that a rank has written, of which tensor: item, dtype, shape, its other names.
+#: A tensor of which a rank has written a piece (item, dtype, shape, other names), and the piece.
 Report = tuple[Item, str, tuple[int, ...], tuple[str, ...], StoredPiece]
 
 
 def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, list[Report]]:
-    """Write this rank's file. Returns what the first rank needs to know of it."""
+    """Write this rank's file. Returns the reports for the first rank."""
     planned = [
         Planned(key_of(p.item, p.start), p.tensor.dtype, (p.stop - p.start,), _fetch(p.tensor))
         for p in parts.tensors
@@ -253,8 +261,8 @@ def _fetch(tensor: torch.Tensor | OnDisk) -> Callable[[], torch.Tensor | Iterabl
 
 
 def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
-    """All ranks' reports as the tensors of a manifest.
-    Raises: CheckpointError: they do not fit together.
+    """Merge all ranks' reports into the tensors of a manifest.
+    Raises: CheckpointError: the reports contradict each other.
     """
     found: dict[Item, tuple[str, tuple[int, ...], tuple[str, ...], list[StoredPiece]]] = {}
     for rank, said in enumerate(reports):
@@ -280,7 +288,7 @@ def records(reports: Sequence[list[Report]]) -> tuple[Record, ...]:
 
 
 def values_of(said: list[dict[str, Any]]) -> dict[str, Any]:
-    """All ranks' values as the contents of state.json."""
+    """Merge all ranks' values into the contents of state.json."""
     out = {key: value for key, value in said[0].items() if key not in ("scalars", "data")}
     scalars: dict[str, Any] = {}
     for values in said:
@@ -294,7 +302,7 @@ def values_of(said: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def saved_by(engine: Engine) -> dict[str, Any]:
-    """Who saved, for people."""
+    """Return versions, world size and recipe of this run, for people who read the manifest."""
     import onefold
 
     recipe = engine.recipe

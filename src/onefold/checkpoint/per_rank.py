@@ -1,18 +1,18 @@
-"""What each rank stores of its own, and what becomes of it on other ranks: random generators, and
-what encoded gradients carry from one step to the next.
+"""State that belongs to one rank: random generators, and the residuals of encoded gradients (error
+feedback). This module saves it and loads it, also on another number of ranks.
 
-Rank r of the loading run takes over the generators of rank r of the saving one. Ranks that there
-were none of take those of rank r modulo the old number, and draw from them a seed of their own, so
-that no two ranks share a stream and a second load gives the same.
+Random generators: rank r takes over the generators that rank r saved. A rank beyond the number of
+saved ranks starts from those of rank (r modulo that number) and draws a new seed from them. No two
+ranks then share a random stream, and a second load gives the same streams.
 
-What encoding lost (error feedback) is each rank's own, in fp32: as long as what it encodes, which
-is all gradients on the first hop and a shard of them on the second. It is saved as it is, beside
-the optimizer's states, and given back to as many ranks in the same groups. On others error feedback
-begins anew, since what one rank lost of its own gradients says nothing of how another's are cut;
-`Loaded.notes` then says so.
+Residuals are what encoding a gradient lost, in fp32, per rank. They have the size of the encoded
+gradients: all of them on the first hop, a shard on the second. They are saved unchanged, with the
+optimizer states. They are loaded only if the number of ranks and the groups are the same.
+Otherwise error feedback begins anew and `Loaded.notes` says so: the residuals of one rank cannot
+be divided among ranks with other shards.
 
     item    kind "residual", name: the rank, state: flat buffer.first address.hop
-    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}; drawn: where random rounding stands
+    value   "wire": {"feedback": true, "ranks": 4, "inner": 2, "drawn": 17}; drawn: position in the random numbers of rounding
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from onefold.runtime.engine import Engine
 
 
 def capture() -> dict[str, Any]:
-    """Python's, numpy's, torch's and this rank's accelerator's generator."""
+    """Return the state of the generators of Python, numpy, torch and this rank's accelerator."""
     here = default_device()
     state = rng_state(here)
     return {
@@ -45,7 +45,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
-    """Set the generators of `rank` from those of rank `rank % saved_ranks`."""
+    """Set the generators of `rank` from the state that rank `rank % saved_ranks` saved."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -67,12 +67,12 @@ LEFT_OUT = "what encoding gradients lost (error feedback) is in the checkpoint a
 
 
 def lost_here(engine: Engine) -> dict[Item, torch.Tensor]:
-    """What encoding has lost on this rank."""
+    """Return this rank's residuals as items to save."""
     return {_item(engine, k): lost for k, lost in engine.residuals.kept.items() if lost.numel()}
 
 
 def wire_values(engine: Engine) -> dict[str, Any] | None:
-    """What the first rank says about it; None where there is nothing to carry on."""
+    """Return the values that the first rank saves about encoding; None if there are none."""
     residuals, group = engine.residuals, engine.group
     out: dict[str, Any] = {}
     if residuals.codec is not None and engine.recipe.error_feedback:
@@ -83,7 +83,9 @@ def wire_values(engine: Engine) -> dict[str, Any] | None:
 
 
 class Lost:
-    """What a checkpoint has for this rank. `note`: the same on every rank, or ""."""
+    """The residuals in a checkpoint for this rank. `note`: for `Loaded.notes`, equal on all ranks;
+    "" if there is nothing to tell.
+    """
 
     def __init__(self, engine: Engine) -> None:
         recipe, self.engine = engine.recipe, engine
@@ -96,7 +98,7 @@ class Lost:
     def read(
         cls, engine: Engine, source: FolderSource, together: Together, reading: StateReader
     ) -> Lost:
-        """Collective. What goes wrong is kept in `reading`."""
+        """Read them. Collective. The first error is kept in `reading.error`."""
         lost, items = cls(engine), None
         try:
             lost.said = source.value("wire") or {}
@@ -113,7 +115,7 @@ class Lost:
         return lost
 
     def _items(self, source: FolderSource) -> dict[Key, Item] | None:
-        """What this rank is given back; None if that is of other ranks."""
+        """Return this rank's items; None if the ranks, groups or units of the save were others."""
         group, engine = self.engine.group, self.engine
         here = self.said.get("ranks"), self.said.get("inner"), self.said.get("feedback")
         if not self.feedback or here != (group.size, group.topology.inner, True):
@@ -142,7 +144,7 @@ class Lost:
         )
 
     def apply(self) -> None:
-        """Local. What was lost before is forgotten."""
+        """Replace the engine's residuals by those read. Local."""
         residuals = self.engine.residuals
         residuals.forget()
         for key, lost in self.found.items():

@@ -1,10 +1,10 @@
-"""Saving: every rank writes what it owns, the first one makes the whole of it.
+"""Save a checkpoint: every rank writes what it owns, and the first rank completes the folder.
 
-all     collect parts ─► [copy to the host]                     the training stands still (an asynchronous save: only here)
+all     collect parts ─► [copy to the host]                     the training waits (for an asynchronous save: only here)
 first   make the hidden folder
 all     write rank-0000R.safetensors, flush ─► report
-first   state.json, HF's files, manifest, flush, look at every file, rename          whole, or absent
-all     hear whether it worked
+first   state.json, HF's files, manifest, flush, check every file, rename          the commit
+all     learn whether it worked
 """
 
 from __future__ import annotations
@@ -66,29 +66,29 @@ def save(
     overwrite: bool = False,
     frozen: bool = True,
 ) -> Path:
-    """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective;
-    returns when the disk has it.
+    """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective.
+    Returns after the files have been flushed to disk.
 
     Args:
-        path: the folder to make, on a file system that all ranks see.
-        model: what `onefold.shard` returned.
+        path: the folder to create, on a file system that all ranks share.
+        model: the return value of `onefold.shard`.
         optimizer: one torch optimizer over its parameters, or several.
         scheduler: anything with state_dict(); the first rank's is stored.
         scaler: the same.
-        data: the data loader's position: anything with state_dict(), or a dict; each rank's is
+        data: the data loader's position: anything with state_dict(), or a dict. Every rank's is
             stored.
-        extra: more values of the first rank: numbers, strings, lists, dicts, tensors, arrays.
-            Nothing that needs pickle.
-        step: the number of steps done; `onefold.load(...).step` gives it back, and the newest
-            checkpoint is the one of the greatest.
-        tokenizer: anything with save_pretrained(folder), stored beside the weights.
-        overwrite: replace the checkpoint of this name, in one step, once the new one is whole.
-        frozen: also write parameters that take no gradient. Without them (the base of adapters,
-            which another folder has) the checkpoint loads with strict=False.
+        extra: further values, stored from the first rank: numbers, strings, lists, dicts, tensors,
+            arrays. Values that need pickle are refused.
+        step: the number of steps done. `onefold.load(...).step` returns it. The checkpoint with
+            the greatest step counts as the newest.
+        tokenizer: anything with save_pretrained(folder), stored in the checkpoint's folder.
+        overwrite: replace a checkpoint at `path`, atomically, after the new one is complete.
+        frozen: also write parameters that take no gradient. Without them (for instance the base
+            model under adapters, which is stored elsewhere) load with strict=False.
 
     Raises:
-        CheckpointError: on every rank; nothing is left of the new one, nothing has happened to an
-            older one.
+        CheckpointError: on every rank. No part of the new checkpoint remains, and an older one at
+            `path` is unchanged.
     """
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
     _begin("save", path, model, optimizer, things, step, tokenizer, overwrite, frozen)()
@@ -109,19 +109,20 @@ def save_async(
     overwrite: bool = False,
     frozen: bool = True,
 ) -> Background:
-    """As `save`, but behind the training: the call returns at once, the state is copied to host
-    memory, then written.
+    """Save as `save` does, but in the background. The call returns at once; a thread copies the
+    state to host memory and then writes it.
 
-    The next optimizer step waits for the copy. Do not write to parameters by other ways before it
-    is done: the save notices (not writes through `.data`) and fails. State on NVMe is not copied,
-    there is no memory for it: such a save is written before the call returns.
+    The next optimizer step waits for the copy. Do not write to parameters in other ways before the
+    copy is complete: the save detects such writes (except through `.data`) and fails. State on NVMe
+    is not copied, since host memory may not hold it. A model with such state is saved before the
+    call returns.
 
-    A save that is under way on this model is waited for first. The copy takes as many bytes of host
-    memory as this rank's file, and the model keeps the buffer for the next time.
+    An earlier save of this model that is still under way is waited for first. The copy takes as
+    many bytes of host memory as this rank's file. The buffer is kept for later saves.
 
     Returns:
-        `.wait()` returns the path or raises what went wrong, `.done`, `.stall_s`, `.seconds`. A
-        failure that nobody waits for is raised by the next optimizer step.
+        An object with `.wait()`, `.done`, `.stall_s` and `.seconds`. `.wait()` returns the path or
+        raises the save's error. Without `.wait()`, the next optimizer step raises the error.
     """
     begun = time.perf_counter()
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
@@ -137,7 +138,9 @@ def _begin(
     call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
     overwrite: bool, frozen: bool = True,
 ) -> _Writing:  # fmt: skip
-    """What needs the training to stand still, and the errors found before anything is written."""
+    """Do the part of a save during which the training must wait. Errors that can be found before
+    anything is written are raised here.
+    """
     engine = engine_of(model)
     engine.refuse_changes("save")
     meet(engine, call)
@@ -147,7 +150,7 @@ def _begin(
     place: Unfinished | None = None
     engine.unset.look()
     with contextlib.ExitStack() as on_error:
-        # All ranks hear of all errors, and of the folder, before anything is written
+        # All ranks learn of errors and of the folder's name before anything is written
         with together.each_rank():
             step = step_of(step)
             check_moment(engine, "save", optimizer)
@@ -162,7 +165,7 @@ def _begin(
         said = together.all_gather((str(place.folder) if place is not None else "", mine))
         raise_different("save", [given for _, given in said])
         on_error.pop_all()
-    texts: list[Any] = []  # what writes HF's files
+    texts: list[Any] = []  # objects whose save_pretrained() writes HF's files
     if together.rank == 0:
         named = (getattr(model, name, None) for name in ("config", "generation_config"))
         savers = ((thing, getattr(thing, "save_pretrained", None)) for thing in (*named, tokenizer))
@@ -172,7 +175,7 @@ def _begin(
 
 
 def step_of(step: Any) -> int | None:
-    """`step` as a plain number. Raises: CheckpointError: it is none, or below 0."""
+    """Return `step` as an int. Raises: CheckpointError: it is not an integer, or is negative."""
     try:
         number = None if step is None else operator.index(step)
     except TypeError:
@@ -183,7 +186,9 @@ def step_of(step: Any) -> int | None:
 
 
 def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
-    """Raises: CheckpointError: it is no moment to save or load, or `optimizer` is none."""
+    """Check that this is a moment to save or load, and that `optimizer` holds optimizers.
+    Raises: CheckpointError: otherwise.
+    """
     if engine.stack:
         raise CheckpointError(
             f"{call}() was called inside a forward pass of the model; call it between two steps."
@@ -204,7 +209,7 @@ def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """None, one or several as a list."""
+    """Return the given optimizer or optimizers as a list; [] for None."""
     if optimizer is None:
         return []
     return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -212,11 +217,13 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 @dataclass
 class _Writing:
-    """The part of a save that needs nothing of the training any more.
+    """The part of a save that can run in the background.
 
     Attributes:
-        folder: where all ranks write. place: the same, on the first rank, who gives it its name.
-        saver: who saves, for people. texts: what writes a transformers model's own files.
+        folder: the hidden folder that all ranks write to.
+        place: that folder as an object, on the first rank, which renames it.
+        saver: see `saved_by`.
+        texts: objects that write a transformers model's own files.
     """
 
     together: Together
@@ -230,12 +237,12 @@ class _Writing:
     texts: list[Any]
 
     def __call__(self) -> None:
-        """Collective. Raises: CheckpointError: on every rank."""
+        """Write and commit the checkpoint. Collective. Raises: CheckpointError: on every rank."""
         error: Said | None = None
         written: FileRecord | None = None
         pieces: list[Report] = []
         me = self.together.rank
-        with self.place or contextlib.nullcontext():  # whatever goes wrong leaves nothing
+        with self.place or contextlib.nullcontext():  # a failure removes the folder
             try:
                 if self.copying is not None:
                     self.parts = self.copying.run()
@@ -249,7 +256,7 @@ class _Writing:
                 raise error.raised()
 
     def _finish(self, reports: list[Any]) -> Said | None:
-        """The first rank completes the folder and gives it its name. Returns what went wrong."""
+        """Complete and rename the folder, on the first rank. Returns the error, if any."""
         assert self.place is not None
         try:
             raise_first([error for error, *_ in reports])
@@ -276,13 +283,13 @@ class _Writing:
                 files[name] = FileRecord(len(data), hashlib.sha256(data).hexdigest())
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_manifest(self.folder, Manifest(found, files, self.step, created, self.saver))
-        # Before the folder gets its name: a name must not reach the disk ahead of what it stands for
+        # Before the rename: the folder's name must not reach the disk before its contents
         for path in self.folder.rglob("*"):
-            if not path.name.startswith("rank-"):  # those were flushed by who wrote them
+            if not path.name.startswith("rank-"):  # each rank has flushed its own file
                 flush(path)
 
     def _look(self, files: Mapping[str, FileRecord]) -> None:
-        """Every rank's file is here, whole, before the folder gets its name."""
+        """Check, before the rename, that the first rank sees every file with its right header."""
         for name, record in files.items():
             path = self.folder / name
             if not path.exists():

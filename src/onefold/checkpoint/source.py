@@ -1,4 +1,4 @@
-"""What weights and states can be read from: an Onefold checkpoint, a Hugging Face folder, another
+"""The interface of everything to load from: an Onefold checkpoint, a Hugging Face folder or another
 library's checkpoint.
 
 | kind      | name                         | state            | shape                                    |
@@ -40,7 +40,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a stored tensor is."""
+    """The dtype and shape of a stored tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -50,14 +50,15 @@ SourceT = TypeVar("SourceT", bound="Source")
 
 
 class Source:
-    """Something to load from. A subclass answers `describe`, `items` and `read`, and what else it
-    has. Everything raises CheckpointError.
+    """Something to load from. A subclass implements `describe`, `items` and `read`, and whatever
+    else it has. All methods may raise CheckpointError.
 
     Attributes:
-        form: whose it is, for people. folder: where it lies. created: ISO date and time, UTC; ""
-            if it is not known. step, extra, saved_by: see `Loaded`.
-        unexpected: tensors that fit nowhere in the model, of a source that was cut to fit one.
-        rules: transformers' rules that its names went through, if any.
+        form: the format, for messages. folder: the folder it is read from.
+        created: ISO date and time, UTC; "" if it is not known.
+        step, extra, saved_by: see `Loaded`.
+        unexpected: tensors without a place in the model, for a source that was fitted to a model.
+        rules: transformers' rules by which names were converted, if any.
     """
 
     form: str = "Hugging Face"
@@ -71,24 +72,24 @@ class Source:
 
     @property
     def describe(self) -> str:
-        """What it is, in messages."""
+        """How messages call it."""
         raise NotImplementedError
 
     def items(self) -> Mapping[Item, Stored]:
-        """Every tensor there is."""
+        """Return every stored tensor."""
         raise NotImplementedError
 
     def stored(self, item: Item) -> Stored:
         return self.items()[item]
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        """Elements `[start, stop)` of the flattened tensor into `out` ([stop - start], on the
-        host), as out's dtype.
+        """Read elements `[start, stop)` of the flattened tensor into `out` ([stop - start], on the
+        host), converted to out's dtype.
         """
         raise NotImplementedError
 
     def whole(self, item: Item) -> torch.Tensor:
-        """A whole tensor, on the host."""
+        """Return a whole tensor, on the host."""
         stored = self.stored(item)
         out = torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
         self.read(item, 0, out.numel(), out.reshape(-1))
@@ -97,7 +98,9 @@ class Source:
     def blocks(
         self, item: Item, start: int, stop: int, step: int, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """(first element, elements [n] on the host) of elements [start, stop), `step` at a time."""
+        """Yield elements [start, stop), at most `step` at a time: (index of the first element,
+        elements [n] on the host).
+        """
         for a in range(start, stop, step):
             part = torch.empty(
                 min(stop - a, step), dtype=dtype or self.stored(item).dtype, device="cpu"
@@ -106,22 +109,22 @@ class Source:
             yield a, part
 
     def aliases(self) -> Mapping[str, str]:
-        """{another name of a tied parameter: the name it is stored under}."""
+        """Return {another name of a tied parameter: the name under which it is stored}."""
         return {}
 
     def other_names(self) -> dict[str, list[str]]:
-        """{the name of a stored parameter: its other names}, of tied ones."""
+        """Return {name of a stored parameter: its other names} for tied parameters."""
         out: dict[str, list[str]] = {}
         for alias, name in self.aliases().items():
             out.setdefault(name, []).append(alias)
         return out
 
     def stored_name(self, name: str) -> str:
-        """What a parameter that is called `name` is stored under, if it is."""
+        """Return the name under which parameter `name` would be stored."""
         return self.aliases().get(name, name)
 
     def parameter(self, names: Iterable[str]) -> Item | None:
-        """The parameter that goes by one of `names`."""
+        """Return the item of the parameter that has one of `names`, if there is one."""
         items = self.items()
         for name in names:
             for stored in (name, self.stored_name(name)):
@@ -130,31 +133,35 @@ class Source:
         return None
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's numbers of parameter `name`, such as {"step": tensor(3.)}."""
+        """Return the optimizer's scalars for parameter `name`, such as {"step": tensor(3.)}."""
         return {}
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
-        """The parameter groups of each optimizer, "params" being names. None: there is none."""
+        """Return the parameter groups of each optimizer, with names as "params". None if there is
+        no optimizer.
+        """
         return None
 
     def fitted(self, module: nn.Module) -> Source:
-        """The same under the names of `module`, for a source that has names of its own."""
+        """Return this source under the names of `module`. A source with those names is returned
+        itself.
+        """
         return self
 
     def value(self, name: str) -> Any:
-        """The state of the run's "scheduler" or "scaler"; None: it has none."""
+        """Return the stored state of "scheduler" or "scaler"; None if there is none."""
         return getattr(self, name, None)
 
     def compare(self) -> None:
-        """Compare what was read so far with the checksums, where there are any."""
+        """Compare the bytes read so far with the stored checksums, if there are any."""
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Close the files."""
 
 
 @contextlib.contextmanager
 def closed_on_error(source: SourceT) -> Iterator[SourceT]:
-    """Around what opens `source` for somebody else: if that fails, nothing stays open."""
+    """Close `source` if the block fails; otherwise leave it open for its new owner."""
     try:
         yield source
     except BaseException:
@@ -163,7 +170,7 @@ def closed_on_error(source: SourceT) -> Iterator[SourceT]:
 
 
 class View(Source):
-    """A source in front of another, which answers what this one does not."""
+    """A source that wraps another one and passes on whatever it does not override."""
 
     def __init__(self, source: Source) -> None:
         self.source = source
@@ -193,8 +200,8 @@ class View(Source):
 
 
 def read_by_another(path: Path) -> Source | None:
-    """What another library has left at `path`, by the package's `READERS`."""
-    import onefold  # the package says who reads what; this room knows nobody else's files
+    """Open the checkpoint of another library at `path`, with one of the package's `READERS`."""
+    import onefold  # it lists the readers; this package does not know other formats
 
     for name in onefold.READERS:
         reader: Any = importlib.import_module(name)

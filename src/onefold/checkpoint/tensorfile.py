@@ -1,17 +1,18 @@
-"""Safetensors files, written and read in streams, with a checksum of everything.
+"""Safetensors files, written and read in pieces, with checksums of all bytes.
 
     |8 bytes: n|n bytes: JSON header, padded with spaces|data of the 1st tensor|data of the 2nd|...|
                                                         ^ data_start, a multiple of 8
 
-The format's own library writes a file from tensors in memory at once, and reads without checksums.
-A checkpoint's files are written tensor by tensor while the checksum is taken, and read by ranges,
-straight into the memory that keeps them. What is written here every reader of safetensors opens.
+The format's own library needs all tensors in memory to write a file, and reads without checksums.
+This module writes a file tensor by tensor and computes checksums on the way. It reads ranges
+directly into their final memory. Every safetensors reader can open the files.
 
-[Note: a checksum from parts] Ranks that load at another world size each read a part of what one
-rank wrote. Their parts' CRC-32s combine to the one in the manifest, so every byte is checked
-although no rank reads more than it needs. A checksum is a polynomial over GF(2) modulo the CRC-32
-generator, lowest power in the highest bit. Appending n bytes multiplies what came before by x^(8n);
-hence crc(a + b) = crc(a) · x^(8·len(b)) + crc(b), where the conditioning at both ends cancels.
+[Note: a checksum from parts] At another world size, several ranks each read a part of a piece that
+one rank wrote. The CRC-32s of the parts combine to the piece's CRC-32 in the manifest. Every byte
+is thus checked, although no rank reads more than it needs. A checksum is a polynomial over GF(2)
+modulo the CRC-32 generator, lowest power in the highest bit. Appending n bytes multiplies the
+polynomial before them by x^(8n). Hence crc(a + b) = crc(a) · x^(8·len(b)) + crc(b), where the
+conditioning at both ends cancels.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ import torch
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 
-#: Bytes handed to the kernel at a time: checksum and copy then find them in the cache.
+#: Bytes per system call. Small enough that checksum and copy find them in the CPU's cache.
 CHUNK = 4 << 20
-#: Bytes after which the disk is told to begin with them.
+#: Bytes after which the kernel is told to start writing to the disk.
 AHEAD = 16 << 20
-#: What the format's own library accepts as a header.
+#: The largest header that the format's own library accepts, in bytes.
 LARGEST_HEADER = 100_000_000
 
 DTYPES: dict[str, torch.dtype] = {
@@ -49,7 +50,9 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write: contiguous, on the host; or what makes it, or its parts in order."""
+    """A tensor to write. `tensor`: a contiguous host tensor, or a function that returns one or the
+    parts of one in order.
+    """
 
     key: str
     dtype: torch.dtype
@@ -59,7 +62,7 @@ class Planned:
 
 @dataclass(frozen=True)
 class TensorSpan:
-    """Where a tensor lies in a file: bytes `[begin, end)` from the start of the file."""
+    """The position of a tensor in a file: bytes `[begin, end)` from the start of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,7 +71,7 @@ class TensorSpan:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor, to read or to write."""
+    """Return the memory of a contiguous host tensor, readable and writable."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
@@ -79,8 +82,8 @@ def numel_of(shape: Sequence[int]) -> int:
 def header_of(
     planned: Iterable[tuple[str, torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorSpan]]:
-    """The first bytes of a file with these tensors in this order, and where each lies.
-    Raises: CheckpointError: a dtype that the format has no name for, or a key twice.
+    """Return the header of a file with these tensors in this order, and each tensor's position.
+    Raises: CheckpointError: the format has no name for a dtype, or a key occurs twice.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     at = 0
@@ -102,7 +105,9 @@ def header_of(
 
 
 def parse_header(head: bytes) -> dict[str, TensorSpan]:
-    """Where each tensor lies, by a file's first bytes. Damage raises whatever it comes to."""
+    """Return each tensor's position, given a file's header. A damaged header may raise any
+    exception.
+    """
     table = json.loads(head[8:])
     table.pop("__metadata__", None)
     spans = {}
@@ -114,7 +119,7 @@ def parse_header(head: bytes) -> dict[str, TensorSpan]:
 
 @dataclass(frozen=True)
 class Written:
-    """A file that was written. `head`: the SHA-256 of its head. `crcs`: of each tensor."""
+    """A file that was written. `head`: SHA-256 of its header. `crcs`: each tensor's CRC-32."""
 
     nbytes: int
     head: str
@@ -122,7 +127,7 @@ class Written:
 
 
 def _chunks(planned: Planned) -> Iterator[memoryview]:
-    """The bytes of a tensor, `CHUNK` at most at a time."""
+    """Yield the bytes of a tensor, at most `CHUNK` at a time."""
     given = planned.tensor if isinstance(planned.tensor, torch.Tensor) else planned.tensor()
     for tensor in [given] if isinstance(given, torch.Tensor) else given:
         if tensor.dtype != planned.dtype:
@@ -133,8 +138,8 @@ def _chunks(planned: Planned) -> Iterator[memoryview]:
 
 
 def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
-    """Write a new file, tensor after tensor; returns when the disk has it.
-    Raises: OSError: as the system says it (no space, no permission, the file exists).
+    """Write a new file, tensor by tensor. Returns after the file has been flushed to disk.
+    Raises: OSError: from the system (no space, no permission, the file exists).
     """
     head, places = header_of(((p.key, p.dtype, p.shape) for p in planned), {})
     crcs: dict[str, int] = {}
@@ -150,8 +155,8 @@ def write_tensors(path: Path, planned: Sequence[Planned]) -> Written:
                 _write(file, chunk)
                 at, given = at + len(chunk), given + len(chunk)
                 if at - begun >= AHEAD and hasattr(os, "posix_fadvise"):
-                    # Linux begins to write dirty pages that it is told to forget: the disk works
-                    # while the next are being checksummed.
+                    # On DONTNEED, Linux starts to write dirty pages: the disk then works while the
+                    # next bytes are checksummed.
                     os.posix_fadvise(file, begun, at - begun, os.POSIX_FADV_DONTNEED)
                     begun = at
             if given != numel_of(p.shape) * p.dtype.itemsize:
@@ -174,8 +179,8 @@ class TensorFile:
     """A safetensors file to read ranges from.
 
     Raises:
-        CheckpointError: there is no such file, or it is none of the format, or not as long as its
-            header says.
+        CheckpointError: there is no such file, it is not a safetensors file, or its length differs
+            from what its header says.
     """
 
     def __init__(self, path: Path) -> None:
@@ -226,14 +231,14 @@ class TensorFile:
         return header
 
     def read(self, key: str, start: int, stop: int, out: torch.Tensor) -> int:
-        """Elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start], on the
-        host), as out's dtype.
+        """Read elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start],
+        on the host), converted to out's dtype.
 
         Returns:
-            the CRC-32 of the bytes as they lie in the file.
+            The CRC-32 of the bytes in the file.
 
         Raises:
-            CheckpointError: the file ends before them.
+            CheckpointError: the file ends before these elements.
         """
         entry = self.header[key]
         size = entry.dtype.itemsize
@@ -283,7 +288,7 @@ _ONE = 1 << 31  # x^0
 
 
 def _times(a: int, b: int) -> int:
-    """The product of two polynomials."""
+    """Return the product of two polynomials, modulo the generator."""
     product = 0
     for power in range(31, -1, -1):
         if a >> power & 1:
@@ -294,7 +299,7 @@ def _times(a: int, b: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _x_to(exponent: int) -> int:
-    """x^exponent, by squaring."""
+    """Return x^exponent modulo the generator, by repeated squaring."""
     result, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:
@@ -304,12 +309,12 @@ def _x_to(exponent: int) -> int:
 
 
 def combine(first: int, second: int, second_length: int) -> int:
-    """The CRC-32 of a + b from those of a and of b; `second_length` is b's length in bytes."""
+    """Return the CRC-32 of a + b, given those of a and b. `second_length`: b's length in bytes."""
     return _times(_x_to(8 * second_length), first) ^ second
 
 
 def joined(parts: Iterable[tuple[int, int]]) -> int:
-    """The CRC-32 of a sequence of parts, each `(crc, length in bytes)`, in order."""
+    """Return the CRC-32 of consecutive parts, given `(crc, length in bytes)` of each in order."""
     whole = 0
     for crc, length in parts:
         whole = combine(whole, crc, length)

@@ -1,5 +1,5 @@
-"""What the ranks of a sharded model tell each other about a checkpoint, on a communicator of its
-own, beside the training's.
+"""Messages between the ranks of a sharded model about checkpoints. They use their own communicator,
+not the training's.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
 from onefold.runtime.unset import UnsetError
 
-#: Seconds that a rank waits for the others: as long as the largest shard may take to write. A rank
-#: that ends is noticed at once.
+#: Seconds that a rank waits for the others: long enough to write the largest shard. The end of
+#: another rank's process is noticed at once.
 PATIENCE = 4 * 3600.0
 
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
@@ -32,11 +32,13 @@ CALLS = ("save", "save_async", "load", "load_async", "Checkpointer(...)", "Check
 
 
 def meet(engine: Engine, call: str) -> None:
-    """Every rank has come to the same call, and no save or load of this one is under way any more.
-    On the training's communicator, whose waits end within the recipe's `stall_timeout`.
+    """Wait until every rank has made the same call, and until no earlier save or load of this rank
+    is under way. Uses the training's communicator, which waits at most the recipe's
+    `stall_timeout`.
 
     Raises:
-        StallError: another rank does not come. CheckpointError: another rank calls something else.
+        StallError: another rank does not arrive.
+        CheckpointError: another rank has made a different call.
     """
     if engine.group.fake:
         return settle(engine)
@@ -54,7 +56,7 @@ def meet(engine: Engine, call: str) -> None:
 
 
 class Together:
-    """The ranks of one engine."""
+    """The ranks of one engine, for messages about checkpoints."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
@@ -69,28 +71,28 @@ class Together:
 
     @classmethod
     def of(cls, engine: Engine) -> Together:
-        """Collective the first time."""
+        """Return the engine's `Together`. The first call is collective."""
         if engine not in _known:
             _known[engine] = cls(engine)
         return _known[engine]
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return every rank's value, in rank order."""
         return self._exchange(value, range(self.size))
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value in rank order on the first rank, [] elsewhere."""
+        """Return every rank's value in rank order on the first rank, [] elsewhere."""
         return self._exchange(value, range(self.size) if self.rank == 0 else range(0))
 
     def from_first(self, value: Any) -> Any:
-        """The first rank's value."""
+        """Return the first rank's value."""
         return self._exchange(value if self.rank == 0 else None, range(1))[0]
 
     def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
         if self.size == 1:
             return [value]
-        # On the group itself and not by dist.all_gather_object, which asks a registry that
-        # destroy_process_group() empties: a save that is under way when a script ends is completed.
+        # Not dist.all_gather_object: it looks the group up in a registry that
+        # destroy_process_group() empties. A save under way at the end of a script must complete.
         text = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(self.size)]
         self._talk(lengths, torch.tensor([len(text)], device="cpu"))
@@ -100,15 +102,15 @@ class Together:
         return [pickle.loads(bytes(parts[r][: int(lengths[r])].numpy())) for r in of]
 
     def agree(self, error: Exception | None) -> None:
-        """Go on if no rank has an error.
-        Raises: CheckpointError: on every rank, with what each rank met.
+        """Raise on every rank if any rank has an error.
+        Raises: CheckpointError: with the first rank's error and the number of others.
         """
         raise_first(self.all_gather(None if error is None else worded(error)))
 
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
-        """Around local work: what goes wrong on one rank raises on all, at its end.
-        Raises CheckpointError; UnsetError where this rank met that.
+        """Run a block of local work. At its end, an error on one rank is raised on all ranks.
+        Raises: CheckpointError; or UnsetError on a rank whose block has raised an UnsetError.
         """
         error: Exception | None = None
         try:
@@ -118,7 +120,7 @@ class Together:
         try:
             self.agree(error)
         except CheckpointError as told:
-            if isinstance(error, UnsetError):  # as every other use of such a model raises
+            if isinstance(error, UnsetError):  # the error of every other use of such a model
                 raise error from None
             raise told from error
         finally:
@@ -127,7 +129,7 @@ class Together:
     def _talk(self, out: list[torch.Tensor], mine: torch.Tensor) -> None:
         engine = self._engine()
         if engine is not None:
-            # One conversation at a time: what goes on behind the training talks here too
+            # One exchange at a time: a background save or load uses this communicator too
             settle(engine)
         try:
             self._group.allgather([out], [mine]).wait()
@@ -141,7 +143,7 @@ class Together:
 
 @dataclass(frozen=True)
 class Said:
-    """An error as ranks tell it each other."""
+    """An error in the form in which ranks send it to each other."""
 
     text: str
     damaged: bool = False
@@ -151,7 +153,7 @@ class Said:
 
 
 def raise_different(call: str, said: Sequence[Mapping[str, Any]]) -> None:
-    """Raise CheckpointError if ranks were given different things."""
+    """Raise CheckpointError if ranks were given different arguments."""
     for name, mine in said[0].items():
         other = next((rank for rank, theirs in enumerate(said) if theirs[name] != mine), None)
         if other is not None:
@@ -162,7 +164,7 @@ def raise_different(call: str, said: Sequence[Mapping[str, Any]]) -> None:
 
 
 def worded(error: Exception) -> Said:
-    """An error as every rank is to say it."""
+    """Return the error in the form in which every rank raises it."""
     if isinstance(error, CheckpointError):
         return Said(str(error), isinstance(error, DamagedCheckpoint))
     return Said(
@@ -171,7 +173,7 @@ def worded(error: Exception) -> Said:
 
 
 def raise_first(errors: Sequence[Said | None]) -> None:
-    """Raise the first error of the ranks, with who met one."""
+    """Raise the first of the ranks' errors, naming its rank and the number of further errors."""
     bad = [(rank, error) for rank, error in enumerate(errors) if error is not None]
     if bad:
         rank, said = bad[0]

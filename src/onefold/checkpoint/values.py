@@ -1,5 +1,5 @@
-"""Python values as JSON and back, without pickle: what schedulers, scalers, data loaders and users
-keep beside tensors.
+"""Convert Python values to JSON and back, without pickle: the state of schedulers, scalers and data
+loaders, and the user's `extra`.
 
 | value                                  | in JSON                                                    |
 |----------------------------------------|------------------------------------------------------------|
@@ -9,9 +9,9 @@ keep beside tensors.
 | nan, inf                               | {"$float": "nan"}                                          |
 | bytes, complex, torch.dtype, device, Path | {"$bytes": base64}, ...                                 |
 | tensor or array up to INLINE bytes     | {"$tensor": {dtype, shape, data: base64}}                  |
-| a larger one                           | {"$stored": number}: handed to `keep`, which stores it     |
+| a larger one                           | {"$tensor": {"stored": number}}: `keep` stores the tensor  |
 
-Anything else is refused with the place where it was found.
+Other values are refused, with a message that says where the value was found.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ import torch
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of
 
-#: Bytes up to which a tensor stands in the JSON file itself.
+#: Tensors up to this size in bytes are stored in the JSON file itself.
 INLINE = 16 << 10
 
 _Convert = Callable[[Any], Any]
-#: What is one value in JSON: types, tag, how it is written, how it is read.
+#: Types stored as one tagged JSON value: (types, tag, to JSON, from JSON).
 _SIMPLE: list[tuple[type | tuple[type, ...], str, _Convert, _Convert]] = [
     ((bytes, bytearray), "$bytes", lambda v: base64.b64encode(bytes(v)).decode(), base64.b64decode),
     (complex, "$complex", lambda v: [v.real, v.imag], lambda v: complex(*v)),
@@ -41,7 +41,7 @@ _SIMPLE: list[tuple[type | tuple[type, ...], str, _Convert, _Convert]] = [
     (torch.device, "$device", str, torch.device),
     (PurePath, "$path", str, PurePath),
 ]
-#: The same of what tagged JSON holds other values in, decoded.
+#: For each tag, the function that makes the value from the decoded JSON.
 _READ: dict[str, Any] = {
     "$float": float, "$tuple": tuple, "$set": set, "$dict": dict, "$counter": lambda v: Counter(dict(v)),
 } | {tag: read for _, tag, _, read in _SIMPLE}  # fmt: skip
@@ -51,8 +51,14 @@ Fetch = Callable[[int], torch.Tensor]
 
 
 def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
-    """`value` as JSON. `where` names it in messages; `keep` stores a large tensor and returns its
-    number. Raises: CheckpointError: a value that only pickle could write.
+    """Return `value` as JSON.
+
+    Args:
+        where: what messages call the value.
+        keep: stores a large tensor and returns its number.
+
+    Raises:
+        CheckpointError: only pickle could store the value.
     """
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
@@ -115,7 +121,7 @@ def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
 
 
 def decode(value: Any, fetch: Fetch | None = None) -> Any:
-    """What `encode` was given. `fetch` brings a tensor that it has stored, by number."""
+    """Return the value that `encode` was given. `fetch`: returns a stored tensor by its number."""
     if isinstance(value, list):
         return [decode(v, fetch) for v in value]
     if not isinstance(value, dict):

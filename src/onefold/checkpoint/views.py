@@ -1,15 +1,15 @@
-"""Sources in front of others: what a load reads of one, read as it is wanted here (`Recoded`), or
-ahead of time (`Prefetched`).
+"""Sources that wrap another source: `Recoded` converts moments to the format of this run, and
+`Prefetched` reads data ahead of time.
 
-Moments in one format, read as if they had been saved in another:
+`Recoded` reads moments as if they had been saved in another format:
 
-    stored                             asked for                         comes back
-    exp_avg.int8, exp_avg.int8.scale   the same                          bit-equal: not even unpacked
-    exp_avg.int8, exp_avg.int8.scale   exp_avg, fp32                     the values they stand for
-    exp_avg, fp32 or bf16              exp_avg.int4, exp_avg.int4.scale  packed, as a step would have packed them
+    stored                             asked for                         result
+    exp_avg.int8, exp_avg.int8.scale   the same                          bit-equal: not unpacked
+    exp_avg.int8, exp_avg.int8.scale   exp_avg, fp32                     decoded values
+    exp_avg, fp32 or bf16              exp_avg.int4, exp_avg.int4.scale  packed, as an optimizer step packs them
 
-Blocks are counted from the parameter's beginning, so every rank makes the same codes of a block,
-whatever it reads of it.
+Blocks begin at the parameter's first element. Every rank therefore makes the same codes for a
+block, whichever part of the block it reads.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _CPU = torch.device("cpu")
 
 
 class Recoded(View):
-    """`source` with moments in the format that `wanted` gives for (name, elements)."""
+    """`source` with moments converted to the format that `wanted(name, elements)` returns."""
 
     def __init__(self, source: Source, wanted: Callable[[str, int], Format]) -> None:
         super().__init__(source)
         self._items = dict(source.items())
-        # Asked for: (the moment as if it were plain, its format there, elements)
+        # {item asked for: (the unpacked moment's item, its stored format, number of elements)}
         self._made: dict[Item, tuple[Item, Format, int]] = {}
         self._codecs: dict[str, MomentPacking] = {}
         shapes = {
@@ -54,7 +54,7 @@ class Recoded(View):
             if there.keys("") == asked.keys(""):
                 continue
             stored = self._items.pop(item)
-            if part is None and stored.shape != shape:  # something else of that name
+            if part is None and stored.shape != shape:  # another kind of state with that name
                 self._items[item] = stored
                 continue
             plain = Item("state", item.name, part.key if part is not None else item.state)
@@ -81,12 +81,12 @@ class Recoded(View):
             values = self._values(plain, there, a, b)
             if part is not None:
                 values = self._packed(part.format, SIGNED[part.key], values)[part.scale]
-            i, j = items_of(a, b, grain)  # what `values` are of the tensor that is asked for
+            i, j = items_of(a, b, grain)  # the items of the requested tensor that `values` hold
             low, high = max(i, start), min(j, stop)
             out[low - start : high - start].copy_(values[low - i : high - i])
 
     def _values(self, plain: Item, there: Format, a: int, b: int) -> torch.Tensor:
-        """Elements [a, b) of a moment in fp32, which begin and end with a block."""
+        """Return elements [a, b) of a moment in fp32. The range begins and ends with a block."""
         if not there.packed:
             out = torch.empty(b - a, dtype=torch.float32, device=_CPU)
             self.source.read(plain, a, b, out)
@@ -115,12 +115,11 @@ class Recoded(View):
 
 
 class Prefetched(View):
-    """A source in front of another: what this rank will ask for lies in memory, the rest is passed
-    on.
+    """A wrapper that holds this rank's part of `source` in memory. Other reads are passed on.
 
     Args:
-        source: with the model's own names.
-        states: the optimizer's too.
+        source: a source with the model's own names.
+        states: also read optimizer states ahead.
     """
 
     def __init__(self, engine: Engine, source: Source, states: bool) -> None:

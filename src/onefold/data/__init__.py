@@ -1,8 +1,8 @@
-"""Room `data`: what `--data` names, as samples in an order that seed and step decide. It knows no
-model and no run.
+"""Room `data`: read `--data` as samples, in an order that depends on seed and step only. This
+package does not depend on a model or a run.
 
     sources ─► tables (Parquet, Arrow, the hub)       documents
-    text ─► token_cache                               tokens: in memory, or mapped from the disk
-    samples                                           batches, held-out ones, and their way to the device
-    order                                             which samples a step reads
+    text ─► token_cache                               tokens: in memory, or mapped from disk
+    samples                                           batches, held-out batches, and their copies to the device
+    order                                             the samples that a step reads
 """

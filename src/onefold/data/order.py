@@ -1,18 +1,18 @@
 """The order in which steps read samples.
 
-The order is a function of seed and step alone. At step s the global batch is positions s·B …
-s·B + B − 1 of an endless sequence of epochs, each a permutation of the samples drawn from (seed,
-epoch). Ranks and micro-batches only cut that list:
+The order depends on seed and step only. Think of an endless sequence of epochs, each a permutation
+of the samples drawn from (seed, epoch). The global batch of step s is positions s·B … s·B + B − 1
+of that sequence. It is divided among ranks and micro-batches:
 
     global batch of step s (B = 8)      | i0 i1 | i2 i3 | i4 i5 | i6 i7 |
     2 ranks, micro-batch 2              |  r0   |  r1   |  r0   |  r1   |
                                         └ micro-batch 0 ┴ micro-batch 1 ┘
 
-Where the parts of the data have weights, an epoch has as many samples as all parts together, and
-each part gives its share: over and over if it is small, some of it, drawn anew, if it is large. Any
-number of held-out samples, read from the first on, has the same shares.
+If the parts of the data have weights, an epoch still has as many samples as all parts together, and
+each part contributes its share. A small part is repeated. Of a large part, each epoch draws a
+selection anew. The held-out samples are ordered so that the first n have these shares, for any n.
 
-Another number of ranks with the same B sees the same samples at every step. A checkpoint keeps the
+With the same B, every number of ranks reads the same samples at every step. A checkpoint stores the
 step, B, the seed, and how many global batches a rollback has skipped.
 """
 
@@ -28,22 +28,22 @@ import numpy.typing as npt
 from onefold.wording import TrainError
 
 Indices = npt.NDArray[np.int64]
-#: Numbers from which on a permutation is computed where it is asked for, and not kept as an array.
+#: A permutation of this many numbers or more is computed on demand, not stored as an array.
 LARGE = 1 << 20
-#: Of a Feistel network. Four already make a pseudo-random permutation (Luby and Rackoff, 1988).
+#: Rounds of the Feistel network. Four make a pseudo-random permutation (Luby and Rackoff, 1988).
 _ROUNDS = 6
-#: Keeps the held-out draw apart from the epochs' permutations, which are drawn from (seed, epoch).
+#: Seeds the held-out draw differently from the epochs' permutations, which use (seed, epoch).
 _SPLIT = 1 << 40
-#: Samples that a part holds out at most; an evaluation reads fewer.
+#: The most samples that a part holds out; an evaluation reads fewer.
 HELD_OUT = 1 << 18
-#: What a checkpoint keeps of a `DataOrder`.
+#: The attributes of a `DataOrder` that a checkpoint stores.
 _STATE = ("samples", "global_batch", "seed", "fingerprint", "skipped")
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of the training samples, and what an epoch reads of it: `taken` of the `count` from
-    `first` on, or of them and their repetitions.
+    """A part of the training samples: `count` samples from `first` on. An epoch reads `taken` of
+    them, with repetitions if `taken` is greater than `count`.
     """
 
     first: int
@@ -52,11 +52,11 @@ class Share:
 
 
 def shares(counts: Sequence[int], weights: Sequence[float | None]) -> tuple[Share, ...]:
-    """What an epoch reads of each part.
+    """Return how many samples an epoch reads of each part.
 
     Args:
-        counts: training samples of each part, in their order.
-        weights: of each part; (None, ...) reads each sample once.
+        counts: number of training samples of each part, in order.
+        weights: the weight of each part. (None, ...) reads each sample once.
     """
     if not _weighed(weights):
         return ()
@@ -73,16 +73,16 @@ def shares(counts: Sequence[int], weights: Sequence[float | None]) -> tuple[Shar
 def split(
     counts: Sequence[int], weights: Sequence[float | None], fraction: float, seed: int
 ) -> tuple[AllBut, Indices, tuple[Share, ...]]:
-    """(training samples, held-out samples in the order in which they are read, what an epoch reads
-    of each part).
+    """Hold out a fraction of the samples. Returns (training samples, held-out samples in the order
+    in which they are read, the shares of an epoch).
 
-    With weights each part gives that fraction of its own samples, and the held-out ones are
-    interleaved by their shares; those of a small part are read over and over.
+    With weights, each part holds out that fraction of its own samples. The held-out samples are
+    then interleaved by the parts' weights, and those of a small part are repeated.
 
     Args:
-        counts: samples of each part, in their order. weights: as in `shares`.
+        counts: number of samples of each part, in order. weights: as in `shares`.
     """
-    # From the seed alone, and training samples stay sorted: their order is a matter of `DataOrder`
+    # Drawn from the seed only. Training samples stay sorted; `DataOrder` permutes them.
     draw = np.random.default_rng([seed, _SPLIT])
     drawn = counts if _weighed(weights) else [sum(counts)]
     held = []
@@ -96,9 +96,10 @@ def split(
 
 
 def _interleaved(parts: Sequence[Indices], weights: Sequence[float | None]) -> Indices:
-    """As many samples as all parts have, such that any beginning of them has the parts' shares.
+    """Interleave the parts so that the first n samples have the parts' shares, for any n. The
+    result has as many samples as all parts together.
 
-    The n-th sample of a part of weight w stands at (n + 1/2) / w:
+    Samples are sorted by position: (n + 1/2) / w for the n-th sample of a part of weight w.
 
         weights 2 and 1     a at 0.25 0.75 1.25 1.75 ...   b at 0.5 1.5 ...   ─►  a b a a b a
     """
@@ -120,15 +121,15 @@ def _weighed(weights: Sequence[float | None]) -> bool:
 
 @dataclass
 class DataOrder:
-    """Which samples a step reads.
+    """The samples that each step reads.
 
     Attributes:
-        samples: how many there are.
-        global_batch: how many an optimizer step reads, B.
-        seed: with the step, all that decides.
-        fingerprint: of the samples; "" if nobody took it.
-        skipped: global batches that are left out: step s reads batch s + skipped.
-        mix: what an epoch reads of each part; () for each sample once.
+        samples: number of samples in an epoch.
+        global_batch: number of samples that an optimizer step reads, B.
+        seed: the seed; the order depends on seed and step only.
+        fingerprint: fingerprint of the samples; "" if it was not computed.
+        skipped: number of global batches skipped: step s reads batch s + skipped.
+        mix: the share of each part in an epoch; () to read each sample once.
     """
 
     samples: int
@@ -148,7 +149,9 @@ class DataOrder:
             raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
 
     def at(self, step: int) -> Indices:
-        """Sample indices of the global batch of `step` (from 0), shape [B]. May cross epochs."""
+        """Return the sample indices of the global batch of `step` (from 0), shape [B]. A batch may
+        contain samples of two or more epochs.
+        """
         first = (step + self.skipped) * self.global_batch
         positions = np.arange(first, first + self.global_batch, dtype=np.int64)
         epochs, offsets = positions // self.samples, positions % self.samples
@@ -161,16 +164,16 @@ class DataOrder:
     def micro_batches(
         self, step: int, rank: int, world_size: int, micro_batch: int
     ) -> list[Indices]:
-        """The micro-batches of `rank` at `step`, each of shape [micro_batch], in order."""
+        """Return the micro-batches of `rank` at `step` in order, each of shape [micro_batch]."""
         cut = self.at(step).reshape(-1, world_size, micro_batch)
         return [cut[m, rank] for m in range(cut.shape[0])]
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; with the step it is the position in the data."""
+        """Return what a checkpoint stores. With the step, it gives the position in the data."""
         return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on as the run that kept `state`. Raises TrainError if this order is another."""
+        """Continue the run that saved `state`. Raises TrainError if its order differs from this."""
         mine = self.state_dict()
         for name, option in (("seed", "--seed"), ("global_batch", "--global-batch")):
             if state[name] != mine[name]:
@@ -189,7 +192,7 @@ class DataOrder:
         self.skipped = int(state["skipped"])
 
     def _read(self, epoch: int, positions: Indices) -> Indices:
-        """The samples that stand at some positions of an epoch."""
+        """Return the samples at some positions of an epoch."""
         if epoch != self._epoch:
             draw = np.random.default_rng([self.seed, epoch])
             self._parts = [_Taken(share, draw) for share in self.mix if share.taken]
@@ -208,7 +211,9 @@ class DataOrder:
 
 
 class _Taken:
-    """The samples that an epoch reads of a part: all of them as often as that goes, then some."""
+    """The samples that an epoch reads of a part: all of them, as often as they fit into its share,
+    then a random selection for the rest.
+    """
 
     def __init__(self, share: Share, draw: np.random.Generator) -> None:
         self.share = share
@@ -222,18 +227,18 @@ class _Taken:
         return self.share.first + own
 
 
-# -- permutations and selections of any number of samples, in memory that does not grow with it ------
+# -- permutations and selections whose memory does not grow with the number of samples ------------
 
 
 class Numbers(Protocol):
-    """What maps positions to numbers: an array, or one of the classes here."""
+    """A map from positions to numbers: an array, or one of the classes below."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, positions: Indices, /) -> Indices: ...
 
 
 def permutation(count: int, draw: np.random.Generator) -> Numbers:
-    """0 to count - 1 in an order that `draw` decides."""
+    """Return a random permutation of 0 to count - 1, drawn from `draw`."""
     if count < LARGE:
         return draw.permutation(count).astype(np.int64)
     return Computed(count, draw.integers(0, 1 << 64, _ROUNDS, np.uint64))
@@ -241,8 +246,8 @@ def permutation(count: int, draw: np.random.Generator) -> Numbers:
 
 @dataclass(frozen=True)
 class Computed:
-    """A permutation as a Feistel network over the next power of 4, walked on until it leads to a
-    number below `count`.
+    """A permutation computed by a Feistel network over the next power of 4. The network is applied
+    again to any result that is not below `count`.
     """
 
     count: int
@@ -271,14 +276,14 @@ class Computed:
 
 @dataclass(frozen=True)
 class AllBut:
-    """0 to count - 1 without some, in order. `without`: sorted."""
+    """The numbers 0 to count - 1, in order, except those in `without` (sorted)."""
 
     count: int
     without: Indices
     _before: Indices = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        # How many of those that stay stand before each that does not
+        # For each left-out number, how many of the others are smaller
         object.__setattr__(self, "_before", self.without - np.arange(len(self.without)))
 
     def __len__(self) -> int:
@@ -288,5 +293,5 @@ class AllBut:
         return positions + np.searchsorted(self._before, positions, side="right")
 
     def below(self, number: int) -> int:
-        """How many of those that stay are smaller."""
+        """Return how many numbers of this sequence are smaller than `number`."""
         return int(number - np.searchsorted(self.without, number))

@@ -1,14 +1,14 @@
-"""Documents in, samples out, and the order in which steps read them.
+"""Make samples of documents, and batches of samples.
 
-    text files, `text` rows    ─► tokens of all documents in a row, an end token between ─► cut every `seq` tokens
-    `messages` rows            ─► chat template ─► one sample each, labels only on what the assistant says
+    text files, `text` rows    ─► tokens of all documents in a row, separated by end tokens ─► cut every `seq` tokens
+    `messages` rows            ─► chat template ─► one sample each, labels only on the assistant's words
 
-A batch is {"input_ids", "labels"}, both int64 of shape [b, s]; a label of -100 does not count.
-Models shift labels by one themselves, so a sample's tokens that count are the labels from position
-1 on.
+A batch is {"input_ids", "labels"}, both int64 of shape [b, s]. A label of -100 is ignored by the
+loss. Models shift labels by one themselves, so the loss counts a sample's labels from position 1
+on.
 
-Which samples a step reads is a matter of order.py. Small data is held in memory; larger data is
-mapped from the disk (token_cache.py), the same samples.
+order.py decides which samples a step reads. Small data is kept in memory, larger data is mapped
+from disk (token_cache.py). Both give the same samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from onefold.device import CopyStream, HostBuffers
 from onefold.wording import TrainError
 
 IGNORE = -100
-#: Conversations that are looked at at a time.
+#: Conversations examined at a time.
 _LOOK = 1 << 18
 Row = npt.NDArray[np.int32]
 Batch = dict[str, torch.Tensor]
@@ -39,17 +39,18 @@ Rows = Sequence[Row] | Row
 
 @dataclass
 class Samples:
-    """Samples by index, the same on every rank. A batch is padded at the right to its longest.
+    """Samples by index, the same on every rank. Batches are padded at the right to their longest
+    sample.
 
-    Padding needs no attention mask: it stands behind everything that counts, where a causal model
-    does not look.
+    Padding needs no attention mask: it comes after all tokens of a sample, and a causal model does
+    not attend to later tokens.
 
     Attributes:
-        tokens, labels: a row of int32 each; packed text has one array [samples, seq] for both.
-        padding: the token behind a shorter sample.
-        chosen: the rows that are samples here, None for all.
-        starts: where documents begin in a row, if attention must not cross from one to the next:
-            then a batch has "position_ids" too, which count from each of them.
+        tokens, labels: rows of int32. Packed text has one array [samples, seq] for both.
+        padding: the token that pads a shorter sample.
+        chosen: the rows used as samples; None for all.
+        starts: returns where documents begin in a row. Given if attention must not cross documents:
+            a batch then also has "position_ids", which start from 0 at each document.
     """
 
     tokens: Rows
@@ -75,14 +76,14 @@ class Samples:
         positions = torch.arange(shape[1]).repeat(shape[0], 1)
         for number, row in enumerate(rows):
             begins = self.starts(row)
-            labels[number, begins] = IGNORE  # nothing of the same document foretells them
+            labels[number, begins] = IGNORE  # no earlier token of the document predicts them
             last = np.zeros(shape[1], np.int64)
             last[begins] = begins
             positions[number] -= torch.from_numpy(np.maximum.accumulate(last))
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     def counts(self, indices: Indices) -> int:
-        """Tokens that count towards the loss in these samples, in all."""
+        """Return the total number of tokens in these samples that count in the loss."""
         total = 0
         for row in self._rows(indices):
             total += int((self.labels[row][1:] != IGNORE).sum())
@@ -96,8 +97,8 @@ class Samples:
 
 @dataclass
 class Data:
-    """Training and held-out samples, and notes on how they were made. `mix`: the shares of parts
-    that have weights.
+    """Training and held-out samples, and notes on how they were made. `mix`: the parts' shares, if
+    they have weights.
     """
 
     train: Samples
@@ -108,16 +109,16 @@ class Data:
 
     @property
     def epoch(self) -> int:
-        """Samples of an epoch."""
+        """Number of samples in an epoch."""
         return sum(share.taken for share in self.mix) if self.mix else len(self.train)
 
     def order(self, global_batch: int, seed: int) -> DataOrder:
-        """What steps read."""
+        """Return the order in which steps read the training samples."""
         fingerprint = fingerprint_of(self.train)
         if self.mix:
             fingerprint += f"-{zlib.crc32(repr(self.mix).encode()):08x}"
         if self.epoch >= LARGE:
-            fingerprint += "-computed"  # another order than an array of so many would give
+            fingerprint += "-computed"  # the order differs from that of a permutation in memory
         return DataOrder(self.epoch, global_batch, seed, fingerprint, mix=self.mix)
 
 
@@ -131,13 +132,16 @@ def load_data(
     tokens: Sequence[Tokens] | None = None,
     pack: str = "rows",
 ) -> Data:
-    """Cut `tokens` into samples, or read `--data` (or take `documents`) and tokenize it; and split.
+    """Cut data into samples, and hold out some of them.
 
     Args:
-        pack: "documents" keeps the documents of a row of text apart.
+        name: the value of `--data`.
+        documents: its documents; None to read them.
+        tokens: its tokens, if it has been tokenized already.
+        pack: "documents" prevents attention between the documents of a row of text.
 
     Raises:
-        TrainError: data that is not there, not readable, or too little for one sequence.
+        TrainError: the data is missing, unreadable, or too little for one sequence.
     """
     notes: list[str] = []
     if tokens is None:
@@ -159,7 +163,7 @@ def load_data(
 
 
 def note_conversations(notes: list[str], given: int, taken: int, whole: int, seq: int) -> None:
-    """What was left out. Raises TrainError if it was all."""
+    """Note how many conversations were left out. Raises TrainError if all of them were."""
     if not taken:
         raise TrainError(
             f"none of the {given} conversations has a word of an assistant within --seq {seq}"
@@ -180,7 +184,7 @@ def note_conversations(notes: list[str], given: int, taken: int, whole: int, seq
 def mapped(
     parts: Sequence[Tokens], seq: int, padding: int, pack: str, notes: list[str]
 ) -> tuple[Samples, list[int]]:
-    """(samples of all parts, how many of them are each part's)."""
+    """Return (the samples of all parts, the number of samples of each part)."""
     if parts[0].kind == "messages":
         chats = [Conversations(part, seq) for part in parts]
         given = sum(len(part.ends) for part in parts)
@@ -208,12 +212,12 @@ def mapped(
     return Samples(rows_of_one, rows_of_one, padding, starts=apart), joined.counts
 
 
-#: Samples that a fingerprint reads.
+#: The most samples that a fingerprint reads.
 _PROBES = 64
 
 
 def fingerprint_of(samples: Samples) -> str:
-    """A checksum of up to 64 samples spread over all of them: tells other data from the same."""
+    """Return a checksum of up to 64 samples spread over all of them, to recognize other data."""
     count = len(samples)
     chosen = np.unique(np.linspace(0, count - 1, min(count, _PROBES)).astype(np.int64))
     crc = 0
@@ -227,10 +231,11 @@ def fingerprint_of(samples: Samples) -> str:
 def eval_batches(
     held_out: int, limit: int, rank: int, world_size: int, micro_batch: int
 ) -> list[tuple[Indices, int]]:
-    """Held-out batches of `rank`: (indices of shape [micro_batch], how many of them count).
+    """Return the held-out batches of `rank`: (indices of shape [micro_batch], how many of them
+    count).
 
-    Every rank gets the same number of batches, because a forward pass at stage 3 is collective;
-    what is missing is filled with sample 0 and does not count.
+    Every rank has the same number of batches, because a forward pass at stage 3 is collective.
+    Batches are filled up with sample 0, which does not count.
     """
     count = min(held_out, limit)
     batches: list[tuple[Indices, int]] = []
@@ -241,9 +246,9 @@ def eval_batches(
 
 
 def held_out_batch(samples: Samples, indices: Indices, real: int) -> tuple[Batch, int]:
-    """(the batch with only its first `real` samples counting, tokens that count).
+    """Return (a batch of which only the first `real` samples count, the tokens that count in it).
 
-    A batch that does not count at all keeps one label, since a mean over nothing is not a number.
+    If no sample counts, one label is kept: a mean loss over no tokens would be NaN.
     """
     batch = samples.batch(indices)
     if real < len(indices):
@@ -255,50 +260,51 @@ def held_out_batch(samples: Samples, indices: Indices, real: int) -> tuple[Batch
 
 
 class Feed:
-    """Batches of `samples` for one device, one ahead of the one that is computed.
+    """Batches of `samples` for one device. The next batch is copied while one is computed.
 
         computing      micro-batch 0          micro-batch 1          micro-batch 2
         copies         [1]                    [2]                    [first of the next step]
 
-    On a stream of its own: the engine's copies up are waited for by the host before each step of an
-    optimizer. A device without streams is sent nothing ahead.
+    The copies have their own stream, because the host waits for the engine's copy stream before
+    each optimizer step. On a device without streams, batches are not copied ahead.
     """
 
     def __init__(self, samples: Samples, device: torch.device) -> None:
         self.samples, self.device = samples, device
         self._copies = CopyStream(device, name="batches")
         self._pinned = HostBuffers(device)
-        self._ahead: tuple[Indices, Batch, list[Any]] | None = None  # and tickets of its copies
+        # (indices, batch, tickets of its copies)
+        self._ahead: tuple[Indices, Batch, list[Any]] | None = None
 
     @property
     def is_ahead(self) -> bool:
-        """Whether `send_ahead` sends anything."""
+        """Whether `send_ahead` copies anything: the device has streams."""
         return self._copies.asynchronous
 
     def take(self, indices: Indices) -> Batch:
-        """The batch of these samples: on the device where it has streams, else on the host."""
+        """Return the batch of these samples, on the device if it has streams, else on the host."""
         if not self._copies.asynchronous:
             return self.samples.batch(indices)
         indices_ahead, batch = self._landed()
-        # The run has gone back, or looks at a step again
+        # After a rollback, or if a step is read again, another batch was copied ahead
         if not np.array_equal(indices_ahead, indices):
             self._send(indices)
             _, batch = self._landed()
         return batch
 
     def send_ahead(self, indices: Indices) -> None:
-        """Begin to copy what `take` will be asked for next."""
+        """Start to copy the batch for which `take` will be called next."""
         if self._copies.asynchronous:
             self._landed()
             self._send(indices)
 
     def close(self) -> None:
-        """Nothing more will be taken."""
+        """Finish: no further batch will be taken."""
         self._landed()
 
     def _landed(self) -> tuple[Indices, Batch]:
-        """What was sent ahead, which the computing stream waits for: also where nobody wants it,
-        for its memory may be handed on then.
+        """Return the batch that was copied ahead, after making the computing stream wait for it.
+        That wait is needed for an unwanted batch too: its memory may then be reused.
         """
         indices, batch, tickets = self._ahead or (np.empty(0, np.int64), {}, [])
         self._ahead = None
@@ -317,11 +323,11 @@ class Feed:
         self._ahead = indices, there, tickets
 
 
-# -- rows of tokens that lie on the disk -------------------------------------------------------------
+# -- rows of tokens on disk ------------------------------------------------------------------------
 
 
 class _Rows(Sequence[Row]):
-    """A sequence of rows that are made when they are asked for, one by one."""
+    """A sequence whose rows are made on access, one by one."""
 
     def row(self, index: int) -> Row:
         raise NotImplementedError
@@ -337,7 +343,7 @@ class _Rows(Sequence[Row]):
 
 
 class Conversations(_Rows):
-    """The first `seq` tokens of each conversation in which an assistant says a word by then."""
+    """The first `seq` tokens of each conversation, if an assistant has a word among them."""
 
     def __init__(self, tokens: Tokens, seq: int) -> None:
         self.tokens, self.seq = tokens, seq
@@ -351,7 +357,7 @@ class Conversations(_Rows):
         return len(self._taken)
 
     def place(self, index: int) -> slice:
-        """Where a row's tokens are."""
+        """Return the positions of a row's tokens in `tokens`."""
         at = int(self._taken[np.array(index)])
         begin = int(self.tokens.ends[at - 1]) if at else 0
         return slice(begin, min(int(self.tokens.ends[at]), begin + self.seq))
@@ -360,7 +366,7 @@ class Conversations(_Rows):
         return self.tokens.tokens[self.place(index)]
 
     def labels(self) -> Sequence[Row]:
-        """The same rows with `IGNORE` for what does not count."""
+        """Return the same rows with `IGNORE` for tokens that do not count."""
         return _Labels(self)
 
 
@@ -378,7 +384,7 @@ class _Labels(_Rows):
 
 
 class Joined(_Rows):
-    """Several sequences of rows, one behind the other. `counts`: how many rows each has."""
+    """Several sequences of rows, concatenated. `counts`: the number of rows of each."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self.parts, self.counts = parts, [len(part) for part in parts]
@@ -388,7 +394,7 @@ class Joined(_Rows):
         return int(self._ends[-1])
 
     def place(self, index: int) -> tuple[int, int]:
-        """(which part has a row, the row's number there)."""
+        """Return (the part that contains a row, the row's number in that part)."""
         at = int(np.searchsorted(self._ends, index, side="right"))
         return at, int(index - (self._ends[at - 1] if at else 0))
 

@@ -1,14 +1,14 @@
-"""What `--data` names, as documents. Needs no torch, so that what cannot be read is told before
-anything is loaded.
+"""Read `--data` as documents. This module does not import torch, so errors in the data are reported
+before anything is loaded.
 
     topics                        Python's reference text
-    a folder                      its text files, a document each; else its Parquet, Arrow and JSON-lines files
+    a folder                      its text files, one document each; if it has none, its Parquet, Arrow and JSON-lines files
     a file of JSON lines          `text` or `messages` of each line, or --text-field
     a Parquet or Arrow file       the same of each row
     any other file                one document
-    org/name/CONFIG:SPLIT         a dataset of the hub, by way of `datasets`; without :SPLIT its split `train`
+    org/name/CONFIG:SPLIT         a dataset of the hub, read by `datasets`; without :SPLIT its split `train`
 
-Several are written a.jsonl:0.7,b.parquet:0.3: the numbers say which share of the samples each gives.
+Several parts are written a.jsonl:0.7,b.parquet:0.3. The numbers are their shares of the samples.
 """
 
 from __future__ import annotations
@@ -36,32 +36,30 @@ from onefold.wording import TrainError
 
 #: ("text", [str, ...]) or ("messages", [[{"role": ..., "content": ...}, ...], ...]).
 Documents = tuple[str, list[Any]]
-#: What a folder is searched for.
+#: Endings of the text files that are read in a folder.
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
-#: Bytes up to which data is read at once. A text file above comes in pieces.
+#: Data of up to this many bytes is read at once. Larger text files are read in pieces.
 SMALL = 16 << 20
-#: Bytes of such a piece, about.
+#: Approximate bytes of such a piece.
 PIECE = 1 << 20
-#: Bytes at a file's beginning by which text is told from what is none.
+#: Bytes at the beginning of a file that are checked for being text.
 _LOOK = 1 << 16
-#: Share of characters there that are no UTF-8 from which on a file is none in UTF-8.
+#: A file is refused if more than this fraction of these characters is not valid UTF-8.
 _NO_TEXT = 0.1
 _WEIGHT = re.compile(r"(.+):(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the things that `--data` names. `weight`: its share of the samples, None if none of
-    them has one.
-    """
+    """A part of `--data`. `weight`: its share of the samples; None if the parts have no weights."""
 
     name: str
     weight: float | None = None
 
 
 def parts_of(data: str) -> list[Part]:
-    """Raises TrainError for weights that some have and others have not."""
+    """Split `--data` into its parts. Raises TrainError if only some of them have weights."""
     if "," not in data or os.path.exists(data):
         return [Part(data)]
     found = []
@@ -80,7 +78,7 @@ def parts_of(data: str) -> list[Part]:
 
 
 def is_small(data: str) -> bool:
-    """Whether it is read at once: text and JSON lines of a few MiB, without weights."""
+    """Return whether `--data` is read at once: one text or JSON-lines part of a few MiB."""
     parts = parts_of(data)
     if len(parts) > 1:
         return False
@@ -90,12 +88,12 @@ def is_small(data: str) -> bool:
         files = files_of(Path(data))
         size = sum(file.stat().st_size for file in files)
     except (OSError, TrainError):
-        return _of_hub(data) is None  # told when it is read
+        return _of_hub(data) is None  # the error is raised when it is read
     return size <= SMALL and not any(file.suffix.lower() in TABLES for file in files)
 
 
 def read_documents(name: str, field: str | None = None) -> Documents:
-    """What a `--data` value names, at once. Raises TrainError if it is not there or cannot be
+    """Read all documents of `--data` at once. Raises TrainError if it is missing or cannot be
     read.
     """
     rows = list(rows_of(name, field, piecewise=False))
@@ -105,8 +103,8 @@ def read_documents(name: str, field: str | None = None) -> Documents:
 
 
 def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1.0) -> None:
-    """Raise TrainError if `--data` is not there, unreadable or too little for one sequence, as far
-    as so many seconds of reading tell.
+    """Raise TrainError if `--data` is missing, unreadable or too little for one sequence. Reads for
+    at most about `seconds`, so it may miss errors further on.
     """
     kinds: dict[str, str] = {}
     end = time.monotonic() + seconds
@@ -120,7 +118,7 @@ def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1
         most, whole = 0, False
         for kind, row, _ in rows_of(part.name, field, only_look=True):
             kinds[kind] = part.name
-            # No tokenizer makes more tokens than bytes, and two beside
+            # No tokenizer makes more tokens than bytes, plus two special tokens
             most += bool(row) * (len(row.encode()) + 2 if kind == "text" else 1)
             if time.monotonic() > end:
                 break
@@ -137,7 +135,7 @@ def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1
 
 
 def refuse_two_kinds(data: str, kinds: Mapping[str, str]) -> None:
-    """Raise TrainError for text beside conversations. `kinds`: {kind: a part of that kind}."""
+    """Raise TrainError for both text and conversations. `kinds`: {kind: a part of that kind}."""
     if len(kinds) > 1:
         raise TrainError(
             f"--data {data}: {kinds['text']} holds text and {kinds['messages']} conversations; use"
@@ -148,15 +146,15 @@ def refuse_two_kinds(data: str, kinds: Mapping[str, str]) -> None:
 def rows_of(
     name: str, field: str | None = None, only_look: bool = False, piecewise: bool = True
 ) -> Iterator[Row]:
-    """All there is, in order.
+    """Yield all documents of one part of `--data`, in order.
 
     Args:
-        field: the column or key to read; None for `text` or `messages`, whichever is there.
-        only_look: the beginning of a text file, and a table's first rows.
-        piecewise: give a text file above `SMALL` in pieces.
+        field: the column or key to read; None for `text` or `messages`, whichever exists.
+        only_look: read only the beginning of a text file, and only the first rows of a table.
+        piecewise: yield a text file larger than `SMALL` in pieces.
 
     Raises:
-        TrainError: it is not there, or cannot be read.
+        TrainError: the part is missing, or cannot be read.
     """
     if name == "topics":
         from pydoc_data.topics import topics
@@ -182,8 +180,8 @@ def rows_of(
 
 
 def key_of(name: str, field: str | None) -> str:
-    """The same for the same content, as far as sizes, times of change and samples of the bytes of
-    its files tell.
+    """Return a key for the content of one part: a hash of its files' sizes, times of change and
+    sampled bytes.
     """
     said = hashlib.sha256(repr(field).encode())
     path = Path(name)
@@ -201,12 +199,12 @@ def key_of(name: str, field: str | None) -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """A file itself; of a folder what is read of it: its text files; else its tables and JSON
-    lines. Raises TrainError if it has none.
+    """Return the files that are read: a file itself; in a folder its text files or, if it has none,
+    its tables and JSON lines. Raises TrainError if there are none.
     """
     if not folder.is_dir():
         return [folder]
-    if (folder / "dataset_dict.json").is_file():  # of splits, by `save_to_disk`
+    if (folder / "dataset_dict.json").is_file():  # several splits, written by `save_to_disk`
         folder = folder / "train"
     every = sorted(p for p in folder.rglob("*") if p.is_file())
     text = [p for p in every if p.suffix.lower() in TEXT_ENDINGS]
@@ -214,7 +212,7 @@ def files_of(folder: Path) -> list[Path]:
     if not found:
         known = sorted(TEXT_ENDINGS | {*LINES, *TABLES})
         raise TrainError(f"--data {folder}: no text file in this folder ({', '.join(known)}).")
-    # Of several splits the one to train on
+    # If there are files of several splits, read those of the training split
     training = [] if text else [p for p in found if p.name.startswith("train")]
     return training or found
 
@@ -231,7 +229,7 @@ def _file(path: Path, field: str | None, only_look: bool, piecewise: bool) -> It
 
 
 def _text(path: Path, only_look: bool, piecewise: bool) -> Iterator[Row]:
-    """A text file as one document, in pieces that end with a line if it is large."""
+    """Yield a text file as one document. A large file is yielded in pieces of whole lines."""
     with path.open("rb") as file:
         head = file.read(_LOOK)
         _refuse_what_is_no_text(path, head)
@@ -243,7 +241,7 @@ def _text(path: Path, only_look: bool, piecewise: bool) -> Iterator[Row]:
         while more := file.read(PIECE):
             rest += more
             cut = rest.rfind(b"\n") + 1
-            if not cut and len(rest) > 8 * PIECE:  # one line: between two characters
+            if not cut and len(rest) > 8 * PIECE:  # a very long line: cut between two characters
                 cut = len(rest)
                 while cut and rest[cut - 1] & 0xC0 == 0x80:
                     cut -= 1
@@ -314,7 +312,7 @@ def _json(where: str, raw: bytes) -> Any:
 
 
 def _of_hub(name: str) -> HubData | None:
-    """The dataset of the hub that it names: not a file that is missing."""
+    """Return the hub's dataset that `name` may be; None for a file, existing or missing."""
     file = Path(name.partition(":")[0])
     if file.suffix.lower() in (*TEXT_ENDINGS, *LINES, *TABLES) or os.path.exists(name):
         return None
@@ -322,16 +320,16 @@ def _of_hub(name: str) -> HubData | None:
 
 
 def needs_hub(data: str) -> bool:
-    """Whether a part of `--data` is a dataset of the hub."""
+    """Return whether a part of `--data` is a dataset of the hub."""
     return any(_of_hub(part.name) is not None for part in parts_of(data))
 
 
-#: Places of a file that a digest reads.
+#: Number of places in a file that are sampled for a digest.
 _PROBES = 64
 
 
 def probed(file: Path) -> Iterator[bytes]:
-    """Some bytes of a file, from places spread over all of it."""
+    """Yield sampled bytes of a file, from places spread over all of it."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         for number in range(_PROBES):

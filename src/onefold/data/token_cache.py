@@ -1,13 +1,13 @@
-"""Tokens on the disk, made once by one rank and mapped into the memory of all.
+"""A cache of tokens on disk. One rank writes it, and all ranks map it into memory.
 
-    TOKENS/KEY/meta.json       what they were made of; written last, so a folder that has it is whole
-               tokens.bin      int32: the tokens of all documents in a row, an end token behind each text
+    TOKENS/KEY/meta.json       a description; written last, so a folder that has it is complete
+               tokens.bin      int32: the tokens of all documents in a row, an end token after each text
                ends.bin        int64: where each document ends
-               said.bin        uint8: whether a token counts       } of conversations
-               first.bin       int64: the first that does, or -1   }
+               said.bin        uint8: whether a token counts in the loss       } only for
+               first.bin       int64: the first token that counts, or -1       } conversations
 
-The key says of which content by which tokenizer. Nothing here depends on the length of a sequence.
-Documents are read, tokenized and written some at a time, so that 10 GB of text take the memory of
+KEY is a hash of the content and the tokenizer. The cache does not depend on the sequence length.
+Documents are read, tokenized and written a few at a time: 10 GB of text take as much memory as
 10 MB (measured by benchmarks/large_data.py).
 """
 
@@ -35,30 +35,31 @@ from onefold.wording import TrainError, readable
 if TYPE_CHECKING:
     from onefold.processes.ranks import Ranks
 
-#: Of the files here: raised when they come to mean something else.
+#: Version of the cache's format.
 VERSION = 1
-#: Characters that are tokenized at a time.
+#: Characters tokenized at a time.
 BATCH = 1 << 20
-#: Seconds that one rank tokenizes while the others wait for a word.
+#: Seconds that the first rank tokenizes before it sends a message to the waiting ranks.
 TURN = 20.0
-#: Seconds after which half-made tokens that nobody writes to are removed.
+#: Seconds after which an unfinished cache that nobody writes to is removed.
 ABANDONED = 3600.0
-#: Seconds between two notes.
+#: Seconds between two notes on the progress.
 NOTES = 30.0
 
 
-#: What documents become: {attribute of `Tokens`, and name of its file: dtype}.
+#: The columns of the cache: {attribute of `Tokens` and name of the file: dtype}.
 COLUMNS = {"tokens": np.int32, "ends": np.int64, "said": np.uint8, "first": np.int64}
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """One part of the data, mapped.
+    """The tokens of one part of the data, in memory or mapped from disk.
 
     Attributes:
         kind: "text" or "messages". tokens: int32 [tokens]. ends: int64 [documents].
-        said: uint8 [tokens], first: int64 [documents], of conversations. whole: conversations of
-            which nobody could tell who said what.
+        said, first: uint8 [tokens] and int64 [documents], for conversations only.
+        whole: number of conversations that count as a whole, because the assistant's turns could
+            not be located.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Tokens:
 
 
 def in_memory(name: str, kind: str, documents: list[Any], tokenizer: Tokenizer) -> Tokens:
-    """The tokens of small data, in the form of a cache."""
+    """Tokenize small data in memory."""
     made: dict[str, list[npt.NDArray[Any]]] = {}
     into = Encoder(tokenizer, lambda name, values: made.setdefault(name, []).append(values))
     if kind == "messages":
@@ -96,7 +97,7 @@ def in_memory(name: str, kind: str, documents: list[Any], tokenizer: Tokenizer) 
 def _mapped(path: Path, dtype: Any) -> npt.NDArray[Any]:
     if not path.is_file() or not path.stat().st_size:
         return np.empty(0, dtype)
-    # Private pages: torch asks for memory that may be written to
+    # Copy-on-write pages, because torch requires writable memory
     return np.memmap(path, dtype, mode="c")
 
 
@@ -108,9 +109,9 @@ def tokens_of(
     ranks: Ranks,
     note: Callable[[str], None],
 ) -> list[Tokens]:
-    """The tokens of each part of `--data`, out of the cache in `root`, where the first rank puts
-    them if they are not there. Collective.
-    Raises TrainError on every rank for data that cannot be read, or a cache that cannot be written.
+    """Return the tokens of each part of `--data` from the cache in `root`. If they are not cached,
+    the first rank tokenizes the data. Collective.
+    Raises TrainError on every rank if the data cannot be read or the cache cannot be written.
     """
     found = []
     for part in parts_of(data):
@@ -132,7 +133,9 @@ def _make(
     part: Part, field: str | None, tokenizer: Tokenizer, folder: Path, ranks: Ranks,
     note: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """The first rank makes the folder, a turn at a time: no rank waits long without a word."""
+    """Fill the folder on the first rank, in turns of `TURN` seconds. After each turn it sends a
+    message to the other ranks, whose waits would otherwise time out.
+    """
     maker: list[_Maker] = []
 
     def turn() -> tuple[bool, int]:
@@ -160,10 +163,10 @@ def _make(
 
 
 class Encoder:
-    """Gives `put` the columns of documents, one by one.
+    """Tokenizes documents and passes their columns to `put`.
 
     Attributes:
-        count: tokens so far. whole: see `Tokens`.
+        count: number of tokens so far. whole: see `Tokens`.
     """
 
     def __init__(
@@ -175,7 +178,7 @@ class Encoder:
         self._end = np.array([] if end is None else [end], np.int32)
 
     def texts(self, texts: list[str], whole: list[bool]) -> None:
-        """`whole`: whether a document ends with each."""
+        """Tokenize texts. `whole`: for each text, whether a document ends with it."""
         ends = []
         for ids, last in zip(encoded(self._tokenizer, texts), whole, strict=True):
             self._put("tokens", ids)
@@ -199,7 +202,7 @@ class Encoder:
 
 
 class _Maker:
-    """Writes one folder of tokens, from a part's rows."""
+    """Writes the cache folder of one part of the data."""
 
     def __init__(self, rows: Iterator[Row], tokenizer: Tokenizer, folder: Path, name: str) -> None:
         self.folder, self.name, self.kind = folder, name, ""
@@ -212,11 +215,11 @@ class _Maker:
 
     @property
     def count(self) -> int:
-        """Tokens so far."""
+        """Number of tokens so far."""
         return self._into.count
 
     def advance(self, seconds: float) -> bool:
-        """Go on for about so long; whether all is done. Raises TrainError, OSError."""
+        """Work for about `seconds`. Returns whether all is done. Raises TrainError, OSError."""
         until = time.monotonic() + seconds
         texts: list[str] = []
         whole: list[bool] = []
@@ -241,7 +244,7 @@ class _Maker:
         return True
 
     def close(self) -> None:
-        """Let go of the files, and of what is not whole."""
+        """Close the files and remove an unfinished folder."""
         for file in self._files.values():
             file.close()
         shutil.rmtree(self._aside, ignore_errors=True)
@@ -264,13 +267,14 @@ class _Maker:
             "whole": self._into.whole,
         }
         (self._aside / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed while renaming
+        # The rename fails if a folder is there, for example one that another run has just made
+        shutil.rmtree(self.folder, ignore_errors=True)
         self._aside.rename(self.folder)
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what runs that were killed have left of the same tokens: nobody has written to it for
-    an hour. Another run may be making them beside this one.
+    """Remove stale unfinished folders for the same tokens, left by killed runs. A folder is stale
+    if nobody has written to it for an hour: another run may be filling a younger one.
     """
     for partial in folder.parent.glob(f"{folder.name}.*.partial"):
         with contextlib.suppress(OSError):
@@ -280,7 +284,9 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def encoded(tokenizer: Any, texts: list[str]) -> Iterator[npt.NDArray[np.int32]]:
-    """The tokens of each text, without special ones; all texts in one call where that is faster."""
+    """Yield the tokens of each text, without special tokens. Fast tokenizers get all texts in one
+    call.
+    """
     if isinstance(tokenizer, ByteTokenizer):
         for text in texts:
             yield np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
@@ -294,7 +300,7 @@ def encoded(tokenizer: Any, texts: list[str]) -> Iterator[npt.NDArray[np.int32]]
 
 
 def _key(part: Part, field: str | None, tokenizer: Any) -> str:
-    """Names the folder of these tokens."""
+    """Return the name of the cache folder for one part of the data and one tokenizer."""
     said = hashlib.sha256(f"{VERSION} {key_of(part.name, field)} {tokenizer.eos_token_id}".encode())
     said.update(type(tokenizer).__name__.encode())
     said.update(str(getattr(tokenizer, "chat_template", None)).encode())

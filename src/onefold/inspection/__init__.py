@@ -1,5 +1,5 @@
-"""Room `inspection`: a checkpoint without ranks and without a model, behind `onefold checkpoint`.
+"""Room `inspection`: the commands of `onefold checkpoint`. They need no ranks and no model.
 
-summary   what it holds     verify    whether every byte is what was saved
-diff      what differs between two     reshard   the same in another number of files
+summary   list the contents               verify    check every byte
+diff      compare two checkpoints         reshard   rewrite in another number of files
 """

@@ -1,10 +1,9 @@
-"""What differs between two checkpoints: tensors, element by element, and everything else that a run
-resumes from.
+"""Compare two checkpoints: tensors element by element, and everything else that a run resumes from.
 
-How they were saved (ranks, stage, versions, time) is no difference. Both are read through `Source`,
-so they may have been saved on other ranks, at another stage, or by another library. Memory is
-bounded: tensors are compared in blocks. The same bits are the same (a NaN equals itself); where
-tensors have different dtypes, values are compared.
+How the checkpoints were saved (ranks, stage, versions, time) is ignored. Both are read through
+`Source`, so they may differ in number of ranks, stage or library. Tensors are compared in blocks,
+which bounds the memory. Tensors of the same dtype are compared bit by bit, so a NaN equals itself.
+Tensors of different dtypes are compared by value.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from onefold.checkpoint.values import decode
 
 #: Elements compared at a time.
 BLOCK = 1 << 20
-#: What can be compared, and the kinds of tensors in each. "rest": step, scheduler, scaler, position
-#: in the data, extra.
+#: The parts that can be compared, and the kinds of tensors in each. "rest": step, scheduler,
+#: scaler, position in the data, extra.
 KINDS_OF: dict[str, tuple[str, ...]] = {
     "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra", "residual"), "random": (),
 }  # fmt: skip
@@ -38,15 +37,15 @@ Advance = Callable[[int], object]
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor that is not the same in both.
+    """A tensor that differs between the checkpoints.
 
     Attributes:
         what: "only in the first", "only in the second", "shape", "dtype" or "values".
-        first, second: dtype and shape in each, "" where it is not.
-        differing, of: elements that differ, and all.
-        largest: the greatest |a - b|; nan where one of them is no number. relative: the greatest |a
-            - b| / max(|a|, |b|).
-        at: the flattened index where it is greatest.
+        first, second: dtype and shape in each checkpoint; "" if it is missing there.
+        differing, of: number of elements that differ, and of all elements.
+        largest: the greatest |a - b|; nan if a or b is NaN in some element.
+        relative: the greatest |a - b| / max(|a|, |b|).
+        at: the flattened index of the greatest |a - b|.
     """
 
     item: Item
@@ -62,9 +61,7 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """Something else than a tensor: in which part, where it stands, such as "group 1, lr", and what
-    it is in each.
-    """
+    """A value, not a tensor, that differs. `part`: one of PARTS. `where`: such as "group 1, lr"."""
 
     part: str
     where: str
@@ -74,10 +71,13 @@ class ValueDifference:
 
 @dataclass
 class Difference:
-    """Attributes:
-    tensors, values: what differs. compared: {part: the tensors that both have}. nbytes: of these in
-        the first.
-    skipped: parts that were asked for and that another library's checkpoint does not tell.
+    """The result of a comparison.
+
+    Attributes:
+        tensors, values: the differences. compared: {part: number of tensors that both have}.
+        nbytes: the size of these tensors in the first checkpoint.
+        skipped: requested parts that could not be compared, because another library saved one of
+            the checkpoints.
     """
 
     tensors: list[TensorDifference] = field(default_factory=list)
@@ -88,19 +88,19 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether a run that resumes from one does the same as one that resumes from the other."""
+        """Whether runs that resume from the two checkpoints would do the same."""
         return not self.tensors and not self.values
 
     def differing(self, part: str) -> tuple[int, int]:
-        """(tensors, values) of a part that differ."""
+        """Return the number of (tensors, values) of a part that differ."""
         tensors = sum(d.item.kind in KINDS_OF[part] for d in self.tensors)
         return tensors, sum(d.part == part for d in self.values)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Elements a and b count as the same where |a - b| <= absolute + relative · max(|a|, |b|). Zero
-    and zero: the same bits.
+    """Elements a and b are equal if |a - b| <= absolute + relative · max(|a|, |b|). With both
+    tolerances 0, their bits must be equal.
     """
 
     absolute: float = 0.0
@@ -120,14 +120,14 @@ def differences(
     wanted: Callable[[str], bool] = lambda name: True,
     advance: Advance | None = None,
 ) -> Difference:
-    """Every difference between two sources, in the `parts` of them that are asked for.
+    """Return every difference between two sources in the given `parts`.
 
     Args:
-        wanted: whether to compare the tensors (and scalars) of a parameter, by its name.
-        advance: called with the elements compared since its last call.
+        wanted: returns, for the name of a parameter, whether to compare its tensors and scalars.
+        advance: called with the number of elements compared since its last call.
 
     Raises:
-        CheckpointError: one of them cannot be read, or is damaged.
+        CheckpointError: one of the sources cannot be read, or is damaged.
     """
     kinds = {kind: part for part in parts for kind in KINDS_OF[part]}
     found = Difference(compared=dict.fromkeys(parts, 0))
@@ -164,7 +164,9 @@ def differences(
 def paired(
     first: Source, second: Source, wanted: Callable[[Item], bool]
 ) -> Iterator[tuple[Item, Item | None, Item | None]]:
-    """(tensor to show, the one in the first or None, the one in the second or None)."""
+    """Yield (tensor to name in the result, its item in the first source or None, its item in the
+    second or None).
+    """
     here, there = first.items(), second.items()
     own, others, met = first.aliases(), second.aliases(), set()
     for item in here:
@@ -180,7 +182,9 @@ def paired(
 def _in_other(
     item: Item, there: Mapping[Item, Stored], own: Mapping[str, str], others: Mapping[str, str]
 ) -> Item | None:
-    """`item` in the other source: under a tied name, or as a parameter for a buffer."""
+    """Return `item` in the other source, if it is there. It may have a tied name there, or be a
+    parameter instead of a buffer.
+    """
     tied = [alias for alias, name in own.items() if name == item.name]
     names = [item.name, others.get(item.name, ""), *tied]
     kinds = KINDS_OF["weights"] if item.kind in KINDS_OF["weights"] else ()
@@ -211,7 +215,7 @@ def _tensor(
 
 
 class _Seen:
-    """The differences of one tensor, block after block."""
+    """The differences of one tensor, accumulated block by block."""
 
     def __init__(self) -> None:
         self.differing, self.largest, self.relative, self.at = 0, 0.0, 0.0, -1
@@ -242,12 +246,14 @@ class _Seen:
 
 
 def _as_numbers(x: torch.Tensor) -> torch.Tensor:
-    """Elements as float64, whole numbers past 2^53 rounded; of a complex one its modulus."""
+    """Return the elements as float64. Integers above 2^53 are rounded. A complex number is replaced
+    by its modulus.
+    """
     return x.abs().double() if x.is_complex() else x.double()
 
 
 def _same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Element by element, whether all bits agree."""
+    """Return, for each element, whether all bits are equal."""
     size = x.dtype.itemsize
     return (x.view(torch.uint8).view(-1, size) == y.view(torch.uint8).view(-1, size)).all(dim=1)
 
@@ -282,7 +288,9 @@ def _optimizer_values(
 
 
 def _rest(source: FolderSource) -> dict[str, Any]:
-    """What else resumes. Tensors in it are compared by themselves: here they are their numbers."""
+    """Return the other values that a run resumes from. Tensors among them are represented by their
+    number, since they are compared as tensors.
+    """
     keys = ("step", "scheduler", "scaler", "data", "extra", "extra_state", "wire")
     return {
         key: decode(source.state[key], lambda number: f"tensor {number}")  # type: ignore[arg-type, return-value]
@@ -292,7 +300,7 @@ def _rest(source: FolderSource) -> dict[str, Any]:
 
 
 def _random(source: FolderSource) -> dict[str, dict[str, str]]:
-    """{rank: {generator: a digest of its state}}"""
+    """Return {rank: {generator: digest of its state}}."""
     out = {}
     for item in source.records:
         if item.kind == "rng":
@@ -308,7 +316,7 @@ def _random(source: FolderSource) -> dict[str, dict[str, str]]:
 def values_differing(
     part: str, a: Any, b: Any, where: str, tolerance: Tolerance = Tolerance()
 ) -> list[ValueDifference]:
-    """What differs in two nested values, by place."""
+    """Return the differences between two nested values, each with its position."""
     inside: Iterable[tuple[Any, Any, Any]]
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         inside = ((k, a.get(k, _ABSENT), b.get(k, _ABSENT)) for k in dict.fromkeys((*a, *b)))
@@ -352,7 +360,7 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """For people and for JSON: short."""
+    """Return a short form of a value, for output and JSON."""
     if isinstance(value, _ARRAYS):
         tensor = torch.as_tensor(value)
         return tensor.item() if tensor.numel() == 1 else _shown(tensor)

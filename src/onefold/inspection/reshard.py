@@ -1,17 +1,17 @@
-"""The same checkpoint in another number of files: one for each of N ranks, or all of it in one.
+"""Rewrite a checkpoint in another number of files: one for each of N ranks, or a single one.
 
-Loading never needs this, since it cuts pieces as it likes. It is for moving files (64 into one),
-and for readers that come one to a file.
+A load does not need this, because it can read pieces of any size. It is useful to copy a checkpoint
+(64 files into one), and for programs that read one file per process.
 
     tensor          0 ............................. 768
-    before  rank-00000 |        | rank-00001           |     each old piece is read once, in blocks, and its checksum
-    after   rank-00000 | rank-00001 | rank-00002       |     put together from those of its parts
+    before  rank-00000 |        | rank-00001           |     each old piece is read once, in blocks; the checksums
+    after   rank-00000 | rank-00001 | rank-00002       |     of its parts are combined and compared
 
-The cut is the one that a save on N ranks of a single unit would make: the parameters in a row,
-divided evenly, and each parameter's optimizer states where its elements are. What only the first
-rank stores stays with the first; the random states keep the number of the rank they belong to (a
-load hands them out by that), whichever file they are in. Nothing is written that was not read whole
-and sound.
+The files are divided as in a save on N ranks of a model with a single unit: the parameters in a row
+are divided evenly, and optimizer states are stored with their parameter's elements. What only the
+first rank stores stays in the first file. Random states keep the number of their rank, by which a
+load assigns them, in whichever file they are. The new checkpoint is committed only if all checksums
+of the old one are right.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, writ
 from onefold.layout import FlatLayout
 from onefold.recipe.moments import grain_of, items_of
 
-#: Bytes of a tensor that are in memory at a time; a larger share of a tensor becomes several
-#: pieces.
+#: Bytes of a tensor in memory at a time. A rank's larger part of a tensor becomes several pieces.
 BLOCK = 64 << 20
 
 Advance = Callable[[int], object]
@@ -61,19 +60,19 @@ def reshard(
     overwrite: bool = False,
     advance: Advance | None = None,
 ) -> Path:
-    """Write the checkpoint `source` as `target`, in files for `ranks` ranks.
+    """Write the checkpoint `source` to `target`, in files for `ranks` ranks.
 
     Args:
-        overwrite: replace a checkpoint at `target` (which may be `source`) once the new one is
-            whole.
+        overwrite: replace a checkpoint at `target` (which may be `source`) after the new one is
+            complete.
         advance: called with the bytes of tensors written since its last call.
 
     Returns:
         target.
 
     Raises:
-        CheckpointError: the source is damaged, or nothing can be written at `target`. Nothing is
-            left of it then.
+        CheckpointError: the source is damaged, or `target` cannot be written to. No part of the new
+            checkpoint remains.
     """
     if ranks < 1:
         raise CheckpointError(f"a checkpoint for {ranks} ranks was asked for; expected 1 or more.")
@@ -87,7 +86,7 @@ def reshard(
 
 
 def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> Manifest:
-    """All files but the manifest, which is returned."""
+    """Write all files except the manifest, which is returned."""
     manifest = source.manifest
     files: dict[str, FileRecord] = {}
     pieces: dict[Item, list[StoredPiece]] = {record.item: [] for record in manifest.records}
@@ -112,7 +111,7 @@ def _write(source: FolderSource, folder: Path, ranks: int, advance: Advance) -> 
 
 
 def _cuts(manifest: Manifest, ranks: int) -> list[list[Cut]]:
-    """What each rank's file holds: (tensor, start, stop)."""
+    """Return the contents of each rank's file: (tensor, start, stop)."""
     parameters = [r for r in manifest.records if r.item.kind == "parameter"]
     layout = FlatLayout.of([(r.item.name, r.shape) for r in parameters], ranks)
     slots = {slot.name: slot for slot in layout.slots}
@@ -147,7 +146,7 @@ def _read(
 
 
 def _copy(source: Path, folder: Path, name: str, recorded: FileRecord) -> FileRecord:
-    """A file as it is, its checksum verified on the way."""
+    """Copy a file unchanged and verify its checksum."""
     path = path_in(source, name)
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()

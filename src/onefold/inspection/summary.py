@@ -1,5 +1,5 @@
-"""What a checkpoint holds, without reading its tensors: the manifest, the state's values, sizes of
-files.
+"""Summarize the contents of a checkpoint from its manifest, its values and the sizes of its files.
+Tensors are not read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from onefold.inspection.verify import is_like_a_checkpoint
 
 @dataclass(frozen=True)
 class SortSummary:
-    """All tensors of one kind, state and dtype: how many, their elements, their bytes."""
+    """All tensors of one kind, state and dtype: their number, elements and bytes."""
 
     kind: str
     state: str
@@ -33,7 +33,7 @@ class SortSummary:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor. `files`: where its pieces lie."""
+    """One tensor. `files`: the files that hold its pieces."""
 
     item: Item
     dtype: str
@@ -45,7 +45,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """A parameter group; `number`: of its optimizer. `index`: its own."""
+    """A parameter group. `number`: its optimizer's number. `index`: the group's index in it."""
 
     optimizer: str
     number: int
@@ -57,12 +57,14 @@ class GroupSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Attributes:
-    form: "Onefold", "Hugging Face" or "DeepSpeed". created: ISO date and time, UTC; "" if it is not
-        known.
-    saved_by: versions, ranks, stage and recipe of the run that saved. resumes: what else a run
-        takes up, in words.
-    files: {name: bytes}.
+    """The contents of a checkpoint.
+
+    Attributes:
+        form: "Onefold", "Hugging Face" or "DeepSpeed".
+        created: ISO date and time, UTC; "" if it is not known.
+        saved_by: versions, ranks, stage and recipe of the run that saved.
+        resumes: the other things that a run resumes, described in words.
+        files: {name: size in bytes}.
     """
 
     path: Path
@@ -78,18 +80,20 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """Elements of parameters, tied ones once."""
+        """Number of elements of all parameters. Tied parameters count once."""
         return sum(s.elements for s in self.sorts if s.kind == "parameter")
 
     @property
     def model_files(self) -> list[str]:
-        """What other libraries know: config.json, a tokenizer."""
+        """Files for other libraries: config.json, a tokenizer."""
         own = (MANIFEST, CHECKSUM, STATE)
         return [n for n in self.files if n not in own and not n.endswith((".safetensors", ".pt"))]
 
 
 def summarize(source: Source, path: Path) -> Summary:
-    """What `source`, opened from `path`, holds. Raises: CheckpointError: its values cannot be read."""
+    """Summarize `source`, which was opened from `path`.
+    Raises: CheckpointError: its values cannot be read.
+    """
     own = source if isinstance(source, FolderSource) else None
     folder, tensors = source.folder or path, tuple(_tensors(source, own))
     numels = {t.item.name: numel_of(t.shape) for t in tensors if t.item.kind == "parameter"}
@@ -151,7 +155,7 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
         out["optimizer"] = ", ".join(states) if states else "groups alone: it has not stepped"
     state = own.state if own is not None else {}
     for name in ("scheduler", "scaler"):
-        # As it stands in the file: its tensors are not fetched
+        # The JSON value itself, so that its tensors are not read
         value = state.get(name) if own is not None else source.value(name)
         if value is not None:
             out[name] = _in_short(value)
@@ -171,7 +175,7 @@ def _resumes(own: FolderSource | None, source: Source) -> dict[str, str]:
 
 
 def _in_short(value: Any, most: int = 100) -> str:
-    """A value of state.json, in a line."""
+    """Return a value of state.json as one line of text."""
     text = str(value)
     if isinstance(value, dict) and value and not next(iter(value)).startswith("$"):
         plain = {k: v for k, v in value.items() if isinstance(v, (bool, int, float, str, NoneType))}
@@ -188,7 +192,7 @@ LEFT = "belongs to a save under way, or a killed one has left it: the next start
 
 @dataclass(frozen=True)
 class Listed:
-    """A checkpoint in a folder. `wrong`: why it is not whole, by names and sizes alone."""
+    """A checkpoint in a folder. `wrong`: why it is not complete, judged by names and sizes only."""
 
     path: Path
     step: int | None = None
@@ -200,7 +204,7 @@ class Listed:
 
 
 def listed(root: Path) -> list[Listed]:
-    """The checkpoints in `root`, the newest first; damaged ones and remains of dead saves last."""
+    """List the checkpoints in `root`, newest first; damaged and unfinished ones are last."""
     found = []
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if is_unfinished(folder):
@@ -212,7 +216,7 @@ def listed(root: Path) -> list[Listed]:
 
 
 def glance(folder: Path) -> Listed:
-    """A checkpoint as far as its manifest, and the names and sizes of its files, tell."""
+    """Describe a checkpoint by its manifest and by the names and sizes of its files."""
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -1,11 +1,11 @@
-"""Is a checkpoint what was saved? Every byte is read and checked against the manifest; what is
-wrong is named by file and tensor.
+"""Verify a checkpoint: read every byte and compare it with the manifest's checksums. Problems are
+reported by file and tensor.
 
-    manifest.sha256 ──► manifest.json ──► SHA-256 of each small file, and of each tensor file's head
-                                     └──► CRC-32 of each piece of each tensor (head and pieces are all of a tensor file)
+    manifest.sha256 ──► manifest.json ──► SHA-256 of each small file, and of each tensor file's header
+                                     └──► CRC-32 of each piece of each tensor (header and pieces make up a tensor file)
 
-No rank and no model is needed. Memory is bounded: threads (a checksum lets go of the interpreter)
-share the pieces, cut into segments, and each reads through one buffer.
+No ranks and no model are needed. Pieces are divided into segments, which several threads check in
+parallel: computing a checksum releases the GIL. Each thread has one buffer, so memory is bounded.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from onefold.checkpoint.tensorfile import (
 
 #: Bytes of a tensor that one thread checks at a time.
 SEGMENT = 64 << 20
-#: Digits of two SHA-256s, of 64, that agree by chance far less often than once in a lifetime.
+#: Two SHA-256s with this many equal digits, of 64, are not alike by chance: one of them is damaged.
 _ALIKE = 40
 _FORM = re.compile(rb"[0-9a-f]{64}  " + re.escape(MANIFEST.encode()) + rb"\n")
 
 Advance = Callable[[int], object]
-#: A piece that lies in a file, and of which tensor it is.
+#: (a tensor, one of its pieces in a file).
 Inside = tuple[Record, StoredPiece]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is not as it was saved: the file, the tensor in it ("" for all of it), and how."""
+    """A difference from what was saved. `tensor`: the affected tensor; "" for the whole file."""
 
     file: str
     tensor: str
@@ -72,7 +72,7 @@ class Problem:
 
 @dataclass
 class Examination:
-    """What came of reading a checkpoint. `notes`: what is no problem but worth a word."""
+    """The result of verifying a checkpoint. `notes`: remarks that are not problems."""
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -89,14 +89,15 @@ class Examination:
 
 
 def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
-    """Read every byte of the checkpoint in `folder`; without `problems` it is what was saved.
+    """Read and check every byte of the checkpoint in `folder`. If the result has no `problems`, the
+    checkpoint is as it was saved.
 
     Args:
         advance: called, from several threads, with the bytes of tensor files read since its last
             call.
 
     Raises:
-        CheckpointError: there is no such folder, it is no checkpoint at all, or one from a later
+        CheckpointError: there is no such folder, it is not a checkpoint, or it is of a later
             version.
     """
     out = Examination(Path(folder))
@@ -109,7 +110,7 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         if not doubtful:
             raise
-        # A number that has become something else
+        # A damaged manifest may contain other values where numbers are expected
         out.note(MANIFEST, f"not all could be checked by it: {type(error).__name__}: {error}")
     if doubtful:
         _doubt_manifest(out)
@@ -117,7 +118,7 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
 
 
 def is_like_a_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint or what is left of one."""
+    """Return whether `folder` is a checkpoint or the remains of one."""
     return folder.is_dir() and (
         (folder / MANIFEST).exists()
         or (folder / CHECKSUM).exists()
@@ -129,7 +130,7 @@ def is_like_a_checkpoint(folder: Path) -> bool:
 
 
 def _manifest(out: Examination) -> Manifest | None:
-    """The manifest as far as it can be read."""
+    """Return the manifest, even one with a wrong checksum; None if it cannot be read."""
     folder = out.folder
     if not folder.is_dir():
         raise CheckpointError(
@@ -166,7 +167,9 @@ def _small(out: Examination, name: str) -> bytes | None:
 
 @contextlib.contextmanager
 def _told(out: Examination, name: str, lost: str = "") -> Iterator[None]:
-    """A file that cannot be read is a problem; `lost`: what it held, said if it is missing."""
+    """Add a problem if the block cannot read file `name`. `lost`: the file's contents, for the
+    message if it is missing.
+    """
     try:
         yield
     except CheckpointError as error:
@@ -178,11 +181,11 @@ def _told(out: Examination, name: str, lost: str = "") -> Iterator[None]:
 
 
 def _blame(out: Examination, text: bytes, line: bytes) -> None:
-    """The two do not agree: which one is damaged?
+    """Add a problem for the manifest (`text`) or for its checksum (`line`), which do not agree.
 
-    A checksum that lost some digits still has the others in common with the right one. A manifest
-    with a changed byte has a checksum that has nothing in common with it; and so has a sound
-    manifest beside another one's checksum.
+    If most digits of the recorded checksum are right, the checksum file is damaged. If they have
+    nothing in common, the manifest is reported: a changed byte changes the whole checksum. The same
+    is seen if the checksum file belongs to another manifest.
     """
     right = checksum_line(text).encode()
     alike = sum(a == b for a, b in zip(right[:64], line[:64], strict=False))
@@ -194,7 +197,7 @@ def _blame(out: Examination, text: bytes, line: bytes) -> None:
 
 
 def _doubt_manifest(out: Examination) -> None:
-    """The manifest and its checksum differ: say so of all that was found by it."""
+    """Add to all problems that the manifest, by which they were found, is itself in doubt."""
     own = [p for p in out.problems if p.file in (MANIFEST, CHECKSUM)]
     rest = [p for p in out.problems if p.file not in (MANIFEST, CHECKSUM)]
     if not any(p.file == MANIFEST for p in own):
@@ -215,7 +218,7 @@ def _shown(line: bytes) -> str:
 
 
 def _is_later(text: bytes) -> bool:
-    """Whether a later version wrote this manifest (which is no damage)."""
+    """Return whether a later version wrote this manifest, which is then not damaged."""
     try:
         version = json.loads(text)["version"]
     except (ValueError, KeyError, TypeError):
@@ -227,7 +230,7 @@ def _is_later(text: bytes) -> bool:
 
 
 def _check_files(out: Examination, manifest: Manifest, advance: Advance | None) -> None:
-    """Everything but the manifest itself."""
+    """Check all files except the manifest itself."""
     out.tensors = len(manifest.records)
     inside: dict[str, list[Inside]] = {}
     for record in manifest.records:
@@ -244,7 +247,7 @@ def _check_files(out: Examination, manifest: Manifest, advance: Advance | None) 
         finally:
             pool.shutdown(cancel_futures=True)
             out.nbytes += reading.nbytes
-    # A kill right after the commit leaves the owner
+    # A save that was killed right after the rename leaves its file `owner`
     known = {MANIFEST, CHECKSUM, OWNER, *manifest.files}
     for path in sorted(out.folder.rglob("*")):
         name = path.relative_to(out.folder).as_posix()
@@ -274,7 +277,9 @@ def _check_file(
 
 
 def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool) -> None:
-    """A file with one checksum. `named`: say so if it is wrong; otherwise that is clear already."""
+    """Check a file that has one checksum. `named`: report a wrong checksum. False if a wrong size
+    has been reported already.
+    """
     with (out.folder / name).open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         out.nbytes += file.tell()
@@ -292,7 +297,7 @@ def _check_whole(out: Examination, name: str, recorded: FileRecord, named: bool)
 def _check_tensors(
     out: Examination, name: str, recorded: FileRecord, inside: list[Inside], reading: _Reading
 ) -> None:  # fmt: skip
-    """A tensor file: its head, then every piece."""
+    """Check a tensor file: its header, then every piece."""
     path = out.folder / name
     length = recorded.nbytes - sum((p.stop - p.start) * DTYPES[r.dtype].itemsize for r, p in inside)
     with path.open("rb") as file:
@@ -302,7 +307,7 @@ def _check_tensors(
         of = f"(the first {length} bytes: names and places of its {len(inside)} tensors)"
         out.add(name, f"its head {of} is damaged.")
         return
-    spans = parse_header(head)  # the file behind it may be shorter than it says
+    spans = parse_header(head)  # the file may be shorter than its header says
     pieces = []
     for record, piece in inside:
         key = key_of(record.item, piece.start)
@@ -326,10 +331,10 @@ def _check_tensors(
 
 @dataclass
 class _Reading:
-    """Threads that take checksums, each with a buffer of its own.
+    """Threads that compute checksums, each with its own buffer.
 
     Attributes:
-        nbytes: read so far.
+        nbytes: bytes read so far.
     """
 
     pool: ThreadPoolExecutor
@@ -341,7 +346,7 @@ class _Reading:
     def wrong(
         self, path: Path, pieces: Iterable[tuple[Record, StoredPiece, TensorSpan]]
     ) -> Iterator[tuple[Record, StoredPiece, str]]:
-        """The pieces whose bytes are not those that were saved, and what is wrong with them."""
+        """Yield the pieces whose bytes differ from what was saved, with a description."""
         with path.open("rb") as file:
             waiting = [
                 (r, p, [self.pool.submit(self._crc, file.fileno(), *ab) for ab in _segments(span)])
@@ -360,7 +365,7 @@ class _Reading:
                         yield record, piece, f"the bytes are not those that were saved {sums}."
 
     def _crc(self, file: int, begin: int, end: int) -> tuple[int, int]:
-        """(CRC-32, length) of bytes `[begin, end)`."""
+        """Return (CRC-32, length) of bytes `[begin, end)`."""
         if not hasattr(self.local, "buffer"):
             self.local.buffer = memoryview(bytearray(CHUNK))
         buffer, at, crc = self.local.buffer, begin, 0

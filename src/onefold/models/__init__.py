@@ -1,6 +1,6 @@
-"""Room `models`: what `--model` names, as a module with its tokenizer.
+"""Room `models`: load or build `--model` as a module with its tokenizer.
 
-names      what it can be, where it lies, told before torch is imported; the one download of it
+names      the kinds of models and where they are stored, found without torch; downloads
 build      the module, and recomputation and compilation of its blocks
 adapters   `--lora`
 """

@@ -1,8 +1,8 @@
 """`--lora`: low-rank adapters of peft around a frozen base model.
 
---lora 16                   adapters around every linear layer but the head; the base is not trained
---lora 16 --frozen nf4      QLoRA: the base rests, and travels, in 4 bits
---merge                     beside the adapters, the whole model with the adapters added to its weights
+--lora 16                   adapters for every linear layer but the head; the base model is not trained
+--lora 16 --frozen nf4      QLoRA: the base model is stored and gathered in 4 bits
+--merge                     also write the whole model, with the adapters added to its weights
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ ALL_LINEAR = "all-linear"
 
 
 def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
-    """The loaded model inside peft's, with adapters to train: on the meta device where the model
-    is, and without values there. Everything else is frozen.
-    Raises TrainError if the model has no such layers.
+    """Wrap the loaded model with peft's adapters and freeze everything else. If the model is on the
+    meta device, so are the adapters.
+    Raises TrainError if the model has no layers for them.
     """
     import peft
 
@@ -52,19 +52,20 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     empty = any(p.is_meta for p in model.parameters())
-    # The same adapters on any number of ranks; those on meta get theirs in `onefold.shard`
+    # The seed gives the same adapters on any number of ranks. Adapters on the meta device are
+    # initialized in `onefold.shard`.
     where = torch.device("meta" if empty else "cpu")
     with torch.random.fork_rng(devices=[]), where, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about names that transformers will give up
+        warnings.simplefilter("ignore")  # warnings about names that transformers will remove
         torch.manual_seed(config.seed)
         try:
             wrapped: Any = peft.get_peft_model(model, settings)
-        except ValueError as error:  # layers that an architecture computes with in its own way
+        except ValueError as error:  # the architecture computes with these layers in its own way
             raise TrainError(
                 f"--lora {config.lora}: peft puts no adapters around these layers ({error})"
                 " Name others by --lora-targets."
             ) from error
-    # Where others find the base
+    # The place from which peft loads the base model
     if os.path.isdir(config.model):
         wrapped.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
     elif is_hub_name(config.model):
@@ -74,7 +75,7 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
 
 
 def refuse_unmergeable(model: nn.Module) -> None:
-    """Raise TrainError before the first step if --merge could not be done after the last."""
+    """Raise TrainError, before the first step, if --merge would fail after the last step."""
     try:
         Merging.of(model)
     except CheckpointError as error:
@@ -82,8 +83,8 @@ def refuse_unmergeable(model: nn.Module) -> None:
 
 
 def targets_of(config: TrainConfig, model: nn.Module) -> str | tuple[str, ...]:
-    """What `--lora-targets` names in this model: ALL_LINEAR, or names of linear layers.
-    Raises TrainError for one that is not there.
+    """Return the layers of `--lora-targets`: ALL_LINEAR, or names of linear layers.
+    Raises TrainError for a name that the model does not have.
     """
     wanted = tuple(filter(None, (part.strip() for part in config.lora_targets.split(","))))
     if wanted == (ALL_LINEAR,):
@@ -100,5 +101,5 @@ def targets_of(config: TrainConfig, model: nn.Module) -> str | tuple[str, ...]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module multiplies by a weight of [out, in], or as GPT-2's does, of [in, out]."""
+    """Return whether a module is linear, with a weight of [out, in] or, as in GPT-2, [in, out]."""
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

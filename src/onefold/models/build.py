@@ -1,11 +1,11 @@
-"""`--model` to a module in fp32, with its tokenizer: a package, a folder, a file, a size, or your own
-factory; and what is done to its blocks (recomputation, compilation).
+"""Load or build `--model` as a module in fp32 with its tokenizer; recomputation and compilation of
+its blocks.
 
     a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
     a name in the hub         downloaded once on each machine, then as a folder
-    a package, a GGUF file    whole on rank 0, meta elsewhere
-    a size                    drawn at random on rank 0, meta elsewhere
-    a factory                 as it makes it, on every rank
+    a package, a GGUF file    whole on rank 0, on the meta device elsewhere
+    a size                    initialized at random on rank 0, on the meta device elsewhere
+    a factory                 called on every rank; the model is used as it is returned
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Loaded:
     """A model to train.
 
     Attributes:
-        module: the model in fp32: whole on the CPU, or on the meta device where `onefold.shard`
-            gives it its weights.
-        tokenizer: None if the model takes something else than text (a factory's).
-        name: what to call it.
-        weights: the folder that its weights are to be read from, None where rank 0 has them.
-        notes: what the user should know about how it was loaded.
+        module: the model in fp32: whole on the CPU, or on the meta device if `onefold.shard` loads
+            its weights.
+        tokenizer: None if the model (of a factory) takes other inputs than text.
+        name: the model's name in messages.
+        weights: the folder to read its weights from; None if rank 0 has them.
+        notes: notes for the user on how it was loaded.
     """
 
     module: nn.Module
@@ -61,17 +61,18 @@ class Loaded:
 def load_model(
     name: str, tokenizer: str, seed: int, seq: int, empty: bool = False, in_parts: bool = False
 ) -> Loaded:
-    """Load or build what `--model` names on this machine.
+    """Load or build `--model` in this process.
 
     Args:
         name, tokenizer: `--model` and `--tokenizer`.
-        seed: decides weights drawn at random.
-        seq: length that a model from scratch must be able to read.
-        empty: leave the parameters of a model from scratch on the meta device, without memory.
-        in_parts: leave those of a folder there, where `onefold.shard` can read them in parts.
+        seed: the seed of random weights.
+        seq: the sequence length that a model from scratch must support.
+        empty: leave the parameters of a model from scratch on the meta device.
+        in_parts: leave the parameters of a folder on the meta device, if `onefold.shard` can read
+            them in parts.
 
     Raises:
-        TrainError: the name is nothing known, or what it names cannot be trained here.
+        TrainError: the name is unknown, or its model cannot be trained here.
     """
     kind = kind_of(name)
     if kind == "factory":
@@ -96,9 +97,10 @@ def load_on_first_rank(
     ranks: Ranks,
     note: Callable[[str], None] = lambda line: None,
 ) -> Loaded:
-    """As `load_model`, with weights on rank 0 at most and the meta device elsewhere. Collective.
-    `onefold.shard` gives every rank its part of rank 0's, or of the folder's. Only a factory itself
-    knows how to build its model: it is called on every rank. `note` tells the user of a download.
+    """Load or build `--model` with weights on rank 0 only, or on no rank, and on the meta device
+    elsewhere. Collective. `onefold.shard` then gives every rank its part of rank 0's weights, or of
+    the folder's. A factory is called on every rank, because only it can build its model. `note`
+    tells the user of a download.
     """
     if kind_of(name) == "hub":
         folder = hub_folder(name, ranks, note)
@@ -125,7 +127,7 @@ def load_on_first_rank(
             return replace(loaded, module=on_meta(loaded.weights))
         with torch.device("meta"):
             module = kind(config).float().train()
-    # All ranks write the same samples
+    # With the same configuration, all ranks generate the same text samples
     module.generation_config = generation
     return replace(loaded, module=module)
 
@@ -134,7 +136,9 @@ def load_on_first_rank(
 
 
 def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
-    """Without memory, if that is asked for and its weights can be read in parts; else whole."""
+    """Open a folder on the meta device if `in_parts` is set and its weights can be read in parts;
+    otherwise load it whole.
+    """
     notes: tuple[str, ...] = ()
     if in_parts:
         try:
@@ -160,14 +164,14 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
 
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
-    """Inside, what transformers asks of a GGUF file over and over is found out once.
+    """Cache, inside the block, what transformers reads repeatedly from a GGUF file.
 
-    It goes through all fields for the configuration, the weights and the tokenizer, and lists the
-    tensors' names anew for every module: for a vocabulary of 49,152 words both take longer than
-    dequantizing 135 million weights.
+    transformers reads all fields once each for the configuration, the weights and the tokenizer,
+    and lists the tensors' names again for every module. For a vocabulary of 49,152 words, each of
+    the two takes longer than dequantizing 135 million weights.
     """
     asked = ("GGUFReader", "get_tensor_name_map")
-    # Without it transformers says so
+    # If gguf is not installed, transformers raises the error
     gguf: Any = importlib.import_module("gguf") if importlib.util.find_spec("gguf") else None
     before = {name: getattr(gguf, name) for name in asked if hasattr(gguf, name)}
     for name, ask in before.items():
@@ -180,14 +184,14 @@ def _read_once() -> Iterator[None]:
 
 
 def _from_gguf(path: Path) -> nn.Module:
-    """A GGUF file as an ordinary fp32 model, dequantized; it saves like any other."""
+    """Load a GGUF file, dequantized, as an ordinary fp32 model that can be saved like any other."""
     from transformers import AutoModelForCausalLM
 
     with _read_once():
         module = AutoModelForCausalLM.from_pretrained(
             str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
         )
-    # What remembers that it was quantized, and would refuse to be saved
+    # Remove the marks of a quantized model, with which transformers refuses to save it
     for owner, name in (
         (module, "hf_quantizer"),
         (module, "quantization_method"),
@@ -219,26 +223,26 @@ def _from_scratch(
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **common,
         )  # fmt: skip
     else:
-        # Three matrices of this width weigh as much as GPT's two of 4·width
+        # Three matrices of this width have as many parameters as GPT's two of 4·width
         hidden = max(32, round(width * 8 / 3 / 32) * 32)
         build = transformers.LlamaForCausalLM
         config = transformers.LlamaConfig(
             num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads,
             intermediate_size=hidden, max_position_embeddings=length, tie_word_embeddings=True, **common,
         )  # fmt: skip
-    # The same weights whatever was drawn before, and nothing left behind in the global generator.
+    # The weights depend on the seed only, and the global generator does not change
     with torch.random.fork_rng(devices=[]), torch.device("meta" if empty else "cpu"):
         torch.manual_seed(seed)
         return build(config).float().train()
 
 
 def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
-    """(layers, width) for a built-in: a named size, or the shape whose parameter count comes
-    nearest to the number.
+    """Return (layers, width) of a built-in model: those of a named size, or the shape whose number
+    of parameters is nearest to the given one.
 
-    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes within
-    5 % of the best the one with a width of about 64 per layer is taken, as published models have
-    it.
+    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes whose
+    relative error is at most 0.05 above the best, the one with a width nearest to 64 · layers is
+    chosen, as in published models.
     """
     size = parse_size(name)
     if isinstance(size, str):
@@ -268,7 +272,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
             f" {type(module).__name__}."
         )
     if own is None and tokenizer == "bytes":
-        # Without transformers, whose import takes longer than many a small run needs to start
+        # transformers is not imported: that takes longer than a small run needs to start
         own = ByteTokenizer()
     elif own is None:
         with quiet_transformers():
@@ -278,7 +282,7 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' progress bars and warnings, which each rank would print."""
+    """Silence transformers' progress bars and warnings, which every rank would print."""
     try:
         importlib.import_module("transformers")
     except ModuleNotFoundError:
@@ -290,8 +294,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def checkpoint_activations(model: nn.Module, how: str) -> None:
-    """Recompute all blocks ("full") or every second one ("selective") in the backward pass.
-    Raises TrainError if the model has no way to do it.
+    """Recompute all blocks ("full") or every second block ("selective") in the backward pass.
+    Raises TrainError if the model does not support it.
     """
     if how == "none":
         return
@@ -319,9 +323,9 @@ def checkpoint_activations(model: nn.Module, how: str) -> None:
 
 
 def compile_blocks(model: nn.Module) -> None:
-    """`torch.compile` each repeated block's forward: all share one compilation.
-    Not `block.compile()`: gathering and releasing are hooks around the forward, with nothing to
-    compile. Raises TrainError if there is no repeated block.
+    """`torch.compile` the forward of each repeated block. All blocks share one compilation.
+    `block.compile()` is not used: it would also compile the hooks that gather and release.
+    Raises TrainError if there is no repeated block.
     """
     blocks = repeated_blocks(model)
     if not blocks:

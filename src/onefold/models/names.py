@@ -1,8 +1,8 @@
-"""What `--model` names, as far as can be told before torch is imported: of which kind it is, where
-it lies, and what its weights are in. And the one download of it for all ranks of a machine.
+"""Find the kind, the folder and the precision of `--model`, before torch is imported; download a
+model of the hub once per machine.
 
-    ./folder        as it is
-    org/name        its folder in the hub's cache; not there: downloaded once, unless HF_HUB_OFFLINE is set
+    ./folder        the folder itself
+    org/name        its folder in the hub's cache; if it is not cached: downloaded, unless HF_HUB_OFFLINE is set
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from onefold.wording import TrainError, did_you_mean
 if TYPE_CHECKING:
     from onefold.processes.ranks import Ranks
 
-#: org/name, and perhaps @revision.
+#: org/name or org/name@revision.
 _HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+(@[\w./-]+)?")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-#: Forms of weights that a repository may hold beside those that are read.
+#: Weights in other formats, which a repository may also hold; they are not downloaded.
 _OTHER_FORMS = ["*.h5", "*.msgpack", "*.onnx*", "*.gguf", "*.tflite", "original/*", "onnx/*"]
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it may be a model of the hub: org/name, or org/name@revision."""
+    """Return whether `name` may be a model of the hub: org/name, or org/name@revision."""
     return _HUB.fullmatch(name) is not None
 
 
 def cached(name: str) -> Path | None:
-    """The folder of a model of the hub in this machine's cache, if all of it is there."""
+    """Return the folder of a hub model in this machine's cache, or None if it is not complete."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -62,7 +62,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def check_hub(name: str) -> None:
-    """Raise TrainError for a model that is not in the cache where nothing may be downloaded."""
+    """Raise TrainError if the model is not cached and must not be downloaded."""
     if is_offline() and cached(name) is None:
         raise TrainError(
             f"--model {name}: no such folder, and no such model is whole in the hub's cache"
@@ -73,7 +73,9 @@ def check_hub(name: str) -> None:
 
 
 def fetch(name: str, note: Callable[[str], None]) -> None:
-    """Have a model of the hub in this machine's cache. Raises TrainError if that cannot be."""
+    """Download a model of the hub, unless this machine's cache has it. Raises TrainError if that
+    fails.
+    """
     if cached(name) is None:
         check_hub(name)
         note(f"downloading {name}")
@@ -81,9 +83,9 @@ def fetch(name: str, note: Callable[[str], None]) -> None:
 
 
 def hub_folder(name: str, ranks: Ranks, note: Callable[[str], None]) -> Path:
-    """The folder of a model of the hub, on every rank; the first rank of each machine downloads it
-    where it is not in the cache. Collective.
-    Raises TrainError on every rank if it cannot be had.
+    """Return the folder of a hub model on every rank. The first rank of each machine downloads the
+    model if it is not cached. Collective.
+    Raises TrainError on every rank if a download fails.
     """
     error: TrainError | None = None
     if ranks.local_rank == 0:
@@ -112,7 +114,7 @@ def _download(name: str) -> None:
         streams = any(f in (_WEIGHTS[0], _INDEXES[0]) for f in files)
         without = [*_OTHER_FORMS, *(["*.bin", "*.pt", "*.pth"] if streams else [])]
         snapshot_download(repository, revision=revision or None, ignore_patterns=without)
-    except Exception as error:  # whatever the network, the hub or the disk says
+    except Exception as error:  # any error of the network, the hub or the disk
         raise TrainError(
             f"--model {name}: no such folder, and it cannot be downloaded from the hub"
             f" ({' '.join(str(error).split())[:300]})."
@@ -120,7 +122,7 @@ def _download(name: str) -> None:
 
 
 def weights_digest(folder: Path) -> str:
-    """The same for the same weights, as far as sizes and samples of the bytes of their files tell."""
+    """Return a digest of a folder's weights: of the names, sizes and sampled bytes of its files."""
     said = 0
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -131,8 +133,8 @@ def weights_digest(folder: Path) -> str:
 
 
 def precision_of(name: str) -> str | None:
-    """fp32, bf16 or fp16: what the weights of `--model` are in, by its config.json; None where that
-    cannot be told yet. Models that are no folder are trained in fp32.
+    """Return the precision of the weights of `--model` by its config.json: fp32, bf16 or fp16. None
+    if the model has not been downloaded yet. Models that are not folders have fp32.
     """
     if os.path.isdir(name):
         return _precision(Path(name))
@@ -144,7 +146,7 @@ def precision_of(name: str) -> str | None:
 
 def _precision(folder: Path) -> str:
     config = _json_of(folder / "config.json")
-    # A model of several kinds of input says it of its parts
+    # A model with several kinds of input has a dtype for each of its parts
     for part in (config, config.get("text_config")):
         if isinstance(part, dict) and (said := part.get("dtype") or part.get("torch_dtype")):
             return _PRECISIONS.get(str(said).removeprefix("torch."), "fp32")
@@ -152,7 +154,7 @@ def _precision(folder: Path) -> str:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """A file's object; {} where it is absent or something else."""
+    """Return the JSON object in a file; {} if the file is missing or holds something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -166,12 +168,14 @@ def _cache() -> str:
     return str(constants.HF_HUB_CACHE)
 
 
-#: (layers, width) by name; a number such as 60m is solved for instead.
+#: (layers, width) by name. For a number of parameters such as 60m, see `model_shape`.
 NAMED_SIZES = {"tiny": (2, 64), "mini": (4, 256), "small": (12, 768), "medium": (24, 1024)}
 
 
 def kind_of(name: str) -> str:
-    """smollm2, scratch, gguf, folder, factory or hub. Raises TrainError if it is nothing known."""
+    """Return the kind of `--model`: smollm2, scratch, gguf, folder, factory or hub.
+    Raises TrainError if the name is none of these.
+    """
     if name == "smollm2":
         if smollm2_path() is None:
             raise TrainError(
@@ -209,7 +213,7 @@ def kind_of(name: str) -> str:
 
 
 def parse_size(name: str) -> str | int:
-    """ "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
+    """Parse a size: "gpt:tiny" -> "tiny", "llama:60m" -> 60_000_000, plain "gpt" -> "mini"."""
     _, _, size = name.partition(":")
     if not size:
         return "mini"

@@ -1,15 +1,14 @@
-"""Room `pretrained`: models as other libraries open them, read into shards and written out of them
-without a whole one anywhere.
+"""Room `pretrained`: read shards from models in Hugging Face's format, and write them back, without
+a whole model on any rank.
 
-| to read about                   | modules, in the order of a call                                    |
-|---------------------------------|--------------------------------------------------------------------|
-| a Hugging Face folder, in       | huggingface ► hf_names (whose rows are whose) ► fitted; weights    |
-| out                             | export (of ranks), export_folder (of a checkpoint) ► streams       |
-| adapters of peft                | adapters; merged: added to their base                              |
-| whole tensors, to other engines | whole_tensors                                                      |
+| to read about                   | modules, in the order of a call                                      |
+|---------------------------------|----------------------------------------------------------------------|
+| loading a Hugging Face folder   | huggingface ► hf_names (rows of which tensor) ► fitted; weights      |
+| exporting one                   | export (from ranks), export_folder (from a checkpoint) ► streams     |
+| adapters of peft                | adapters; merged: adapters added to the base model's weights         |
+| whole tensors, to other engines | whole_tensors                                                        |
 
-What ranks tell each other, and the folder that is whole or absent, are those of checkpoints
-(`onefold.checkpoint`).
+Messages between ranks and folders that appear atomically come from `onefold.checkpoint`.
 """
 
 from onefold.pretrained.merged import export_merged

@@ -1,11 +1,11 @@
-"""Adapters alone, in peft's form: adapter_model.safetensors and adapter_config.json, which
-`PeftModel.from_pretrained` opens.
+"""Save and load adapters without their base model, in peft's format: adapter_model.safetensors and
+adapter_config.json, which `PeftModel.from_pretrained` opens.
 
     in the model       base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
     in the folder      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
-Which tensors belong to an adapter, and what they are called, is peft's to say: it is asked with
-stand-ins that have no memory.
+peft decides which tensors belong to an adapter and how they are called. This module asks peft with
+stand-in tensors on the meta device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import unguarded
 
 FILES = "adapter_model"
-#: What peft puts before the names of a model that it wraps.
+#: The prefix that peft adds to the names of a model that it wraps.
 PREFIX = "base_model.model."
 
 
@@ -43,23 +43,23 @@ def save_adapters(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """Write the adapters of a sharded peft model, and nothing of its base. Collective.
+    """Write the adapters of a sharded peft model, without its base model. Collective.
 
     Each rank writes its own intervals, as in `onefold.export`. Embeddings of the base model are not
-    written along. Prompts, which peft computes from their encoder, are written by the first rank.
+    written. Prompts, which peft computes from their encoder, are written by the first rank.
 
     Args:
-        model: what `onefold.shard` returned of a PeftModel, or of a transformers model after
-            `add_adapter`.
-        folder: to be made.
-        adapter: which one; None takes the active one.
-        dtype: in the file; None keeps the masters' (adapters are small, and nothing is lost).
+        model: the return value of `onefold.shard` for a PeftModel, or for a transformers model
+            after `add_adapter`.
+        folder: the folder to create.
+        adapter: the adapter's name; None for the active one.
+        dtype: dtype in the file. None keeps the dtype of the master weights, without loss.
         progress: as for `onefold.export`.
         overwrite: the same.
 
     Raises:
-        CheckpointError: on every rank: there is no such adapter, something is at `folder`, no room,
-            no permission.
+        CheckpointError: on every rank: there is no such adapter, `folder` exists, or the disk has
+            no space or gives no permission.
     """
     engine = engine_of(model)
     if _is_prompt(model, adapter):
@@ -91,24 +91,23 @@ def load_adapters(
     adapter: str | None = None,
     strict: bool = True,
 ) -> tuple[list[str], list[str]]:
-    """Load a folder of peft's into the adapters of a sharded model, which has them already.
-    Collective.
+    """Load a folder written by peft into the existing adapters of a sharded model. Collective.
 
-    Each rank reads what it owns; the base model stays as it is.
+    Each rank reads what it owns. The base model does not change.
 
     Args:
-        model: what `onefold.shard` returned of a PeftModel, or of a transformers model after
-            `add_adapter`.
-        folder: with adapter_model.safetensors.
-        adapter: into which one; None takes the active one.
+        model: the return value of `onefold.shard` for a PeftModel, or for a transformers model
+            after `add_adapter`.
+        folder: a folder with adapter_model.safetensors.
+        adapter: the adapter to load into; None for the active one.
 
     Returns:
-        the model's tensors of the adapter that are missing in the folder, and the folder's that fit
-        nowhere.
+        (names of the adapter's tensors that are missing in the folder, names of the folder's
+        tensors that have no place in the adapter).
 
     Raises:
         CheckpointError: on every rank: there is no such adapter, the folder cannot be read, shapes
-            differ, or names do under `strict`.
+            differ, or, with `strict`, names differ.
     """
 
     def fitted() -> Fitted:
@@ -120,8 +119,9 @@ def load_adapters(
 
 
 def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
-    """{peft's name in files: the name in `model`} of an adapter's tensors.
-    Raises: CheckpointError: the model has no such adapter, or peft makes its tensors of others.
+    """Return {peft's name in files: name in `model`} for an adapter's tensors.
+    Raises: CheckpointError: the model has no such adapter, or peft computes the adapter's tensors
+    from other tensors.
     """
     adapter = _adapter(model, adapter)
     from peft import PeftModel, get_peft_model_state_dict
@@ -190,8 +190,8 @@ def _is_prompt(model: Any, adapter: str | None) -> bool:
 def _save_prompt(
     model: Any, folder: Path, adapter: str | None, dtype: torch.dtype | None, overwrite: bool
 ) -> Path:
-    """What the encoder of prompts makes, a few rows, on every rank; the first one writes it.
-    Collective.
+    """Compute the prompts from their encoder on every rank (a few rows) and write them on the first
+    rank. Collective.
     """
     from peft import get_peft_model_state_dict
     from safetensors.torch import save_file
@@ -219,7 +219,7 @@ def _save_prompt(
 
 
 def _save_config(model: Any, adapter: str | None, folder: Path) -> None:
-    """adapter_config.json and the card README.md, as peft's own `save_pretrained` leaves them."""
+    """Write adapter_config.json and the model card README.md, as peft's `save_pretrained` does."""
     config = copy.deepcopy(model.peft_config[_adapter(model, adapter)])
     base = getattr(model, "get_base_model", None)
     inner: Any = base() if callable(base) else model

@@ -1,11 +1,11 @@
-"""A model as a folder that others open: safetensors in Hugging Face's layout, its configuration,
-its tokenizer.
+"""Export a model as a folder that other libraries open: safetensors in Hugging Face's layout,
+configuration, tokenizer.
 
     onefold.export        from a sharded model: each rank writes its own intervals into the same files (streams.py)
-    export_folder.py      from a checkpoint, without ranks: tensor by tensor
+    export_folder.py      from a checkpoint, in one process: tensor by tensor
 
-The folder appears under its name when it is whole, and not before. What goes wrong on one rank is
-raised on all, and nothing is left.
+The folder gets its name when it is complete. An error on one rank is raised on all ranks, and the
+unfinished folder is removed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import beside_parameters
 from onefold.runtime.storage import OnDisk
 
-#: Bytes of tensors in one file, unless asked otherwise.
+#: The default for the bytes of tensors in one file.
 MAX_SHARD_BYTES = 5_000_000_000
 CONFIGURATION = ("config.json", "generation_config.json")
-#: What tokenizers and processors of transformers are made of.
+#: The files of transformers' tokenizers and processors.
 TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
@@ -59,26 +59,28 @@ def export(
 ) -> Path:
     """Write a sharded model as a folder that transformers' `from_pretrained` opens. Collective.
 
-    A transformers model is written as its `save_pretrained` would write it: names, tied weights
+    A transformers model is written as its `save_pretrained` does: the same names, tied weights
     once, config.json. Any other model becomes safetensors with the names of its state dict. No rank
-    holds more than its shard and a few MiB; all ranks must see the same folder.
+    holds more than its shard and a few MiB. All ranks must share the file system of `folder`.
 
     Args:
-        model: what `onefold.shard` returned.
-        folder: to be made; parents as well.
-        dtype: of floating-point parameters in the files. None takes the one that each parameter
-            computes in (bf16 under bf16), "master" what the optimizer steps (fp32 under bf16).
-        max_shard_bytes: of tensors in one file; more become several files with an index.
-        progress: called on each rank with (bytes done, bytes to do) of what that rank writes.
-        tokenizer: something with `save_pretrained(folder)`. None copies the tokenizer of the folder
-            that the model was loaded from.
-        overwrite: replace a model that is at `folder`, in one step, once the new one is whole.
+        model: the return value of `onefold.shard`.
+        folder: the folder to create, with its parents.
+        dtype: dtype of floating-point parameters in the files. None: each parameter's compute dtype
+            (bf16 under bf16). "master": the master weights' dtype (fp32 under bf16).
+        max_shard_bytes: the most bytes of tensors in one file. A larger model becomes several files
+            with an index.
+        progress: called on each rank with (bytes written, bytes to write) of that rank.
+        tokenizer: anything with `save_pretrained(folder)`. None copies the tokenizer of the folder
+            from which the model was loaded.
+        overwrite: replace a model at `folder`, atomically, after the new one is complete.
 
     Returns:
         folder.
 
     Raises:
-        CheckpointError: on every rank: there is something at `folder`, no room, no permission.
+        CheckpointError: on every rank: `folder` exists, or the disk has no space or gives no
+            permission.
     """
     engine = engine_of(model)
     engine.unset.look()
@@ -122,23 +124,23 @@ def stream(
     change: Callable[[Pieces], Pieces] | None = None,
     renamed: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write what a sheet says of a sharded model into a new folder. Collective.
+    """Write the tensors of a sharded model that a `Sheet` places into a new folder. Collective.
 
     Args:
-        sheet: makes it, from shapes alone and so the same on every rank.
-        beside: adds small files to the folder; called on the first rank.
-        change: makes what is written of this rank's pieces, which have the sheet's names.
-        renamed: {the model's name: the sheet's}, where they differ.
+        sheet: makes the sheet. It depends on shapes only, so every rank makes the same.
+        beside: adds small files to the folder. Called on the first rank.
+        change: converts this rank's pieces, which have the sheet's names, to the pieces to write.
+        renamed: {name in the model: name in the sheet}, where they differ.
 
     Raises:
-        CheckpointError: on every rank; nothing is left then.
+        CheckpointError: on every rank; the unfinished folder is removed.
     """
     meet(engine, "export")
     check_moment(engine, "export", None)
     together = Together.of(engine)
     made: Export | None = None
     planned: Sheet | None = None
-    with contextlib.ExitStack() as unless_whole:  # whatever goes wrong leaves nothing
+    with contextlib.ExitStack() as unless_whole:  # a failure removes the folder
         with together.each_rank():
             planned = sheet()
             if engine.rank == 0:
@@ -175,14 +177,13 @@ def plan(
     limit: int,
     tied_once: bool = False,
 ) -> Sheet:
-    """Where the tensors of `outline` go.
+    """Plan the files for the tensors of `outline`.
 
     Args:
-        model: the transformers model that they are of, for its names. None: the names are what they
-            are.
-        dtype: of floating-point parameters; None leaves `outline.dtypes`.
-        tied_once: write a tied parameter under its first name only, where no `model` says under
-            which.
+        model: the transformers model that the tensors belong to: names are converted by its rules.
+            None: names do not change.
+        dtype: dtype of floating-point parameters; None for those in `outline.dtypes`.
+        tied_once: without a `model`, write a tied parameter under its first name only.
     """
     once = _tied_patterns(model) if model is not None else None
     unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -201,17 +202,17 @@ def plan(
 
 
 def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """The dtype in the files of what has the dtype `own`: whole numbers stay as they are."""
+    """Return the dtype in the files of a tensor of dtype `own`. Integer dtypes do not change."""
     return asked if asked is not None and own.is_floating_point else own
 
 
 def masters(engine: Engine) -> dict[str, torch.dtype]:
-    """{every name of a parameter: the dtype that it is stepped in}."""
+    """Return {every name of every parameter: dtype of its master weights}."""
     return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.part.names}
 
 
 def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """(name, start, stop) of what `_own` gives."""
+    """Yield (name, start, stop) of the pieces that `_own` yields."""
     for entry in engine.entries:
         start, stop = entry.accounted()
         yield entry.part.names[0], entry.part.first + start, entry.part.first + stop
@@ -220,8 +221,9 @@ def _intervals(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, int
 
 
 def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Tensor]]:
-    """What this rank writes: its share of every parameter, and on the first rank the buffers. What
-    rests encoded is decoded one flat buffer at a time, what rests on NVMe read a piece at a time.
+    """Yield what this rank writes: its share of every parameter and, on the first rank, the
+    buffers. Encoded weights are decoded one flat buffer at a time. Weights on NVMe are read piece
+    by piece.
     """
     flat, decoded = None, torch.empty(0)
     for entry in engine.entries:
@@ -267,7 +269,7 @@ def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
 
 
 def _tied_patterns(model: nn.Module) -> list[str]:
-    """What transformers calls the names that are tied to another's tensor, and not saved."""
+    """Return transformers' patterns for names that are tied to another tensor and not saved."""
     return [
         f"{path}.{key}" if path else key
         for path, m in model.named_modules()
@@ -276,7 +278,9 @@ def _tied_patterns(model: nn.Module) -> list[str]:
 
 
 def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """The names of one tensor that `save_pretrained` keeps: those without a pattern, or one."""
+    """Return the names of one tensor that `save_pretrained` keeps: those that match no pattern, or
+    else one of them.
+    """
     patterns = list(patterns)
     if len(names) == 1:
         return list(names)
@@ -290,7 +294,7 @@ def save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
-    if getattr(type(model), "_auto_class", None) is not None:  # its code comes with it
+    if getattr(type(model), "_auto_class", None) is not None:  # custom code is saved with it
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(model, str(folder), config=config)
@@ -300,7 +304,9 @@ def save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
 
 
 def first_dtype(outline: Outline) -> torch.dtype:
-    """What transformers calls the dtype of a model."""
+    """Return the model's dtype as transformers defines it: that of the first floating-point
+    parameter.
+    """
     found = (
         outline.dtypes[n]
         for n, (kind, _) in outline.tensors.items()
@@ -310,7 +316,8 @@ def first_dtype(outline: Outline) -> torch.dtype:
 
 
 def copy_files(near: Path, names: Iterable[str], folder: Path) -> None:
-    # A Hugging Face folder may be one of links into a cache; a checkpoint's files lie in its folder
+    # A checkpoint's files must be inside its folder. A Hugging Face folder may consist of links
+    # into a cache.
     whole = (near / MANIFEST).is_file()
     for name in names:
         path = path_in(near, name) if whole else near / name

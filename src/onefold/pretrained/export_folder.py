@@ -1,4 +1,4 @@
-"""The model in a checkpoint as a folder that others open, without ranks: tensor by tensor."""
+"""Export the model in a checkpoint as a Hugging Face folder, in one process, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def export_folder(
     beside: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write the model in a checkpoint as a folder that `from_pretrained` opens, without ranks, 4
-    MiB at a time.
+    """Write the model in a checkpoint as a folder that `from_pretrained` opens. Runs in one
+    process, 4 MiB at a time.
 
     Args:
         source: an opened checkpoint.
@@ -48,12 +48,12 @@ def export_folder(
         max_shard_bytes: the same.
         progress: the same.
         overwrite: the same.
-        dtype: of floating-point parameters in the files; None leaves them as the checkpoint has
-            them (its masters).
-        beside: where config.json and the tokenizer's files are; None takes the source's own folder.
+        dtype: dtype of floating-point parameters in the files; None for the checkpoint's own, which
+            is that of its master weights.
+        beside: the folder with config.json and the tokenizer's files; None for the source's own.
 
     Raises:
-        CheckpointError: the source is damaged, or nothing can be written at `folder`.
+        CheckpointError: the source is damaged, or `folder` cannot be written to.
     """
     check_arguments(dtype, max_shard_bytes)
     target = Path(folder)
@@ -105,7 +105,7 @@ def _outline_of(source: Source) -> Outline:
 
 
 def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
-    """The model that config.json describes, on the meta device, if the checkpoint's names fit."""
+    """Return the model of config.json on the meta device; None if the checkpoint's names differ."""
     if near is None or not (near / "config.json").is_file():
         return None
     try:
@@ -115,7 +115,7 @@ def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
         with torch.device("meta"):
             twin: nn.Module = getattr(transformers, config.architectures[0])(config)
     except Exception:
-        # No transformers here, or a model of somebody's own: the names stay as they are, which
-        # opens as well
+        # transformers is not installed, or does not know the model: names stay unchanged, and
+        # from_pretrained opens them too
         return None
     return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None

@@ -1,5 +1,5 @@
-"""Another's tensors under the names of a model: what a model consists of, and a source that was cut
-to fit it.
+"""`Outline`: the tensors that a model consists of. `Fitted`: a source whose tensors are converted
+to the names and shapes of a model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
 from onefold.runtime.state.contents import contents
 
-#: Elements compared at a time where a source holds twice what the model ties.
+#: Elements compared at a time if a source holds two tensors for parameters that the model ties.
 STEP = 1 << 20
 
 
@@ -30,8 +30,8 @@ class Outline:
 
     Attributes:
         tensors: {name: (kind, logical shape)} in the order of its state dict.
-        dtypes: {name: the dtype it computes in}.
-        ties: the names of each tensor, first the one that it goes by.
+        dtypes: {name: its compute dtype}.
+        ties: all names of each tensor; the first is its main name.
     """
 
     tensors: dict[str, tuple[str, Shape]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Outline:
 
 
 def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
-    """The model inside peft's wrappings, and {name in `module`: name in the model inside}."""
+    """Return the model inside peft's wrappers, and {name in `module`: name in the inner model}."""
     inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
     base: nn.Module = inner() if callable(inner) else module
     adapters = tuple(
@@ -86,19 +86,20 @@ def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str,
         if not name.startswith(adapters) and name.startswith(prefix):
             plain = name.removeprefix(prefix)
             if adapters:
-                # Adapters of two parameters of a module are around each other
+                # Adapters of two parameters of one module wrap each other
                 plain = re.sub(r"\.((base_layer|original_module)\.)+", ".", plain)
             out[name] = plain
     return base, out
 
 
-#: {where peft keeps trained copies of a module: the module itself}, below the same one.
+#: {attribute with peft's trained copies of a module: attribute with the original module}.
 _COPIES = {"modules_to_save": "original_module", "ln_tuning_layers": "base_layer"}
 
 
 def copies(module: nn.Module) -> dict[str, str]:
-    """{a parameter of a copy that peft trains in place of a module, on the meta device: that of the
-    module}. It is to start with the same values.
+    """Return {parameter of a copy: same parameter of the original module} for each module that peft
+    trains as a copy. The copy starts with the original's values. Only parameters on the meta device
+    are returned.
     """
     return {
         f"{path}.{kept}.{adapter}.{name}": f"{path}.{original}.{name}"
@@ -112,17 +113,17 @@ def copies(module: nn.Module) -> dict[str, str]:
 
 
 class Fitted(View):
-    """A source that shows another's tensors under the names of a model.
+    """A source that shows another source's tensors under the names of a model.
 
     Args:
-        source: where the tensors are.
-        outline: of the model.
-        made: {the model's name: what runs of the source's tensors it is}.
-        unexpected: tensors of the source that fit nowhere in the model.
+        source: the source of the tensors.
+        outline: the outline of the model.
+        made: {name in the model: the runs of the source's tensors that it consists of}.
+        unexpected: tensors of the source without a place in the model.
 
     Attributes:
-        missing: what it has not, parameters by their first name.
-        rules: transformers' rules that the names went through, if any.
+        missing: first names of the model's tensors that the source lacks.
+        rules: transformers' rules by which names were converted, if any.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Fitted(View):
         return self._aliases
 
     def names(self) -> set[str]:
-        """Every name of the model that this brings."""
+        """Return every name of the model for which the source has values."""
         return {item.name for item in self._items} | set(self._aliases)
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
@@ -187,7 +188,7 @@ class Fitted(View):
             self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
 
     def digest(self) -> bytes:
-        """The same for the same tensors, shapes and places of them."""
+        """Return a hash of all tensors, dtypes, shapes and the source's runs, to compare ranks."""
         found = ((str(i), str(s.dtype), s.shape, self._runs[i]) for i, s in self._items.items())
         return hashlib.sha256(repr(sorted(found)).encode()).digest()[:16]
 
@@ -195,8 +196,8 @@ class Fitted(View):
 def refuse_shapes(
     there: Mapping[str, Shape], expected: Mapping[str, Shape], what: str, hint: str = ""
 ) -> None:
-    """Raise CheckpointError if shapes differ of what both have: `what` is said before them, `hint`
-    behind.
+    """Raise CheckpointError if tensors that both sides have differ in shape. The message begins
+    with `what` and ends with `hint`.
     """
     wrong = [
         f"{name}: {there[name]} there, {shape} in the model"

@@ -1,5 +1,4 @@
-"""Which elements of a Hugging Face folder's tensors are which elements of the model's, in both
-directions.
+"""Map elements of a Hugging Face folder's tensors to elements of the model's tensors, and back.
 
     in the folder                                 in the model
     ...experts.0.w1.weight  [I, H]   ─┐
@@ -7,11 +6,11 @@ directions.
     ...experts.1.w1.weight  [I, H]   ─┘
     wte.weight                       ──────►      transformer.wte.weight        (prefix of the base model)
 
-[Note: rows are tagged] transformers renames tensors while it loads them, and stacks, joins and
-splits them. Its own rules are run on small integer tensors in which every row holds its number; the
-numbers that come out say which rows of which tensor each result is made of. A row is what the last
-dimension spans; two numbers stand for it, so that a rule which reaches inside rows (a
-transposition, a cut across them, arithmetic) comes out visibly wrong and is refused.
+[Note: rows are tagged] transformers renames, stacks, joins and splits tensors while it loads them.
+This module runs transformers' own rules on small integer tensors in which every row holds its
+number. The numbers in a result say which rows of which tensors it is made of. A row is a slice
+along the last dimension. Two numbers represent each row: a rule that changes the inside of rows (a
+transposition, a split across them, arithmetic) breaks up the pairs, which is detected and refused.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ Runs = tuple[ElementRun, ...]
 
 
 class NotRows(Exception):
-    """A rule does more than move rows."""
+    """Raised when a rule of transformers does more than move rows."""
 
 
 class Tags:
-    """Numbered rows of tensors; see [Note: rows are tagged]."""
+    """The row numbers given to tensors; see [Note: rows are tagged]."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -61,17 +60,19 @@ class Tags:
         self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
 
     def add(self, name: str, shape: Shape) -> torch.Tensor:
-        """int64 [..., at most 2] that stands for tensor `name` of `shape`."""
+        """Number the rows of tensor `name` of `shape`. Returns its stand-in, int64 [..., at most
+        2].
+        """
         width = shape[-1] if len(shape) > 1 else 1
         kept, rows = min(2, width), numel_of(shape) // max(1, width)
         self._starts.append(self._next)
         self._sources.append((name, width, rows))
         numbers = torch.arange(self._next, self._next + rows * kept)
-        self._next += rows * kept + 2  # a gap: the rows of two tensors are never neighbours
+        self._next += rows * kept + 2  # a gap: numbers of two tensors are never consecutive
         return numbers.view((*shape[:-1], kept) if len(shape) > 1 else shape)
 
     def trace(self, tags: torch.Tensor) -> tuple[Shape, Runs]:
-        """The shape of the tensor that `tags` stands for, and what it is made of.
+        """Return the shape of the tensor that `tags` represents, and the runs it is made of.
         Raises: NotRows: it is not made of whole rows.
         """
         flat = tags.reshape(-1)
@@ -94,7 +95,7 @@ class Tags:
         return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
 
     def _at(self, number: int) -> int:
-        """Which of the tensors has the row `number`."""
+        """Return the index of the tensor that has row `number`."""
         at = bisect.bisect_right(self._starts, number) - 1
         if at < 0:
             raise NotRows
@@ -102,12 +103,14 @@ class Tags:
 
 
 def whole(name: str, shape: Shape) -> Runs:
-    """The runs of a tensor that is one other tensor, element for element."""
+    """Return the runs of a tensor that equals one other tensor, element for element."""
     return (ElementRun(0, name, 0, numel_of(shape)),)
 
 
 def overlapping(runs: Sequence[ElementRun], start: int, stop: int) -> Iterable[ElementRun]:
-    """The parts of `runs` (in order of `at`, without gaps) inside elements `[start, stop)`."""
+    """Yield the parts of `runs` inside elements `[start, stop)`. `runs`: in order of `at`, without
+    gaps.
+    """
     at = max(0, bisect.bisect_right(runs, start, key=lambda run: run.at) - 1)
     while at < len(runs) and runs[at].at < stop:
         run, at = runs[at], at + 1
@@ -120,7 +123,7 @@ def overlapping(runs: Sequence[ElementRun], start: int, stop: int) -> Iterable[E
 
 
 def is_transformers(module: nn.Module) -> bool:
-    """Whether it is a transformers model (without importing transformers to find out)."""
+    """Return whether `module` is a transformers model. Does not import transformers."""
     loaded: Any = sys.modules.get("transformers.modeling_utils")
     return loaded is not None and isinstance(module, loaded.PreTrainedModel)
 
@@ -135,9 +138,9 @@ class Rules:
             "transformers.conversion_mapping"
         ).get_model_conversion_mapping
         if saving:
-            # Those that the weights came through; of a model that was never loaded, those that it
-            # would be loaded through, but for the changes of a prefix, which the files may or may
-            # not have had.
+            # Reverse the rules by which the weights were loaded. For a model that was never loaded,
+            # reverse those by which it would be, except changes of a prefix: its files may or may
+            # not have had that prefix.
             used = getattr(module, "_weight_conversions", None)
             if used is None:
                 known, prefix = mapping(module, add_legacy=False), self.loading.PrefixChange
@@ -163,12 +166,14 @@ class Rules:
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def remember(self) -> None:
-        """Leave word which rules the weights came through: saving goes back through them."""
+        """Record in the model by which rules its weights were loaded. Saving reverses them."""
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
 
 
 class _Shapes:
-    """What converters ask of a model: whole shapes, which a sharded one's are not."""
+    """A stand-in for the model, for converters that ask for whole shapes. A sharded model's
+    parameters do not have them.
+    """
 
     def __init__(self, shapes: Mapping[str, Shape], config: Any) -> None:
         self._shapes, self.config = shapes, config
@@ -178,8 +183,8 @@ class _Shapes:
 
 
 def rules_of(module: nn.Module, saving: bool) -> Rules | None:
-    """None: names are what they are (no transformers model, or a transformers before 5, which has
-    no such rules).
+    """Return transformers' rules for a model; None if names do not change. This is so for other
+    models and for transformers before version 5.
     """
     if not is_transformers(module):
         return None
@@ -191,8 +196,11 @@ def rules_of(module: nn.Module, saving: bool) -> Rules | None:
 
 @dataclass
 class Layout:
-    """Made of what: {name here: (shape, runs of tensors on the other side)}; `left`: names of the
-    other side that fit nothing here.
+    """How the tensors of one side (model or folder) are made of those of the other.
+
+    Attributes:
+        made: {name on this side: (shape, runs of the other side's tensors)}.
+        left: names of the other side without a place on this side.
     """
 
     made: dict[str, tuple[Shape, Runs]]
@@ -201,14 +209,14 @@ class Layout:
 
     @classmethod
     def as_it_is(cls, shapes: Mapping[str, Shape]) -> Layout:
-        """The same tensors on both sides."""
+        """Return a layout with the same tensors on both sides."""
         return cls({name: (shape, whole(name, shape)) for name, shape in shapes.items()}, [])
 
 
 def reading(
     stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
 ) -> Layout:
-    """How the model's tensors (`expected`) are made of the folder's (`stored`).
+    """Return how the model's tensors (`expected`) are made of the folder's (`stored`).
     Raises: NotStreamed: a rule of transformers does more than move rows.
     """
     rules = rules_of(module, saving=False)
@@ -247,11 +255,11 @@ def reading(
 
 
 def writing(shapes: Mapping[str, Shape], module: nn.Module) -> Layout:
-    """How the folder's tensors are made of the model's (`shapes`), so that the folder looks as
-    `save_pretrained` would leave it.
+    """Return how the folder's tensors are made of the model's (`shapes`), so that the folder equals
+    one written by `save_pretrained`.
 
-    What a rule cannot say by moving rows keeps the model's own names (in `left`), which
-    `from_pretrained` opens as well.
+    If a rule does more than move rows, its tensors keep the model's names and are listed in `left`.
+    `from_pretrained` opens such a folder too.
     """
     rules = rules_of(module, saving=True)
     if rules is None or not rules.rules:
@@ -292,7 +300,7 @@ def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
 
 
 def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
-    """`name` with the base model's prefix taken off or put on, if the model calls it so."""
+    """Return `name` without or with the base model's prefix, whichever name the model has."""
     if not prefix:
         return name
     without = name.removeprefix(prefix + ".")
@@ -302,7 +310,7 @@ def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
 
 
 def _tiles(made: Mapping[str, tuple[Shape, Runs]], of: Mapping[str, Shape]) -> bool:
-    """Whether every element of the tensors `of` is in `made` once."""
+    """Return whether `made` contains every element of the tensors `of` exactly once."""
     runs = sorted((run.name, run.start, run.length) for _, runs in made.values() for run in runs)
     at: dict[str, int] = dict.fromkeys(of, 0)
     for name, start, length in runs:

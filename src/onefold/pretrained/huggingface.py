@@ -1,12 +1,13 @@
-"""Weights out of a Hugging Face folder, straight into the shards of a model.
+"""Read weights from a Hugging Face folder directly into the shards of a model.
 
     model.safetensors, or model.safetensors.index.json and its files
       │ HuggingFaceSource            the folder's own names
       │   .fitted(module)            the model's names: prefixes, ties, fused tensors (hf_names.py)
       ▼
-    Fitted ──► apply.load_model      each rank reads the elements that it owns into its master, and nothing else
+    Fitted ──► apply.load_model      each rank reads only the elements that it owns, into its master weights
 
-Nothing is unpickled, nothing is held whole, and nobody makes up a value that a file brings.
+Pickles are refused, and no rank holds the whole model. Parameters that are in a file are not
+initialized first.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from onefold.runtime.registry import engine_of, is_sharded
 
 
 class HuggingFaceSource(Source):
-    """A folder with `model.safetensors`, or `model.safetensors.index.json` and the files that it
-    names; or one such file.
+    """A folder with `model.safetensors`, or with `model.safetensors.index.json` and the files that
+    it names; or a single such file.
 
     Args:
         folder: the folder, or a safetensors file.
-        name: what its files are called: "model", or "adapter_model" for peft's.
+        name: the beginning of the files' names: "model", or "adapter_model" for peft's.
 
     Raises:
-        CheckpointError: it holds no safetensors weights, or a part of them is missing or damaged.
+        CheckpointError: there are no safetensors weights, or a part of them is missing or damaged.
     """
 
     folder: Path
@@ -107,11 +108,11 @@ class HuggingFaceSource(Source):
             file.close()
 
     def fitted(self, module: nn.Module) -> Fitted:
-        """The same weights under the names and in the shapes of `module` (sharded or not, also on
-        the meta device).
+        """Return these weights under the names and in the shapes of `module`, which may be sharded
+        or not, or on the meta device.
 
         Raises:
-            CheckpointError: shapes differ, or a tensor would have to be computed.
+            CheckpointError: shapes differ, or a tensor would have to be computed from others.
         """
         outline = Outline.of(module)
         inner, names = unwrapped(module, outline)
@@ -134,7 +135,7 @@ class HuggingFaceSource(Source):
 
 
 def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
-    """The folder's weights fitted to the model. Raises: CheckpointError."""
+    """Open a folder and fit its weights to the model. Raises: CheckpointError."""
     with closed_on_error(HuggingFaceSource(folder)) as source:
         return source.fitted(module)
 
@@ -144,22 +145,22 @@ def load_pretrained(
 ) -> tuple[list[str], list[str]]:
     """Load the weights of a Hugging Face folder into an already sharded model. Collective.
 
-    Each rank reads what it owns, in the file's dtype, and holds a few MiB more than its shard
-    meanwhile. Under `strict=False` what the folder does not have stays as it is. Adapters of peft
-    in the model stay as they are.
+    Each rank reads what it owns, in the file's dtype. During the load it holds a few MiB more than
+    its shard. With `strict=False`, parameters that are missing in the folder do not change. The
+    model's peft adapters never change.
 
     Args:
-        module: what `onefold.shard` returned.
-        folder: with `model.safetensors`, or `model.safetensors.index.json` and its files; or one
-            .safetensors file.
+        module: the return value of `onefold.shard`.
+        folder: a folder with `model.safetensors`, or with `model.safetensors.index.json` and its
+            files; or one .safetensors file.
 
     Returns:
-        the names that are missing in the folder (the model's) and those that fit nowhere in the
-        model (the folder's).
+        (names in the model that are missing in the folder, names in the folder that have no place
+        in the model).
 
     Raises:
-        CheckpointError: on every rank: the folder cannot be read, shapes differ, or names do under
-            `strict`.
+        CheckpointError: on every rank: the folder cannot be read, shapes differ, or, with `strict`,
+            names differ.
     """
 
     def fitted() -> Fitted:
@@ -174,8 +175,8 @@ def load_pretrained(
 def load_fitted(
     module: nn.Module, call: str, fit: Callable[[], Fitted]
 ) -> tuple[list[str], list[str]]:
-    """Load what `fit` opens, on every rank the same, in the call `call`. Collective. Returns the
-    names that are missing in it and those that fit nowhere.
+    """Load the source that `fit` opens; it must be the same on every rank. Collective. `call`: the
+    public function that was called. Returns (missing names, unexpected names).
     """
     engine = engine_of(module)
     meet(engine, call)
@@ -201,7 +202,7 @@ def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list
 
 
 def refuse_differences(fitted: Fitted) -> None:
-    """Raise CheckpointError if the source has not everything, or more."""
+    """Raise CheckpointError if the source has missing or unexpected tensors."""
     said = (
         (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
         (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
@@ -215,7 +216,7 @@ def refuse_differences(fitted: Fitted) -> None:
 
 
 def same_everywhere(together: Together, fitted: Fitted) -> None:
-    """Raise CheckpointError on every rank unless all have the same weights. Collective."""
+    """Raise CheckpointError on every rank if ranks have opened different weights. Collective."""
     said = together.all_gather(fitted.digest())
     others = [together.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
     if others:
@@ -226,14 +227,14 @@ def same_everywhere(together: Together, fitted: Fitted) -> None:
 
 
 def recognizes(path: Path) -> bool:
-    """Whether a folder has weights of Hugging Face's, also such as cannot be read."""
+    """Return whether a folder has Hugging Face weights, readable here or not."""
     names = [f"{name}{end}" for name in ("model.safetensors", "pytorch_model.bin")
              for end in ("", ".index.json")]  # fmt: skip
     return any((path / name).is_file() for name in (*names, "adapter_config.json"))
 
 
 def open_source(path: Path) -> HuggingFaceSource:
-    """What `onefold.load` reads of such a folder."""
+    """Open such a folder for `onefold.load`."""
     return HuggingFaceSource(path)
 
 
@@ -241,7 +242,7 @@ def open_source(path: Path) -> HuggingFaceSource:
 
 
 def _index(path: Path) -> dict[str, list[str]]:
-    """{file: its tensors} of an index."""
+    """Read an index: {file: names of its tensors}."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         out: dict[str, list[str]] = {}
@@ -314,7 +315,7 @@ def _instead(path: Path) -> str:
 
 
 def _quantized(folder: Path) -> str | None:
-    """How the folder's config says its weights are quantized."""
+    """Return the quantization method that the folder's config.json names, if any."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = config.get("quantization_config")
@@ -324,7 +325,7 @@ def _quantized(folder: Path) -> str | None:
 
 
 def _ignored(module: nn.Module, key: str) -> bool:
-    """Whether transformers itself passes over a tensor of this name."""
+    """Return whether transformers itself ignores a tensor of this name."""
     if not is_transformers(module):
         return False
     patterns = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]

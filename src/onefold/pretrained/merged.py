@@ -1,11 +1,11 @@
-"""A sharded model of peft as the whole model that its adapters make of it, streamed into a folder.
+"""Export a sharded peft model with its LoRA adapters added to the base model's weights.
 
-    adapters on disk     lora_A [r, in], lora_B [out, r]      read by every rank, a layer at a time
-    this rank's interval of a weight [out, in]                rows that it cuts are made whole
+    adapters on disk     lora_A [r, in], lora_B [out, r]      every rank reads them, one layer at a time
+    this rank's interval of a weight [out, in]                the product is computed for whole rows
         W[rows] + s · B[rows] @ A                             a few MiB at a time, into the files
 
-The base is taken as the run has it: where it rests encoded, that is what it decodes to, with which
-the adapters were trained. No rank holds more than its shard, one unit's decoded shard, one layer's
+The base weights are those of the run. Encoded weights are decoded: the adapters were trained with
+the decoded values. No rank holds more than its shard, one unit's decoded shard, one layer's
 adapters and a few MiB.
 """
 
@@ -50,16 +50,18 @@ def export_merged(
     tokenizer: Any = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a sharded model of peft as a transformers model whose weights have the adapters added.
+    """Write a sharded peft model as a transformers model, with the adapters added to its weights.
     Collective.
 
     Args:
-        model: what `onefold.shard` returned of a PeftModel with LoRA adapters, or of a
-            transformers model after `add_adapter`. Biases and modules that they train besides
-            (`bias="all"`, `modules_to_save`) are written as the model has them.
-        adapters: the folder that `onefold.save_adapters` has written of it; every rank reads it.
-        folder: to be made.
-        dtype: of floating-point parameters in the files; None keeps each parameter's master dtype.
+        model: the return value of `onefold.shard` for a PeftModel with LoRA adapters, or for a
+            transformers model after `add_adapter`. Biases and modules that are trained too
+            (`bias="all"`, `modules_to_save`) are written with the model's values.
+        adapters: the folder that `onefold.save_adapters` has written for this model. Every rank
+            reads it.
+        folder: the folder to create.
+        dtype: dtype of floating-point parameters in the files. None for each parameter's master
+            dtype.
         max_shard_bytes: as for `onefold.export`.
         progress: the same.
         tokenizer: the same.
@@ -67,7 +69,7 @@ def export_merged(
 
     Raises:
         CheckpointError: on every rank: the adapters do more than add B·A to weights of linear
-            layers (DoRA, embeddings), something is at `folder`, no room.
+            layers (DoRA, embeddings), `folder` exists, or the disk has no space.
     """
     engine = engine_of(model)
     base, names, inside = _base_of(model)
@@ -97,9 +99,11 @@ def export_merged(
 
 
 def _base_of(model: nn.Module) -> tuple[nn.Module, dict[str, str], Outline]:
-    """The base model below the adapters, {a name in `model`: that in it}, and its outline.
+    """Return (the base model below the adapters, {name in `model`: name in the base model}, the
+    base model's outline).
 
-    Of a module that the adapter saves whole (peft's modules_to_save) it is that copy.
+    For a module that the adapter saves whole (peft's modules_to_save), the names are those of the
+    trained copy.
     """
     outline = Outline.of(model)
     outline.dtypes |= masters(engine_of(model))
@@ -130,12 +134,12 @@ def _base_of(model: nn.Module) -> tuple[nn.Module, dict[str, str], Outline]:
 
 @dataclass(frozen=True)
 class Merging:
-    """What `onefold.stream_params` adds as it goes.
+    """The adapters that `onefold.stream_params` adds to weights.
 
     Attributes:
-        names: {a name in the model: that in its base}. What is not here belongs to adapters.
-        layers: {the base's name of a weight: what its adapter adds}.
-        factors: {the base's name of a weight: its A's and its B's name in the model}.
+        names: {name in the model: name in its base model}. Other names belong to adapters.
+        layers: {name in the base model: the adapter of this weight}.
+        factors: {name in the base model: (name of the weight's A, name of its B, in the model)}.
     """
 
     names: dict[str, str]
@@ -144,9 +148,11 @@ class Merging:
 
     @classmethod
     def of(cls, model: Any) -> Merging:
-        """Raises:
-        CheckpointError: no adapters of peft, or they do more than add B·A to weights of linear
-            layers.
+        """Find the adapters of a peft model.
+
+        Raises:
+            CheckpointError: there are none, or they do more than add B·A to weights of linear
+                layers.
         """
         if not getattr(model, "peft_config", None):
             raise CheckpointError(
@@ -162,8 +168,8 @@ class Merging:
 
 @dataclass(frozen=True)
 class Layer:
-    """What is added to one weight. `a`, `b`: the factors' names in the adapters' file. `turned`:
-    the weight is [in, out].
+    """The adapter of one weight. `a`, `b`: the factors' names in the adapters' file. `turned`: the
+    weight is stored as [in, out].
     """
 
     a: str
@@ -175,8 +181,8 @@ class Layer:
     def added(
         self, source: HuggingFaceSource, name: str, start: int, data: torch.Tensor
     ) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """The interval of the weight that begins at element `start`, with the product added in fp32
-        (fp64 weights: in fp64).
+        """Yield `data`, the interval of the weight from element `start` on, with the product added
+        in fp32 (for fp64 weights: in fp64).
         """
         dtype = torch.promote_types(data.dtype, torch.float32)
         a, b = (source.whole(Item("parameter", key)) for key in (self.a, self.b))
@@ -185,7 +191,7 @@ class Layer:
             yield name, at, own.add(part)
 
     def add_to(self, whole: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        """The same for the whole weight, in place, on its device."""
+        """Add the product to the whole weight, in place, on its device."""
         dtype, flat = torch.promote_types(whole.dtype, torch.float32), whole.view(-1)
         for at, part in self.products(a, b, dtype, 0, whole.numel()):
             own = flat[at : at + part.numel()]
@@ -194,8 +200,8 @@ class Layer:
     def products(
         self, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, start: int, end: int
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """s · B·A for elements [start, end) of the weight, in order, a few MiB at a time: (first
-        element, values).
+        """Yield s · B·A for elements [start, end) of the weight, in order, a few MiB at a time:
+        (index of the first element, values).
         """
         a, b = a.to(dtype), b.to(dtype)
         left, right = (a.T, b.T) if self.turned else (b, a)
@@ -211,8 +217,8 @@ class Layer:
 
 
 def active_of(model: Any) -> str:
-    """The name of the adapter that all LoRA layers compute with.
-    Raises: CheckpointError: several do, or none, or adapters are in the weights already.
+    """Return the name of the one adapter that is active in the LoRA layers.
+    Raises: CheckpointError: several are active, or none, or adapters are merged already.
     """
     layers = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")]
     if any(layer.merged_adapters for layer in layers):
@@ -233,7 +239,7 @@ def active_of(model: Any) -> str:
 
 
 def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Layer]:
-    """{the base model's name of a weight: what its adapter adds}. Raises: CheckpointError."""
+    """Return {name in the base model: the adapter of this weight}. Raises: CheckpointError."""
     adapter = active_of(model)
     in_file = {own: key for key, own in adapter_names(model, adapter).items()}
     out: dict[str, Layer] = {}
@@ -265,7 +271,7 @@ def _layers(model: Any, names: dict[str, str], inside: Outline) -> dict[str, Lay
             float(module.scaling[adapter]),
             bool(module.fan_in_fan_out),
         )
-    # Biases that were trained, and modules saved whole, are the model's own: nothing is to be added
+    # Trained biases and modules saved whole need no addition: they are written as they are
     if other := [own for own in in_file if own not in names]:
         raise CheckpointError(
             f"adapter {adapter!r} has tensors that belong to no linear layer ({other[0]!r}):"

@@ -1,11 +1,12 @@
-"""Safetensors files that many write at once: every place in them is known before a byte is.
+"""Safetensors files that several ranks write at once. Every tensor's position is planned before the
+first byte is written.
 
     shapes ──► PlannedFiles.plan ──► model-00001-of-00002.safetensors   |head|a        |b    |
                               model-00002-of-00002.safetensors   |head|c  |d          |
-    first rank   makes the files, at their full length, with their heads
-    every rank   writes its intervals of a, b, c, d at their places, in the file's dtype, a few MiB at a time
+    first rank   creates the files at their full length, with their headers
+    every rank   writes its intervals of a, b, c, d at their positions, in the file's dtype, a few MiB at a time
 
-No rank holds more than it did before, and nothing crosses the wire.
+A rank needs only a few MiB of memory, and ranks exchange no tensors.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from onefold.pretrained.hf_names import ElementRun, Layout, Shape, overlapping
 
 #: (bytes done, bytes to do) of what this rank writes.
 Progress = Callable[[int, int], object]
-#: (a tensor's name, the first element, elements [n] of it flattened, on any device).
+#: (a tensor's name, index of the first element, elements [n] in flattened order, on any device).
 Pieces = Iterable[tuple[str, int, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class PlannedFiles:
-    """Attributes:
-    heads: {file: its first bytes}. lengths: {file: its bytes}. places: {tensor: (file, where in
-    it)}."""
+    """The files of an export.
+
+    Attributes:
+        heads: {file: its header}. lengths: {file: its size in bytes}.
+        places: {tensor: (file, position in the file)}.
+    """
 
     name: str
     heads: Mapping[str, bytes]
@@ -44,14 +48,13 @@ class PlannedFiles:
     def plan(
         cls, tensors: Sequence[tuple[str, torch.dtype, Shape]], name: str, limit: int
     ) -> PlannedFiles:
-        """Files called after `name`, of at most `limit` bytes of tensors each (a larger tensor has
-        a file of its own).
+        """Divide tensors among files called `name`, each with at most `limit` bytes of tensors. A
+        larger tensor has its own file.
 
-        Within a file the widest dtypes come first, so that every element lies at a multiple of its
-        size.
+        Within a file the widest dtypes come first, which aligns every element to its size.
 
         Raises:
-            CheckpointError: a dtype that the format has no name for, or a name twice.
+            CheckpointError: the format has no name for a dtype, or a name occurs twice.
         """
         groups: list[list[tuple[str, torch.dtype, Shape]]] = [[]]
         filled = 0
@@ -80,8 +83,8 @@ class PlannedFiles:
         return sum(self.lengths.values())
 
     def create(self, folder: Path) -> None:
-        """Make the files with their heads, and the index if there are several.
-        Raises: CheckpointError: there is no room for them. OSError: as the system says it.
+        """Create the files with their headers, and an index if there are several files.
+        Raises: CheckpointError: the disk has no space for them. OSError: from the system.
         """
         free = shutil.disk_usage(folder).free
         if free < self.nbytes:
@@ -107,8 +110,11 @@ class PlannedFiles:
 
 @dataclass(frozen=True)
 class Sheet:
-    """What goes where: `files`, and for each tensor that is given the runs of the files' tensors
-    that it becomes (one list a copy).
+    """The plan of an export: where each of the model's tensors is written.
+
+    Attributes:
+        files: the files.
+        goes: {name of a tensor in the model: for each copy of it, its runs in the files' tensors}.
     """
 
     files: PlannedFiles
@@ -123,10 +129,14 @@ class Sheet:
         name: str,
         limit: int,
     ) -> Sheet:
-        """Args:
-        layout: the files' tensors, made of tensors by the names in `copies`.
-        dtypes: {such a name: its dtype in the files}.
-        copies: {tensor that is given: the names that it is written under}.
+        """Make the plan.
+
+        Args:
+            layout: how the files' tensors are made of those under the names in `copies`.
+            dtypes: {name in `copies`: its dtype in the files}.
+            copies: {name of a tensor in the model: the names under which it is written}.
+            name: how the files are called.
+            limit: the most bytes of tensors in one file.
         """
         backward: dict[str, list[ElementRun]] = {}
         tensors = []
@@ -145,7 +155,7 @@ class Sheet:
         return cls(PlannedFiles.plan(tensors, name, limit), goes)
 
     def write(self, folder: Path, pieces: Pieces, total: int, progress: Progress | None) -> None:
-        """Write `pieces` at their places, and have the disk know them. Raises: OSError."""
+        """Write `pieces` at their positions and flush them to disk. Raises: OSError."""
         files: dict[str, int] = {}
         done = 0
         try:
@@ -167,7 +177,7 @@ class Sheet:
                 os.close(descriptor)
 
     def nbytes_of(self, intervals: Iterable[tuple[str, int, int]]) -> int:
-        """Bytes in the files of `(tensor, start, stop)`."""
+        """Return the bytes that the intervals `(tensor, start, stop)` take in the files."""
         total = 0
         for name, start, stop in intervals:
             for runs in self.goes.get(name, ()):
@@ -179,7 +189,9 @@ class Sheet:
 
 
 def _put(file: int, span: TensorSpan, start: int, data: torch.Tensor) -> Iterator[int]:
-    """Write elements [n] from element `start` of `span` on. Yields the bytes written."""
+    """Write `data`, elements [n] of the tensor at `span` from element `start` on. Yields the number
+    of bytes after each write.
+    """
     step = CHUNK // max(span.dtype.itemsize, data.dtype.itemsize)
     at = span.begin + start * span.dtype.itemsize
     for begin in range(0, data.numel(), step):

@@ -1,10 +1,10 @@
-"""A Hugging Face folder as a model that no rank ever holds whole: its class on the meta device, and
-its weights, which `onefold.shard(..., weights=folder)` opens before anything is divided and reads
-into the shards behind it.
+"""Load a Hugging Face folder as a sharded model, without the whole model on any rank. The model is
+built on the meta device. `onefold.shard(..., weights=folder)` opens the weights before it divides
+the model, and reads them into the shards afterwards.
 
     config.json ──► on_meta(folder) ──► onefold.shard(model, recipe, weights=folder)
                                           each rank reads what it will own; buffers that no file has are computed
-    read_whole(folder, model)           why that cannot be, where it cannot
+    read_whole(folder, model)           why a folder cannot be read in this way, if it cannot
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ def on_meta(
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
 ) -> nn.Module:
-    """The model that a folder's config.json describes, without memory, in training mode.
+    """Build the model that a folder's config.json describes, on the meta device and in training
+    mode.
 
-    It has what `from_pretrained` gives beside the weights: the generation configuration and the
-    name of the folder. Nothing is downloaded.
+    As from `from_pretrained`, the model has its generation configuration and the folder's name.
+    Nothing is downloaded.
 
     Args:
-        folder: with a config.json.
+        folder: a folder with config.json.
         kind: a class of transformers, or one of its Auto classes; None for AutoModelForCausalLM.
-        dtype: of the parameters, in which they are stepped unless the recipe says otherwise; None
-            for the one that config.json names.
-        options: overwrite what config.json says, such as attn_implementation="eager".
+        dtype: dtype of the parameters, and of their master weights unless the recipe says
+            otherwise. None for the dtype that config.json names.
+        options: replace values of config.json, such as attn_implementation="eager".
 
     Raises:
         CheckpointError: there is no configuration that transformers knows.
@@ -63,7 +64,7 @@ def on_meta(
             f"{folder}: transformers cannot build a model of its config.json ({error})."
         ) from error
     if model.can_generate():
-        with contextlib.suppress(OSError):  # it need not have one
+        with contextlib.suppress(OSError):  # the folder may have none
             model.generation_config = transformers.GenerationConfig.from_pretrained(
                 str(folder), local_files_only=True
             )
@@ -72,11 +73,11 @@ def on_meta(
 
 
 def read_whole(folder: str | os.PathLike[str], module: nn.Module) -> str:
-    """Why the folder's weights cannot be read in parts into such a model, in a sentence; "" if they
-    can. Reads the files' heads. Local.
+    """Return why the folder's weights cannot be read in parts into such a model, in a sentence; ""
+    if they can be. Reads only the files' headers. Local.
 
     Raises:
-        CheckpointError: they cannot be read at all, or are of another model.
+        CheckpointError: the weights cannot be read at all, or are of another model.
     """
     if (Path(folder) / "adapter_config.json").is_file():
         return f"{folder} holds adapters beside a model."
@@ -88,11 +89,12 @@ def read_whole(folder: str | os.PathLike[str], module: nn.Module) -> str:
 
 
 class Weights:
-    """What `onefold.shard(weights=...)` was given. An error waits until all ranks can hear of it.
+    """The weights given to `onefold.shard(weights=...)`. An error is kept until `settle`, which
+    raises it on all ranks.
 
     Attributes:
-        coming: every name of the model that the folder brings.
-        error: why it cannot be.
+        coming: every name of the model for which the folder has values.
+        error: why the weights cannot be loaded.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class Weights:
         device: torch.device,
         makes_up: bool,
     ) -> None:
-        """`makes_up`: what the folder has not is initialized. `device`: of peft's adapters."""
+        """Open the folder. `makes_up`: the caller initializes parameters that the folder lacks.
+        `device`: the device of peft's adapters.
+        """
         self.coming: set[str] = set()
         self.error: Exception | None = None
         self._fitted: Fitted | None = None
@@ -127,8 +131,8 @@ class Weights:
             self.error = error
 
     def settle(self, engine: Engine) -> None:
-        """Go on if all ranks have opened the same. Collective.
-        Raises: CheckpointError: on every rank.
+        """Check that all ranks have opened the same weights. Collective.
+        Raises: CheckpointError: on every rank, if they have not or if a rank has an error.
         """
         try:
             meet(engine, "shard(weights=...)")
@@ -143,7 +147,7 @@ class Weights:
             raise
 
     def load_shards(self, engine: Engine, module: nn.Module) -> None:
-        """Read them into the sharded model. Collective."""
+        """Read the weights into the sharded model. Collective."""
         assert self._fitted is not None
         missing, unexpected = load_shards(engine, module, self._fitted)
         kept = "not in it, so left as the model brought them or as init made them"
@@ -159,11 +163,11 @@ class Weights:
 
 
 def materialize_adapters(module: nn.Module, device: torch.device) -> None:
-    """Give adapters that were built on the meta device memory, and the values that peft starts them
-    with. Local.
+    """Allocate adapters that were built on the meta device and initialize them as peft does. Local.
 
     Raises:
-        CheckpointError: they start from the base model's weights, which are not there yet.
+        CheckpointError: their initial values depend on the base model's weights, which are not
+            loaded yet.
     """
     configs: dict[str, Any] = getattr(module, "peft_config", None) or {}
     _materialize_prompts(getattr(module, "prompt_encoder", {}), configs, device)
@@ -199,8 +203,8 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
 
 
 def _materialize_prompts(encoders: Any, configs: dict[str, Any], device: torch.device) -> None:
-    """The same for prompts. Those that begin as tokens of the base model are left on the meta
-    device.
+    """Allocate and initialize prompts. Prompts that start as embeddings of the base model's tokens
+    are left on the meta device.
     """
     for name, encoder in encoders.items():
         config = configs[name]
@@ -215,8 +219,8 @@ def _materialize_prompts(encoders: Any, configs: dict[str, Any], device: torch.d
 
 
 def _refuse_unset(module: nn.Module) -> None:
-    """Raise CheckpointError for adapters that are on the meta device still, and are no copies of what
-    the folder brings: what values peft starts them with, it does not say.
+    """Raise CheckpointError for adapters that are still on the meta device: their initial values
+    are unknown. Copies of parameters that the folder has are allowed.
     """
     outline = Outline.of(module)
     _, base = unwrapped(module, outline)

@@ -1,13 +1,14 @@
-"""Whole tensors of a sharded model one after another, on every rank: for an inference engine beside
-the training.
+"""Stream the whole tensors of a sharded model on every rank, for example to an inference engine
+that runs beside the training.
 
     parameters     [ a ][ b ][  c  ][ d ][ e ]...      in the order of the units
-    buckets        └──── 1 ────┘└─── 2 ────┘           gathered whole, handed on, let go
+    buckets        └──── 1 ────┘└─── 2 ────┘           gathered whole, yielded, released
 
-A bucket is made of stretches of flat buffers, each as it lies there, so that what a rank holds of
-one is one message to each other rank, and tensors are views of it. A parameter larger than a bucket
-is a bucket of its own. A loop's variable still holds the last tensor of a bucket, and so its
-memory, while the next one is gathered: buckets are half of what the caller allows.
+A bucket consists of stretches of flat buffers, with the elements in the same order. A rank
+therefore sends its part of a stretch as one message to each other rank, and the tensors are views
+of the gathered stretch. A parameter larger than a bucket has its own bucket. In a `for` loop, the
+loop variable keeps the last bucket's memory alive while the next one is gathered, so a bucket has
+half of the bytes that the caller allows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import beside_parameters
 from onefold.runtime.state.stream import tell_all
 
-#: Values of `dtype=` besides torch's own: what each parameter computes in, what optimizers step.
+#: Values of `dtype=` besides torch's dtypes: the compute dtype and the master weights' dtype.
 COMPUTE, MASTER = "compute", "master"
 
 
@@ -41,8 +42,8 @@ class Stretch:
     """Neighbouring parameters of one flat buffer, or one tile of a parameter.
 
     Attributes:
-        entries: in the order of the flat buffer.
-        dtype: to gather in.
+        entries: the parameters, in the order of the flat buffer.
+        dtype: the dtype to gather in.
     """
 
     flat: Flat
@@ -51,7 +52,7 @@ class Stretch:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Elements [start, end) of the flat buffer, with what lies between parameters."""
+        """Elements [start, end) of the flat buffer, including padding between parameters."""
         return self.entries[0].slot.start, self.entries[-1].slot.end
 
     @property
@@ -62,11 +63,11 @@ class Stretch:
 
 @dataclass
 class Bucket:
-    """What is gathered together.
+    """Stretches that are gathered together.
 
     Attributes:
-        tiled: the stretches are tiles of one parameter, in order.
-        beside: bytes of the adapters' factors that are gathered while the bucket is there.
+        tiled: the stretches are the tiles of one parameter, in order.
+        beside: bytes of the adapters' factors that are gathered while the bucket is resident.
     """
 
     stretches: list[Stretch] = field(default_factory=list)
@@ -85,31 +86,32 @@ def stream_params(
     *,
     merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor) for each parameter and each persistent buffer of the model, on every
-    rank, in buckets. Collective: every rank goes through all of it.
+    """Yield (name, whole tensor) for each parameter and each persistent buffer of the model, on
+    every rank. Collective: every rank must iterate to the end.
 
-    Names are those of the module's state dict; of tied weights the first. A tensor is a copy on the
-    model's device, which the next optimizer step does not change. No rank has more than `bucket`
-    bytes of whole tensors at a time if they are used one after another, as in a `for` loop (twice
-    those of the largest parameter where that is more). What is kept keeps its memory.
+    Names are those of the module's state dict. Tied weights are yielded once, under their first
+    name. A tensor is a copy on the model's device, which the next optimizer step does not change.
+    In a `for` loop that keeps no tensors, a rank has at most `bucket` bytes of whole tensors at a
+    time, or twice the bytes of the largest parameter if that is more. A tensor that the caller
+    keeps also keeps the memory of tensors that were gathered with it.
 
     Args:
-        model: what `onefold.shard` returned.
+        model: the return value of `onefold.shard`.
         bucket: bytes of whole tensors at a time, as a number or a text such as "256MB".
-        dtype: of floating-point parameters: "compute", what each is computed with (bf16 under
-            bf16), "master", what the optimizer steps, or one of torch's.
-        merge_adapters: of a model of peft with LoRA: give the base model's tensors by its names,
-            with s · B·A of the active adapter added in fp32. A layer's factors count as part of
-            the bucket; the product is made in stretches of a few MiB beyond it.
+        dtype: dtype of floating-point parameters: "compute" (bf16 under bf16), "master" (the dtype
+            of the master weights), or a torch dtype.
+        merge_adapters: for a peft model with LoRA: yield the base model's tensors under its own
+            names, with s · B·A of the active adapter added in fp32. A layer's factors count toward
+            the bucket. The product takes a few more MiB.
 
     Raises:
-        CheckpointError: `merge_adapters`, and there are no adapters, or they do more than add B·A
+        CheckpointError: with `merge_adapters`: there are no adapters, or they do more than add B·A
             to weights of linear layers.
-        ValueError: `bucket` is no number of bytes above 0, or differs between ranks; `dtype` is
-            none of these.
+        ValueError: `bucket` is not a number of bytes above 0, `dtype` is none of the above, or
+            arguments differ between ranks.
         UnsetError: the model was built on the meta device, and something was never loaded.
-        RuntimeError: it is asked for inside a pass of the model, or the model is changed, or steps,
-            before all has been gone through.
+        RuntimeError: it was called inside a forward or backward pass, or the model was changed or
+            stepped during the iteration.
     """
     engine = engine_of(model)
     limit, chosen = bytes_of("bucket", bucket), _dtype_of(dtype)
@@ -133,7 +135,9 @@ def stream_params(
 
 
 class Added:
-    """Adapters that are added to the weights as they come, and left out themselves."""
+    """The adapters that are added to each weight as it is yielded. Their own tensors are not
+    yielded.
+    """
 
     def __init__(self, engine: Engine, merging: Merging) -> None:
         self.engine, self.merging = engine, merging
@@ -146,16 +150,18 @@ class Added:
         }
 
     def name_of(self, entry: Entry) -> str | None:
-        """In the base model; None for what belongs to an adapter."""
+        """Return a parameter's name in the base model; None if it belongs to an adapter."""
         return self.merging.names.get(entry.part.names[0])
 
     def beside(self, entry: Entry) -> int:
-        """Bytes of the factors that are needed with `entry`."""
+        """Return the bytes of the adapter's factors for `entry`."""
         factors = self.factors.get(self.name_of(entry) or "", ())
         return sum(e.slot.numel * e.flat.dtypes.master.itemsize for f in factors for e in f)
 
     def add(self, name: str, whole: torch.Tensor) -> None:
-        """To the weight `name` of the base model, in place. Collective where it has an adapter."""
+        """Add the adapter of the base model's weight `name`, if any, to it in place. Collective if
+        there is one.
+        """
         if name not in self.factors:
             return
         ((_, a),), ((_, b),) = (
@@ -188,7 +194,7 @@ def buckets(
     dtype: Callable[[Flat], torch.dtype],
     added: Added | None = None,
 ) -> list[Bucket]:
-    """All parameters in buckets of at most `limit` bytes, or of one parameter."""
+    """Divide all parameters into buckets of at most `limit` bytes, or of one larger parameter."""
     out = [Bucket()]
     tiles: dict[str, Bucket] = {}
     for flat in (flat for unit in engine.units for flat in unit.flats):
@@ -201,7 +207,7 @@ def buckets(
         stretch: Stretch | None = None
         for entry in flat.entries:
             if added is not None and added.name_of(entry) is None:
-                stretch = None  # what follows lies behind it
+                stretch = None  # a stretch has no gaps: the next parameter starts a new one
                 continue
             beside = 0 if added is None else added.beside(entry)
             longer = Stretch(flat, [*(stretch.entries if stretch else ()), entry], wanted)
@@ -239,7 +245,7 @@ def _stream(
                     name = added.merging.names[name]
                     added.add(name, whole)
                 yield name, whole
-                del whole  # before the next bucket is gathered
+                del whole  # frees its memory before the next bucket is gathered
         finally:
             engine.memory.add(GATHERED, -bucket.nbytes, "(stream_params)")
     with disable_torch_function():
@@ -250,7 +256,7 @@ def _stream(
 
 
 def _gathered(engine: Engine, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """The bucket's tensors, whole, with their names."""
+    """Gather a bucket. Returns its whole tensors with their names."""
     dtype = bucket.stretches[0].dtype
     joint = None
     if bucket.tiled:
@@ -283,7 +289,7 @@ def _room(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
-    """Begin to fill `into`, [of the span], with this rank's elements and everybody's."""
+    """Start the gather of a stretch into `into`, [end - start] of its span."""
     flat, group, (start, end) = stretch.flat, engine.group, stretch.span
     sends: list[tuple[int, torch.Tensor]] = []
     recvs: list[tuple[int, torch.Tensor]] = []
@@ -302,7 +308,7 @@ def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
         raw, width = into.view(torch.uint8), into.element_size()
 
         def part(sender: int, receiver: int) -> torch.Tensor | None:
-            """What `sender` accounts for and `receiver` does not hold itself."""
+            """Return the elements that `sender` accounts for, unless `receiver` holds them."""
             there = overlap(flat.layout.interval(sender), (start, end))
             if there[0] >= there[1] or overlap(there, flat.owned_by(receiver)) == there:
                 return None

@@ -1,7 +1,6 @@
-"""Room `processes`: what holds for every process of a run that is started by a command, whatever it
-computes.
+"""Room `processes`: the processes of a run that a command starts, independent of what they compute.
 
-    signals   who asks a process to end, and with whom it ends     claim   one run at a time has an output folder
-    host      who starts ranks here, cores, GPUs                   ranks   this rank among the others, small figures
-    peers     which rank has gone
+signals   requests to end a process, and its end with its parent    claim   one run at a time uses an output folder
+host      this machine's launcher, cores and GPUs                   ranks   this rank, and small values between ranks
+peers     notice of ranks that have ended
 """

@@ -1,14 +1,14 @@
-"""One run at a time has an output folder.
+"""Reserve an output folder for one run at a time.
 
-    OUTPUT/run.lock        who has claimed the folder, as JSON; locked (flock) by every process of the run
+    OUTPUT/run.lock        the run that has claimed the folder, as JSON; locked (flock) by every process of the run
 
-    claim       an exclusive lock, if nobody has any ─► the record is written ─► the lock becomes a shared one
-    join        a shared lock, if the record names the same run: ranks, other machines, ranks that were started again
-    refused     a shared lock can be had, but the record names another run: its process and machine are told
+    claim       take an exclusive lock, if there is no other ─► write the record ─► turn the lock into a shared one
+    join        take a shared lock; the record names the same run: ranks, other machines, restarted ranks
+    refused     the record names another run: the error tells its process and machine
 
-The system takes a lock from a process that ends, however it ends: a killed run holds nothing as
-soon as its last rank is gone, and nobody has to remove a file. The last process of a run that ends
-by itself removes it. Importing this file needs no torch.
+The system releases the lock of a process that ends, also after a crash. A killed run therefore
+frees the folder when its last rank has ended, and nobody has to remove a file. After a normal end,
+the last process of the run removes the file. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from typing import Any
 from onefold.wording import TrainError
 
 LOCK = "run.lock"
-#: Seconds in which the ranks of a run end whose first process was killed, or another process has
-#: written who it is.
+#: Seconds to wait for the folder: until the remaining ranks of a killed run have ended, or until
+#: another process has written its record.
 PATIENCE = 10.0
 _INTERVAL = 0.02
 
 
 class HeldError(TrainError):
-    """Another run has the folder."""
+    """Another run uses the folder."""
 
 
 class Claim:
-    """This process's hold on an output folder.
-    `known` is False where the file system has no locks: another run would not be noticed.
+    """This process's claim on an output folder.
+    `known` is False if the file system has no locks: another run would not be noticed.
     """
 
     def __init__(self, folder: Path, file: int, known: bool, made: list[Path]) -> None:
@@ -49,9 +49,10 @@ class Claim:
 
     @classmethod
     def take(cls, folder: Path, run: str, patience: float = PATIENCE, new: bool = False) -> Claim:
-        """Claim `folder` for `run`, or join those that have; it is made (`new`: was made just now).
-        Raises HeldError if another run has it and what that has left does not end within `patience`
-        seconds, TrainError if nothing can be written there.
+        """Claim `folder` for `run`, or join the processes of `run` that have claimed it. Creates
+        the folder, unless `new` says that the caller has just created it.
+        Raises HeldError if another run uses it, or if the remaining processes of a killed run do
+        not end within `patience` seconds; TrainError if the folder cannot be written to.
         """
         try:
             made = [folder.parent, folder] if new else _make(folder)
@@ -64,7 +65,7 @@ class Claim:
             raise TrainError(cannot_be_written(folder, error)) from None
 
     def release(self) -> None:
-        """The run is over here. Whoever is last removes the file."""
+        """Release the claim. The last process of the run removes the lock file."""
         if self._file < 0:
             return
         with contextlib.suppress(OSError):
@@ -76,7 +77,7 @@ class Claim:
         self._file = -1
 
     def undo(self) -> None:
-        """Also remove the folders that were made for the run, if nothing was put there."""
+        """Release the claim and remove the folders that were created for the run, if empty."""
         self.release()
         for folder in reversed(self._made):
             with contextlib.suppress(OSError):
@@ -85,7 +86,7 @@ class Claim:
 
 
 def cannot_be_written(folder: Path, error: OSError) -> str:
-    """A sentence, with what to do."""
+    """Return an error message that says what to do."""
     if os.path.exists(folder) and not os.path.isdir(folder):
         return f"--output {folder} is a file; name a folder."
     part = "a part of the path is a file; name another folder"
@@ -99,14 +100,14 @@ def cannot_be_written(folder: Path, error: OSError) -> str:
 
 
 def _make(folder: Path) -> list[Path]:
-    """The folders that had to be made, the outermost first."""
+    """Create a folder. Returns the folders that did not exist, outermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
     folder.mkdir(parents=True, exist_ok=True)
     return missing
 
 
 def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
-    """(the file, whether it is locked), once this process holds it; see the top of this file."""
+    """Claim or join, as described above. Returns (the open file, whether it is locked)."""
     mine = {
         "run": run,
         "pid": os.getpid(),
@@ -123,7 +124,7 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
             if claimed is not False and _is_at(file, path):
                 os.ftruncate(file, 0)
                 os.pwrite(file, json.dumps(mine).encode() + b"\n", 0)
-            # Not in one step: another may have claimed it in between
+            # flock changes the lock in two steps, so another process may have claimed it in between
             if claimed is None or (_try(file, fcntl.LOCK_SH) and _is_at(file, path)):
                 record = _read(file)
                 if claimed is None or (record is not None and record.get("run") == run):
@@ -140,7 +141,7 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
 
 
 def _try(file: int, kind: int) -> bool | None:
-    """Whether the lock was had; None where the file system has none."""
+    """Return whether the lock was taken; None if the file system has no locks."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -149,7 +150,7 @@ def _try(file: int, kind: int) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether it has not been removed in the meantime, by the run that held it."""
+    """Return whether `file` is still the file at `path`. A run that ends removes its lock file."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError:
@@ -165,7 +166,7 @@ def _read(file: int) -> dict[str, Any] | None:
 
 
 def _is_there(record: Mapping[str, Any]) -> bool:
-    """Whether the claiming process still runs, as far as this machine can tell."""
+    """Return whether the claiming process may still run. One on another machine may."""
     if record.get("host") != socket.gethostname():
         return True
     with contextlib.suppress(PermissionError, KeyError, TypeError, ValueError):

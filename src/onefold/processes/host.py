@@ -1,4 +1,4 @@
-"""What this machine and its environment say of the ranks that it is to run: who starts them, cores,
+"""Facts about this machine and its environment for the ranks that run on it: the launcher, cores,
 GPUs.
 """
 
@@ -15,18 +15,18 @@ from pathlib import Path
 from onefold.processes.signals import CONTROL
 from onefold.wording import TrainError
 
-#: What torch.distributed reads when ranks are started by somebody else.
+#: The variables that torch.distributed reads if another launcher has started the ranks.
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: A file that the driver of a GPU makes: NVIDIA's, AMD's, that of a Jetson, that of Windows below
-#: Linux.
+#: Device files of GPU drivers: NVIDIA (two), AMD, NVIDIA Jetson, Windows under WSL.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
 _CGROUP = Path("/sys/fs/cgroup")
 _CPU = Path("/sys/devices/system/cpu")
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torch.distributed reads, from what `srun` sets; {} where RANK is set or one task runs.
-    Only a job step counts: a batch script itself is one process, whatever was allocated.
+    """Return the variables that torch.distributed reads, derived from those that `srun` sets; {} if
+    RANK is set or there is only one task. Variables of the job itself are ignored: a batch script
+    is one process, however many tasks were allocated.
     """
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
@@ -35,7 +35,7 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
     local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     assert first is not None
-    # Every task must come to the same number without talking; two steps of one job differ.
+    # Every task must compute the same port without communication; two steps of one job must differ
     step = int(environment["SLURM_JOB_ID"]) * 97 + int(environment["SLURM_STEP_ID"])
     return {
         "RANK": environment["SLURM_PROCID"],
@@ -48,8 +48,8 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def joins(environment: Mapping[str, str]) -> bool:
-    """True if a launcher (torchrun, Slurm, ...) has set RANK: then this process is a rank.
-    Raises TrainError if what belongs to RANK is not set.
+    """Return whether this process is a rank: a launcher (torchrun, Slurm, ...) has set RANK.
+    Raises TrainError if RANK is set without the other variables.
     """
     if "RANK" not in environment:
         return False
@@ -64,7 +64,9 @@ def joins(environment: Mapping[str, str]) -> bool:
 
 
 def physical_cores() -> int:
-    """Physical cores this process may use, at least 1, within the cgroup's quota."""
+    """Return the number of physical cores that this process may use, at least 1, within the
+    cgroup's quota.
+    """
     allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
     cores = set()
     for cpu in allowed:
@@ -81,7 +83,9 @@ def physical_cores() -> int:
 
 
 def gpus_here() -> int:
-    """How many torch finds. Without a driver's device file torch is not even imported."""
+    """Return the number of GPUs that torch finds. Without a driver's device file, torch is not
+    imported.
+    """
     if sys.platform == "linux" and not any(Path(path).exists() for path in DRIVERS):
         return 0
     from onefold.device import device_count
@@ -92,8 +96,9 @@ def gpus_here() -> int:
 def child_environment(
     environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
 ) -> dict[str, str]:
-    """The ranks' environment: cores divided among them, libraries quiet and offline by default
-    (unless `online`: data of the hub is read as a stream, or the agent downloads the model first).
+    """Return the ranks' environment: cores divided among them, libraries quiet, and the hub's
+    libraries offline. `online`: let them use the network, because data of the hub is streamed or
+    the agent downloads the model. Variables that the user has set take precedence.
     """
     ours = {
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
@@ -104,6 +109,6 @@ def child_environment(
     }
     if online:
         del ours["HF_HUB_OFFLINE"]
-    if not compiling:  # torch makes this folder all the same; it goes with the control folder
+    if not compiling:  # torch creates this folder anyway; it is removed with the control folder
         ours["TORCHINDUCTOR_CACHE_DIR"] = str(control / "inductor")
     return {**ours, **environment, CONTROL: str(control)}

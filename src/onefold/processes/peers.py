@@ -1,13 +1,13 @@
-"""Which rank has gone: told to every rank within a second, also to those that compute and wait for
-nobody.
+"""Notify every rank within a second if another rank's process has ended, also ranks that compute
+and wait for nobody.
 
     rank 1 ──┐                       rank 1 ◄─┐ "2 has gone"
     rank 2 ──┼── rank 0              rank 2   ╳─── rank 0      the system closes a dead process's connections;
     rank 3 ──┘                       rank 3 ◄─┘                rank 0 tells the others
 
-A closed connection is evidence, where a missing heartbeat is a guess: a rank may be busy for a
-minute without being dead. A machine that loses its power closes nothing; TCP's keep-alive finds
-that out in 8 s. Nothing is sent while all is well.
+A closed connection proves that the process has ended. A missing heartbeat would not: a rank may be
+busy for a minute. A machine that loses power does not close its connections, and TCP's keep-alive
+detects that after 8 s. Nothing is sent as long as all ranks run.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Peer:
 
 
 class PeerMonitor:
-    """This rank's connection to rank 0, or rank 0's to all, and the thread that watches it.
-    `gone`: the ranks that have ended without a word, in the order this rank learned of them.
+    """This rank's connection to rank 0 (on rank 0: its connections to all), and the thread that
+    watches it. `gone`: the ranks that have ended without a goodbye message, in the order in which
+    this rank learned of them.
     """
 
     def __init__(
@@ -56,8 +57,9 @@ class PeerMonitor:
 
     @classmethod
     def connect(cls, ranks: Ranks, on_gone: Callable[[Peer], None]) -> PeerMonitor | None:
-        """None for a lone rank, or where not all ranks can reach rank 0. Collective.
-        `on_gone`: called on the watching thread, once for each rank that has gone.
+        """Connect the ranks. Returns None if there is one rank only, or if not all ranks can reach
+        rank 0. Collective. `on_gone`: called on the watching thread, once for each rank that has
+        ended.
         """
         if ranks.world_size == 1:
             return None
@@ -79,7 +81,7 @@ class PeerMonitor:
         return cls(peers, links, on_gone) if made else None
 
     def close(self) -> None:
-        """Leave with a word: the others need not report this rank as gone."""
+        """Say goodbye and disconnect: the others then do not report this rank as gone."""
         self._closing = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
@@ -111,7 +113,7 @@ class PeerMonitor:
                             self._learn(rank)
 
     def _learn(self, rank: int) -> None:
-        """Rank `rank` has gone: rank 0 tells the others, then this rank is told."""
+        """Handle the end of rank `rank`: rank 0 tells the others, then `on_gone` is called."""
         peer = self._peers[rank]
         if self._closing or peer in self.gone:
             return
@@ -134,8 +136,8 @@ def _listener(ranks: int) -> socket.socket:
 def _accept(
     server: socket.socket, token: bytes, links: dict[int, socket.socket], count: int
 ) -> None:
-    """Accept `count` ranks into `links`; who does not know `token` is a stranger.
-    Raises OSError if they did not come within `SETUP` seconds.
+    """Accept connections of `count` ranks into `links`. Connections that do not send `token` are
+    closed. Raises OSError if the ranks do not connect within `SETUP` seconds.
     """
     server.settimeout(SETUP)
     while len(links) < count:

@@ -1,8 +1,8 @@
-"""This rank among the others: its device, its process groups, and the few numbers that ranks tell each
-other on the host.
+"""This rank: its device, its process groups, and the exchange of small values between ranks on the
+host.
 
-    join           torch.distributed, under a name of this start's own (`rendezvous`)
-    Ranks          sums, gathers and broadcasts of small values over a gloo group of their own
+    join           initialize torch.distributed, under a name that is unique to this start (`rendezvous`)
+    Ranks          sums, gathers and broadcasts of small values over a separate gloo group
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from onefold.device import backend_name, default_device, free_memory, set_defaul
 from onefold.memory.host import free_host_memory
 from onefold.wording import TrainError
 
-#: Seconds in which all ranks must have started.
+#: Seconds within which all ranks must have started.
 STARTING = 1800.0
-#: Seconds between two looks at the store.
+#: Seconds between two reads of the store.
 INTERVAL = 0.02
 T = TypeVar("T")
 
 
 @dataclass
 class Ranks:
-    """Where this process stands.
+    """This process among all ranks of a run.
 
     Attributes:
-        rank, world_size: among all ranks of the run.
-        local_rank, local_world_size: among those of this machine.
-        device: where it computes.
-        backend: of the collectives that move states.
-        control: a gloo group of its own for numbers on the host, so that they never mix with the
-            engine's collectives.
+        rank, world_size: its rank among all ranks of the run, and their number.
+        local_rank, local_world_size: the same among the ranks of this machine.
+        device: the device that it computes on.
+        backend: the backend of collectives on that device.
+        control: a separate gloo group for small values on the host, which keeps them apart from the
+            engine's collectives. None if there is one rank only.
     """
 
     rank: int
@@ -58,7 +58,7 @@ class Ranks:
         return self.rank == 0
 
     def sum(self, *values: float, how: Any = dist.ReduceOp.SUM) -> list[float]:
-        """Each value summed (or reduced otherwise) over ranks. Collective."""
+        """Return each value, summed (or reduced by `how`) over all ranks. Collective."""
         numbers = torch.tensor(values, dtype=torch.float64)
         self._talk(
             "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
@@ -66,15 +66,15 @@ class Ranks:
         return numbers.tolist()
 
     def least(self, value: float) -> float:
-        """The least value of all ranks. Collective."""
+        """Return the least value of all ranks. Collective."""
         return self.sum(value, how=dist.ReduceOp.MIN)[0]
 
     def most(self, value: float) -> float:
-        """The greatest value of all ranks. Collective."""
+        """Return the greatest value of all ranks. Collective."""
         return self.sum(value, how=dist.ReduceOp.MAX)[0]
 
     def from_first(self, value: Any) -> Any:
-        """What rank 0 has, on every rank. Collective; it must pickle."""
+        """Return rank 0's value on every rank. The value must be picklable. Collective."""
         box = [value]
         self._talk(
             "what the first rank says",
@@ -83,7 +83,9 @@ class Ranks:
         return box[0]
 
     def on_first(self, make: Callable[[], T]) -> T:
-        """What `make` gives on rank 0, on every rank; what it raises, too. Collective."""
+        """Call `make` on rank 0, and return its result, or raise its error, on every rank.
+        Collective.
+        """
         found: Any = None
         if self.is_first:
             try:
@@ -96,7 +98,7 @@ class Ranks:
         return found
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective; it must pickle."""
+        """Return every rank's value, in rank order. Values must be picklable. Collective."""
         found: list[Any] = [value] * self.world_size
         self._talk(
             "what each rank says", lambda: dist.all_gather_object(found, value, group=self.control)
@@ -104,7 +106,7 @@ class Ranks:
         return found
 
     def free_memory(self) -> int:
-        """Bytes free for this rank: of its GPU, or its part of the host's."""
+        """Return the free bytes of this rank's GPU; on the CPU, this rank's part of the host's."""
         if self.device.type != "cpu":
             return free_memory(self.device)
         return free_host_memory() // self.local_world_size
@@ -122,8 +124,8 @@ class Ranks:
 
 
 def join(device: str, timeout: float) -> Ranks:
-    """Initialize torch.distributed from what the launcher has set, and say where this rank stands.
-    `timeout`: seconds after which a collective on the host gives up.
+    """Initialize torch.distributed from the launcher's environment variables. `timeout`: seconds
+    after which a collective on the host fails (at least 1800).
     """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -142,34 +144,34 @@ def join(device: str, timeout: float) -> Ranks:
         rank=rank,
         world_size=world_size,
     )
-    # Loading, sampling and saving keep rank 0 longer than the others, so the host group is patient.
+    # Loading, sampling and saving take longer on rank 0, so the host group has a long timeout
     patience = timedelta(seconds=max(1800.0, timeout))
     control = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None
     return Ranks(rank, world_size, local_rank, local_world_size, where, backend, control)
 
 
 def leave() -> None:
-    """Free the process groups. On clean exits only: a stuck collective would be waited for."""
+    """Destroy the process groups. For clean exits only: it would wait for a stuck collective."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def rendezvous(store: dist.Store, rank: int, world_size: int, timeout: float) -> str:
-    """A name for this start of the ranks, the same on all of them and on no other start's.
-    Collective.
+    """Return a name for this start of the ranks: the same on all ranks, and different from that of
+    every other start. Collective.
 
-    torchrun may keep one store over restarts (torch 2.13 does), with addresses of a start that was
-    killed. Its restart count tells starts apart on one machine only, since each agent counts its
-    own. So the ranks agree:
+    torchrun may keep one store over restarts (torch 2.13 does), which then contains addresses of a
+    killed start. Its restart count does not identify a start, because each machine's agent counts
+    separately. So the ranks agree on a name:
 
-        every rank   hello/R  = a fresh random number                    (over what an earlier start's rank R had said)
+        every rank   hello/R  = a fresh random number                    (replaces that of an earlier start's rank R)
         rank 0       answer   = all numbers as it has read them     ◄─┐
         every rank   ok/R     = digest of an answer with its own number │ again, until
         rank 0       all ok/R are the digest of its answer?  no ────────┘ they are
                      final    = that digest: the name
 
     Raises:
-        TrainError: not all ranks came within `timeout` seconds.
+        TrainError: not all ranks started within `timeout` seconds.
     """
 
     def read(*keys: str) -> list[str]:

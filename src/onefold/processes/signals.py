@@ -1,37 +1,36 @@
-"""What holds for every process of the command: its signals, its parent, and who asks it to end.
+"""Signals, requests to end, and the parent of every process of the command.
 
-    start, imports          `end_at_once`: there is nothing to put in order, and an import does not bear an exception in its middle
+    start, imports          `end_at_once`: there is nothing to clean up, and an exception would break a half-done import
     with interruptible():   KeyboardInterrupt, which the command catches
-    while ranks run         noted by the launcher and passed on to the ranks, as below
+    while ranks run         recorded by the launcher and passed on to the ranks, as below
 
-    who asks                                    what the ranks do after the step                       exit status
+    request                                     what the ranks save after the step                     exit status
     Ctrl-C (SIGINT, or the terminal closed)     the model, and a checkpoint if the run keeps any       130 (129)
     SIGTERM, SIGUSR1 (Slurm, Kubernetes, spot)  a checkpoint, within --grace                           0
     --save-before                               a checkpoint, in time                                  0
-    the same before the first step              nothing: there is nothing to save                      128 + signal
-    Ctrl-C twice                                nothing, at once                                       130
+    any of these before the first step          nothing: there is nothing to save                      128 + signal
+    Ctrl-C twice                                nothing: they end at once                              130
 
     terminal, scheduler ──signal──► onefold train ── file in the control folder ──► every rank
     another launcher    ──signal──────────────────────────────────────────────────► every rank
 
-Ranks agree by reducing what they were asked with each step's loss, so that all leave after the same
-step. SIGTERM is also how torchrun ends ranks to start them anew, because one has gone (then the
-others cannot finish their step, and end with an error) or because a machine has come (then they
-finish it and save, and nothing is lost).
+The ranks reduce these requests together with each step's loss, so all ranks leave after the same
+step. torchrun also sends SIGTERM to restart ranks, in two cases. If a rank has ended, the others
+cannot finish their step and end with an error. If a machine has joined, the ranks finish the step
+and save, and nothing is lost.
 
-[Note: signals on a thread] Python runs a signal's handler on the main thread, between two
-instructions: not while that thread waits inside a collective. The numbers of arriving signals are
-therefore written to a pipe by the interpreter, at once, and a thread reads it.
+[Note: signals on a thread] Python runs a signal's handler on the main thread between two bytecode
+instructions, so not while that thread waits inside a collective. The interpreter therefore writes
+the numbers of arriving signals to a pipe at once, and another thread reads the pipe.
 
-[Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and
-nobody then ends the others. So every process ends with the one that has started it, from its first
-moment on, before it imports anything: launcher ─► agent ─► rank. Who has started it stands in the
-environment, since a process that begins a moment after that one's end would take another for its
-parent.
+[Note: nobody is left behind] The launcher, the agent or both may be killed at any moment, and then
+cannot end the processes that they have started. So every process watches its parent from the start,
+before it imports anything, and ends with it: launcher ─► agent ─► rank. The parent's process id is
+in the environment. A process that starts just after its parent's end has another parent by then.
 
-The launcher and its ranks share a temporary folder, the control folder: ranks leave their process
-ids there, the first of a machine says when there is something to save, and the first rank that
-fails is the one that speaks.
+The launcher and its ranks share a temporary folder, the control folder. Ranks write their process
+ids there. The first rank of each machine marks that there is something to save. The first rank that
+fails marks that it reports the error.
 """
 
 from __future__ import annotations
@@ -49,14 +48,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-#: torchao, which transformers imports, tells of its kernels for GPUs that are not here, and of
-#: enumerations that PyTorch knows by itself.
+#: Loggers to silence. torchao, which transformers imports, warns of kernels for GPUs that are not
+#: here, and of enumerations that PyTorch registers itself.
 _LOGGERS = ("torchao", "torch.utils._pytree", "torch.distributed.elastic.multiprocessing.redirects")
 _MODULES = r"(torchao|transformers|torch\.utils\._pytree|torch\.jit|pydantic|typer|rich)(\.|$)"
 
 
 def quiet_third_parties() -> None:
-    """Errors of theirs are still shown. Imports none of them; call it before they are imported."""
+    """Hide warnings of third-party packages. Their errors are still shown. Call it before they are
+    imported; it does not import them.
+    """
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     for kind in (DeprecationWarning, PendingDeprecationWarning, FutureWarning, UserWarning):
@@ -68,7 +69,7 @@ put_in_order: list[Callable[[], object]] = []
 
 
 def end_at_once(number: int, frame: FrameType | None) -> None:
-    """A signal's handler: end this process with status 128 + `number`."""
+    """Signal handler: end this process with status 128 + `number`."""
     for act in reversed(put_in_order):
         with contextlib.suppress(Exception):
             act()
@@ -80,16 +81,18 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 def listen() -> None:
     """Let Ctrl-C and SIGTERM end this process at once. Called before other imports."""
     if threading.current_thread() is not threading.main_thread():
-        return  # somebody else's process, whose signals are its own
+        return  # not the command's own process: its owner handles signals
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Nohup, and shells that start a job in the background
+        # nohup, and shells that start a job in the background, have signals ignored: keep that
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, end_at_once)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, Ctrl-C raises KeyboardInterrupt. Import before: an import may swallow it."""
+    """Let Ctrl-C raise KeyboardInterrupt inside the block. Import modules before it: an import may
+    swallow the exception.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,7 +105,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def noted_signals() -> Iterator[list[int]]:
-    """Inside, signals that ask to stop are written down here instead of ending this process."""
+    """Record signals that ask to stop in a list, inside the block. They do not end the process."""
     arrived: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -118,20 +121,20 @@ def noted_signals() -> Iterator[list[int]]:
 
 
 CONTROL = "ONEFOLD_CONTROL"
-#: The process id of who has started this process.
+#: The process id of the process that has started this one.
 PARENT = "ONEFOLD_PARENT"
 #: When the launcher started, seconds since the epoch.
 STARTED = "ONEFOLD_STARTED"
-#: Seconds that torchrun waits between SIGTERM and SIGKILL when it starts ranks anew.
+#: Seconds that torchrun waits between SIGTERM and SIGKILL when it restarts ranks.
 GRACE = "ONEFOLD_GRACE"
 INTERRUPTED = 130
-#: What a rank returns that was not asked to end itself, so that its agent starts it again with the
-#: machines that remain.
+#: Exit status of a rank that was not itself asked to end. Its agent then restarts it with the
+#: remaining machines.
 AGAIN = 75
 TRAINING, FINAL = "training", "final"
-#: The file in the control folder in which the agent says why it starts no ranks.
+#: The file in the control folder to which the agent writes why it starts no ranks.
 REFUSED = "refused"
-#: Signals by which schedulers announce the end.
+#: Signals by which schedulers announce that they will end the process.
 PREEMPTION = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -145,26 +148,26 @@ class Stop(enum.IntFlag):
 
     @property
     def reason(self) -> str:
-        """For people."""
+        """The reason, for messages."""
         if self & Stop.PREEMPT:
             return "SIGTERM or SIGUSR1"
         return "--save-before" if self & Stop.TIME else "Ctrl-C" if self else ""
 
 
-#: The file in the control folder by which the launcher passes a request on.
+#: The files in the control folder by which the launcher passes requests on.
 REQUESTS = {Stop.INTERRUPT: "stop-interrupt", Stop.PREEMPT: "stop-preempt"}
 
 
 class StopSignal:
-    """On a rank: what has this rank been asked?
+    """The requests to stop that a rank has received.
 
     Args:
-        rank: among all. local_rank: among those of this machine.
-        grace: seconds from the first SIGTERM or SIGUSR1 after which the rank ends without having
-            saved, with status 1.
+        rank: the rank among all ranks. local_rank: the rank on this machine.
+        grace: seconds from the first SIGTERM or SIGUSR1 after which the rank ends with status 1,
+            even if it has not saved.
 
     Attributes:
-        last_words: called before SIGTERM ends this rank because there is nothing to save yet.
+        last_words: called before SIGTERM ends this rank, if there is nothing to save yet.
     """
 
     def __init__(self, rank: int, local_rank: int = 0, grace: float = 30.0) -> None:
@@ -183,18 +186,18 @@ class StopSignal:
                     (self.control / TRAINING).unlink(missing_ok=True)
 
     def arm(self) -> None:
-        """There is something to save now: a signal no longer ends the process at once."""
+        """Mark that there is something to save: a signal no longer ends the process at once."""
         self._armed = True
         if self.local_rank == 0:
             self._mark(TRAINING)
 
     def disarm(self) -> None:
-        """What was to be saved is saved; the time that was left for it no longer matters."""
+        """Mark that everything has been saved: the end of `grace` no longer ends the process."""
         self._saved = True
 
     @property
     def asked(self) -> Stop:
-        """What was asked of this rank. Other ranks may not know yet: reduce it."""
+        """The requests to this rank. Reduce them over all ranks, since others may not know yet."""
         asked = self._asked
         for kind, name in REQUESTS.items():
             if self.control is not None and (self.control / name).exists():
@@ -202,13 +205,15 @@ class StopSignal:
         return asked
 
     def exit_code(self, stopped: Stop) -> int:
-        """This rank's exit status; after Ctrl-C the launcher itself turns 0 into 130."""
+        """Return this rank's exit status. After Ctrl-C, the launcher turns 0 into 130 itself."""
         self._mark(f"ended-{self.local_rank}")
         by_hand = stopped & Stop.INTERRUPT and not stopped & (Stop.PREEMPT | Stop.TIME)
         return INTERRUPTED if by_hand and self.control is None else 0
 
     def speak_first(self) -> bool:
-        """True for the first rank of this machine that asks; those that fail later keep quiet."""
+        """Return True for the first rank of this machine that calls it. Only that rank reports its
+        error.
+        """
         if self.control is None:
             return True
         try:
@@ -218,7 +223,7 @@ class StopSignal:
         return True
 
     def no_restart(self) -> None:
-        """What went wrong would go wrong again: end the run instead of restarting ranks."""
+        """End the run instead of restarting ranks, because the same error would occur again."""
         self._mark(FINAL)
 
     def _mark(self, name: str) -> None:
@@ -227,7 +232,7 @@ class StopSignal:
                 (self.control / name).touch()
 
     def _listen(self) -> None:
-        """See [Note: signals on a thread]."""
+        """Start the thread that reads signals. See [Note: signals on a thread]."""
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         for number in (signal.SIGINT, *PREEMPTION):
@@ -273,11 +278,12 @@ class StopSignal:
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """End this process when its parent ends, however that ends. See [Note: nobody is left behind].
+    """End this process when its parent ends or is killed. See [Note: nobody is left behind].
 
-    `parent`: the process that has started this one, where that is known: it may have ended by now.
+    `parent`: the id of the process that has started this one, if known. It may have ended by now.
     """
-    if sys.platform == "linux":  # the kernel tells at once, of the thread that started this process
+    # The kernel kills this process as soon as the thread that started it ends
+    if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError, ImportError):
             import ctypes
 
@@ -295,5 +301,5 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def parent_told() -> int | None:
-    """The process id that whoever started this process has left for it in the environment."""
+    """Return the process id of this process's parent, from the environment, if it is set there."""
     return int(os.environ[PARENT]) if PARENT in os.environ else None
