@@ -187,7 +187,7 @@ class DeepSpeedSource(Source):
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
         options = self._first.groups
-        if options is None:  # an elastic checkpoint has the groups' parameters, but not their options
+        if options is None:  # an elastic checkpoint has the groups, but not their options
             return [[{"params": names} for names in self._names]]
         return [
             [
