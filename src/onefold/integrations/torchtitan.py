@@ -59,8 +59,10 @@ class Checkpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]
-        """torchtitan's configuration of checkpoints, of which these keys are read: `enable`, `folder`,
-        `interval`, `keep_latest_k`, `load_step`, `load_only`, `enable_first_step_checkpoint`.
+        """torchtitan's configuration of checkpoints.
+
+        These keys are read: `enable`, `folder`, `interval`, `keep_latest_k`, `load_step`,
+        `load_only`, `enable_first_step_checkpoint`.
 
         Attributes:
             asynchronous: save while training goes on.

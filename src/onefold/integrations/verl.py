@@ -4,8 +4,8 @@ VERL_USE_EXTERNAL_MODULES=onefold.integrations.verl torchrun ... -m verl.trainer
     engine._target_=onefold.integrations.verl.EngineConfig engine.strategy=onefold
     +engine.recipe={stage: 3}        # or a stage; the options are those of Recipe.zero
 
-Batches, losses, schedules and the model are built as in verl's FSDP engine. Onefold shards, reduces,
-clips, saves, and gives whole tensors to the inference engine.
+Batches, losses, schedules and the model are built as in verl's FSDP engine. Onefold shards,
+reduces, clips, saves, and gives whole tensors to the inference engine.
 
 This module imports verl. No other part of Onefold imports it.
 """
@@ -83,7 +83,7 @@ class EngineConfig(FSDPEngineConfig):
     def read(self) -> Recipe:
         """Return the recipe in verl's precision.
 
-        This is bf16 with gradients sent in fp32, unless `mixed_precision` or the recipe names another.
+        This is bf16 with gradients sent in fp32, unless `mixed_precision` or the recipe says else.
         """
         given = convert_to_regular_types(self.recipe)
         options = dict(given) if isinstance(given, dict) else {"stage": given}
@@ -167,8 +167,8 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **_: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """Return an iterator of (name, whole tensor) in the compute dtype, with LoRA adapters merged.
-        Collective.
+        """Return an iterator of (name, whole tensor) in the compute dtype, with LoRA adapters
+        merged. Collective.
 
         Raises:
             ValueError: the configuration asks for adapters that are not merged.

@@ -14,7 +14,7 @@ from typing import Any
 
 from onefold.integrations.deepspeed.names.serving import serve
 
-#: The multi-node launcher that works without the command `deepspeed`. accelerate's default needs it.
+#: The multi-node launcher that works without the command `deepspeed`, unlike accelerate's default.
 STANDARD = "standard"
 SERVING = "onefold.deepspeed"
 

@@ -150,8 +150,8 @@ def load(
 
 
 def _find(root: Path, tag: str | None) -> Found | None:
-    """Find the checkpoint in `root`: by the tag, else by the file `latest`, else Onefold's checkpoint
-    of the greatest step.
+    """Find the checkpoint in `root`: by the tag, else by the file `latest`, else Onefold's
+    checkpoint of the greatest step.
     """
     if tag is None:
         try:
@@ -247,7 +247,7 @@ def _point_to(root: Path, tag: str) -> None:
 
 
 def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:
-    """Call `function` on the first rank, and return its result, or raise its error, on every rank."""
+    """Call `function` on the first rank. Every rank returns its result, or raises its error."""
     group = onefold.engine_of(engine.module).group
     value: Any = None
     if group.rank == 0:

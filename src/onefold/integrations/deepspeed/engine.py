@@ -5,9 +5,9 @@ sharded module.
     forward  backward step forward  backward step
     no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
 
-`step()` is called after every micro-batch, and steps the optimizer at the boundary only. Micro-batches
-before the boundary run forward and backward under `onefold.no_sync`: stages 0 and 1 send nothing
-until the boundary; stages 2 and 3 follow their recipe.
+`step()` is called after every micro-batch, and steps the optimizer at the boundary only.
+Micro-batches before the boundary run forward and backward under `onefold.no_sync`: stages 0 and 1
+send nothing until the boundary; stages 2 and 3 follow their recipe.
 """
 
 from __future__ import annotations
@@ -138,16 +138,16 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times fp16's loss scale, to call `engine.scale(loss).backward()` instead of
-        `engine.backward(loss)`. `step` then divides by the accumulation steps.
+        """Return the loss times fp16's loss scale, to call `engine.scale(loss).backward()` instead
+        of `engine.backward(loss)`. `step` then divides by the accumulation steps.
         """
         self._needs_optimizer("scale")
         self._scaled_losses += 1
         return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients and
-        step the schedule.
+        """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients
+        and step the schedule.
 
         In the 16-bit precisions, a step with gradients that are not finite is skipped on all ranks
         (in bf16 unless the configuration turns this off).
@@ -230,7 +230,7 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         return finite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. `step` does this, or the next forward pass (see `keeps_gradients`)."""
+        """Clear the gradients. `step` or the next forward pass does this; see `keeps_gradients`."""
         self._stepped_gradients = False
         self.module.zero_grad(set_to_none)
 
@@ -288,12 +288,12 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write a checkpoint to resume from to `save_dir`/`tag`, in Onefold's format. Every rank must
-        call it.
+        """Write a checkpoint to resume from to `save_dir`/`tag`, in Onefold's format. Every rank
+        must call it.
 
         Args:
-            tag: the checkpoint's name; None takes "global_step" and the number of steps. An existing
-                checkpoint of this name is replaced once the new one is complete.
+            tag: the checkpoint's name; None takes "global_step" and the number of steps. An
+                existing checkpoint of this name is replaced once the new one is complete.
             client_state: values that `load_checkpoint` returns; the first rank's are saved.
             save_latest: let `save_dir`/latest name this checkpoint.
             exclude_frozen_parameters: leave out parameters that take no gradient (the base of
@@ -319,8 +319,8 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of this engine, or of DeepSpeed itself at ZeRO stages 1 to 3. Every rank
-        must call it.
+        """Load a checkpoint of this engine, or of DeepSpeed itself at ZeRO stages 1 to 3. Every
+        rank must call it.
 
         The stage and the number of ranks may differ from those of the run that saved it.
 

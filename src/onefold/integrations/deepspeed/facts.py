@@ -21,8 +21,8 @@ from onefold.recipe import COMPUTE_DTYPES
 NOT_OF_THE_ENGINE: Mapping[str, str] = {
     "train_batch": "it is a pipeline's; other parallel axes than data are not built yet",
     "eval_batch": "it is a pipeline's; other parallel axes than data are not built yet",
-    "offload_states": "the configuration says where state is stored: offload_optimizer, offload_param",
-    "reload_states": "the configuration says where state is stored: offload_optimizer, offload_param",
+    "offload_states": "offload_optimizer and offload_param in the configuration decide this",
+    "reload_states": "offload_optimizer and offload_param in the configuration decide this",
     "load_module_state_dict": "use onefold.load_full_state_dict(engine.module, state)",
     "monitor": "monitors are not part of Onefold; log from your loop",
     "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
@@ -97,7 +97,7 @@ class EngineFacts:
         return self.global_rank
 
     def optimizer_name(self) -> str | None:
-        """Return the optimizer's name in the configuration, in lower case; None if there is none."""
+        """Return the optimizer's name in the configuration, in lower case, or None."""
         named = self.settings.optimizer
         return None if named is None else named.given.lower()
 
@@ -192,8 +192,9 @@ class EngineFacts:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def _report(self) -> None:
-        """Print a progress line every `steps_per_print` steps; if only `wall_clock_breakdown` is set,
-        at every step.
+        """Print a progress line every `steps_per_print` steps.
+
+        If only `wall_clock_breakdown` is set, print one at every step.
         """
         every = self.settings.steps_per_print or (1 if self.settings.wall_clock_breakdown else 0)
         if not every or self.global_steps % every:

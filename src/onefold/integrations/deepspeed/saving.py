@@ -23,8 +23,8 @@ class WholeSaves(EngineFacts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model, with parameters in the compute dtype, at any stage. Every rank must
-        call it.
+        """Write the whole model, with parameters in the compute dtype, at any stage. Every rank
+        must call it.
 
         A name that ends in `.safetensors` is written in that format, any other with `torch.save`.
         An error never leaves an incomplete file of that name.
@@ -57,14 +57,14 @@ class WholeSaves(EngineFacts):
         """Return the whole model on rank 0's host, with parameters in the compute dtype. Every rank
         must call it.
 
-        Other ranks get an empty dict. With None, `save_pretrained` would call `state_dict()` itself.
+        Other ranks get an empty dict: with None, `save_pretrained` would call `state_dict()`.
         """
         whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
         return whole if self.global_rank == 0 else {}
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must call
-        it. See `onefold.full_state_dict`.
+        """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must
+        call it. See `onefold.full_state_dict`.
         """
         return onefold.full_state_dict(self.module)
 
@@ -103,7 +103,7 @@ def save_whole(
 def whole_in(
     module: nn.Module, dtype: torch.dtype | None, without_frozen: bool
 ) -> dict[str, Tensor]:
-    """Return the whole model on rank 0's host; an empty dict on other ranks. Every rank must call it.
+    """Return the whole model on rank 0's host, and an empty dict elsewhere. Collective.
 
     Args:
         dtype: of floating-point parameters; None takes the dtype in which each computes.

@@ -208,8 +208,8 @@ def _one_cycle(
         stairs[1] = cycle_second_stair_count
 
     def height(i: int) -> float:
-        """Return the position in the cycle, 0 at its lowest and 1 at its highest point, in stairs if
-        asked for. DeepSpeed uses the next iteration, i + 1.
+        """Return the position in the cycle, 0 at its lowest and 1 at its highest point, in stairs
+        if asked for. DeepSpeed uses the next iteration, i + 1.
         """
         at = (i + 1) % (first + second)
         climbed, length, count = (

@@ -237,7 +237,7 @@ def _device() -> torch.device | None:
 
 
 def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:
-    """Raise ValueError for a parameter that is not the model's, or an optimizer that has stepped."""
+    """Raise ValueError for a parameter of another model, or an optimizer that has stepped."""
     groups: list[Any] = list(chosen or [])
     if isinstance(optimizer, torch.optim.Optimizer):
         groups += optimizer.param_groups

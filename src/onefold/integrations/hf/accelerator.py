@@ -1,7 +1,7 @@
 """accelerate's Accelerator for sharded models.
 
-It leaves a sharded model as it is. If the recipe shards parameters, it also shards the models that a
-Trainer only evaluates, such as DPO's reference model or a reward model.
+It leaves a sharded model as it is. If the recipe shards parameters, it also shards the models that
+a Trainer only evaluates, such as DPO's reference model or a reward model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class ShardingAccelerator(Accelerator):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return the state dict; of a sharded model, whole on rank 0 and empty elsewhere. Collective."""
+        """Return the state dict. Collective.
+
+        A sharded model's is whole on rank 0 and empty elsewhere.
+        """
         if is_sharded(model):
             return onefold.full_state_dict(model)
         return super().get_state_dict(model, unwrap)

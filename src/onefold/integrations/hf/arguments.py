@@ -1,4 +1,4 @@
-"""The recipe of a Trainer: from its argument `recipe`, or from the field `onefold` of its arguments.
+"""The recipe of a Trainer: from its argument `recipe`, or from `onefold` in its training arguments.
 
 | given                                     | means                                              |
 |-------------------------------------------|----------------------------------------------------|
@@ -37,8 +37,9 @@ _EXPECTED = (
 class TrainingArguments(transformers.TrainingArguments):
     """transformers' TrainingArguments with a field for the recipe, also for the command line.
 
-    For example `--onefold 3`, `--onefold '{"stage": 3, "frozen": "nf4"}'` or `--onefold recipe.json`.
-    Arguments of other classes (`SFTConfig`) take the recipe as an attribute: `args.onefold = 3`.
+    Examples are `--onefold 3`, `--onefold '{"stage": 3, "frozen": "nf4"}'`, `--onefold
+    recipe.json`. Arguments of other classes (`SFTConfig`) take the recipe as an attribute:
+    `args.onefold = 3`.
     """
 
     onefold: dict[str, Any] | str | None = field(

@@ -77,8 +77,8 @@ def _of_hub(name: str) -> Path:
 
 
 def is_put_off(model: Any) -> bool:
-    """Whether a model's weights are still to be read: `from_pretrained` made it, and it has not been
-    sharded yet.
+    """Whether a model's weights are still to be read: `from_pretrained` made it, and it has not
+    been sharded yet.
     """
     return getattr(model, _WEIGHTS, None) is not None and not is_sharded(model)
 
@@ -86,8 +86,8 @@ def is_put_off(model: Any) -> bool:
 def shard(model: Any, recipe: Recipe, device: Any) -> None:
     """Shard a model, and read the weights that `from_pretrained` has put off. Collective.
 
-    Adapters that take no gradient (a reference beside the trained adapter) are not quantized with the
-    frozen base: they are small, and are switched on and off.
+    Adapters that take no gradient (a reference beside the trained adapter) are not quantized with
+    the frozen base: they are small, and are switched on and off.
     """
     folder = getattr(model, _WEIGHTS, None)
     # Parameters that the folder lacks (a new head) are initialized as transformers does

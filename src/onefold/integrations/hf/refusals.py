@@ -123,8 +123,8 @@ def refuse_accelerator(accelerator: Any) -> None:
 
 
 def refuse_model(model: Any) -> None:
-    """Raise ValueError or NotImplementedError for a model that transformers has spread over devices,
-    divided or quantized.
+    """Raise ValueError or NotImplementedError for a model that transformers has spread over
+    devices, divided or quantized.
     """
     name = type(model).__name__
     devices = set((getattr(model, "hf_device_map", None) or {}).values())

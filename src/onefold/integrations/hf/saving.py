@@ -75,8 +75,8 @@ def save_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str],
 def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Load the weights of one of Trainer's checkpoints into the sharded model. Collective.
 
-    They are read from the master weights of `save_state` if it has written some, else from the files
-    of `save_weights` or of Trainer itself.
+    They are read from the master weights of `save_state` if it has written some, else from the
+    files of `save_weights` or of Trainer itself.
 
     Raises:
         ValueError: the folder has no weights.

@@ -258,8 +258,8 @@ class TrainerMixin(_Host):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights if the model is sharded, else only check that there are some.
 
-        Trainer calls this before the model is sharded; `_load_optimizer_and_scheduler` then reads the
-        weights.
+        Trainer calls this before the model is sharded; `_load_optimizer_and_scheduler` then reads
+        the weights.
         """
         if is_sharded(self.model):
             saving.load_weights(self.model, resume_from_checkpoint)

@@ -5,8 +5,8 @@
 | "folder"      | a folder of `onefold.save`, with `lightning.pt`  | every rank its part | `ckpt_path=`, `onefold.load`         |
 | "file"        | Lightning's own file, with the whole state       | rank 0              | `ckpt_path=`, `load_from_checkpoint` |
 
-Both forms resume at any stage and on any number of ranks. A strategy loads either, whichever of them
-it writes, so it also loads a file that Lightning wrote under DDP.
+Both forms resume at any stage and on any number of ranks. A strategy loads either, whichever of
+them it writes, so it also loads a file that Lightning wrote under DDP.
 
 `lightning.pt` has what Lightning's file has besides weights and optimizer states: loops, callbacks,
 schedules, hyperparameters.

@@ -1,8 +1,8 @@
 """The strategy of Lightning that shards the module.
 
 The LightningModule itself is sharded in place, after `configure_model()` and before
-`configure_optimizers()`. Its steps run as forward passes of the module, so that every parameter that
-they use is gathered. Ranks are started as under DDP.
+`configure_optimizers()`. Its steps run as forward passes of the module, so that every parameter
+that they use is gathered. Ranks are started as under DDP.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Strategy(DDPStrategy):
         onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
 
     def model_to_device(self) -> None:
-        """Move the module, but for what is on the meta device: `onefold.shard` gives that memory."""
+        """Move the module, except for parts on the meta device, which `onefold.shard` fills."""
         _move(self._module(), self.root_device)
 
     @contextlib.contextmanager
@@ -186,15 +186,15 @@ class Strategy(DDPStrategy):
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keep gradients local in micro-batches before the boundary, if the recipe allows it.
 
-        With several optimizers each micro-batch is reduced at once: `toggle_model` freezes the other
-        optimizers' parameters, whose gradients could otherwise still be waiting.
+        With several optimizers each micro-batch is reduced at once: `toggle_model` freezes the
+        other optimizers' parameters, whose gradients could otherwise still be waiting.
         """
         waits = onefold.no_sync(self._module()) if len(self.optimizers) == 1 else None
         with waits or contextlib.nullcontext():
             yield
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
-        """Clip by the norm of the gradients of `optimizer`'s parameters over all ranks. Collective."""
+        """Clip by the norm, over all ranks, of `optimizer`'s gradients. Collective."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         module = self._module()
         if all(id(p) in stepped for p in module.parameters() if p.requires_grad):
@@ -212,8 +212,8 @@ class Strategy(DDPStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict. Collective.
 
-        A sharded module's is whole on rank 0 and empty elsewhere, or an `InFolder` if the checkpoint
-        is a folder.
+        A sharded module's is whole on rank 0 and empty elsewhere, or an `InFolder` if the
+        checkpoint is a folder.
         """
         if not is_sharded(self._module()):
             return super().lightning_module_state_dict()
@@ -299,7 +299,7 @@ class Strategy(DDPStrategy):
         """Do nothing: DDPStrategy's advice on unused parameters does not apply here."""
 
     def teardown(self) -> None:
-        """Tear down the environment. The module and its optimizers stay sharded, and are not moved."""
+        """Tear down the environment. The module and its optimizers stay sharded and in place."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)

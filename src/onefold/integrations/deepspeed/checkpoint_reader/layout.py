@@ -1,9 +1,9 @@
 """Where each element of a parameter is stored: the rank, and the place in the rank's cell (see
 shard.py).
 
-Stages 1 and 2: the parameters of a group are concatenated, and the result is cut into N equal parts.
-Padding at the end makes the number of elements a multiple of 2N. With `parameter_alignment`, there
-is padding after each parameter as well.
+Stages 1 and 2: the parameters of a group are concatenated, and the result is cut into N equal
+parts. Padding at the end makes the number of elements a multiple of 2N. With `parameter_alignment`,
+there is padding after each parameter as well.
 
     group     | a a a a a | b b b | c c c c c c | pad |
     cut            rank 0      |      rank 1          |
@@ -89,8 +89,8 @@ class CutsOfEach:
             at = upto
 
     def least(self, cell: int, rank: int, used: int) -> int:
-        """Return how many elements the cell of every rank must at least have: `used`, the sum of its
-        parts.
+        """Return how many elements the cell of every rank must at least have: `used`, the sum of
+        its parts.
         """
         return used
 

@@ -1,8 +1,8 @@
 """One rank's part of the optimizer, in one form for all stages.
 
 A rank's file has flat tensors, here called cells. A cell is the rank's part of one parameter group
-(stages 1, 2) or of one sub-group of a parameter group (stage 3), in master precision. Each optimizer
-state is another flat tensor of the same elements.
+(stages 1, 2) or of one sub-group of a parameter group (stage 3), in master precision. Each
+optimizer state is another flat tensor of the same elements.
 
 | what              | stages 1, 2                                       | stage 3                                    |
 |-------------------|---------------------------------------------------|--------------------------------------------|
@@ -61,7 +61,7 @@ class Shard:
         return tensor.detach().view(-1)
 
     def is_flat(self, cell: int, state: str) -> bool:
-        """Whether a state has an element for each element of the parameters, as the masters have."""
+        """Whether a state has an element for each element of the parameters, as masters have."""
         value = self.states[cell].get(state)
         return (
             isinstance(value, torch.Tensor)
@@ -133,8 +133,8 @@ def _shard(path: Path, saved: Mapping[str, Any]) -> Shard:
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's options without those that only DeepSpeed's own Adam has.
 
-    These are `bias_correction`, which torch's Adam always does, and `step`, which torch keeps in each
-    parameter's state.
+    These are `bias_correction`, which torch's Adam always does, and `step`, which torch keeps in
+    each parameter's state.
     """
     return {k: v for k, v in group.items() if k != "step" and not (k == "bias_correction" and v)}
 
@@ -142,7 +142,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _with_step(
     state: dict[str, Any], groups: list[dict[str, Any]] | None, cell: int, step: Any
 ) -> dict[str, Any]:
-    """Add the step count to a cell's state. DeepSpeed's fused Adam keeps it in the group instead."""
+    """Add the step count to a cell's state. DeepSpeed's fused Adam keeps it in the group."""
     if groups is not None:
         step = next((g["step"] for g in groups if cell in g["params"] and "step" in g), step)
     return state if step is None or "step" in state or not state else {**state, "step": step}

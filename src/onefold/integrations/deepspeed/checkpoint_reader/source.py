@@ -169,7 +169,7 @@ class DeepSpeedSource(Source):
             at += found.numel()
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """Return a parameter's scalar states as torch's optimizers keep them, with `step` a tensor."""
+        """Return a parameter's scalar states as torch keeps them: `step` is a tensor."""
         place = self._places.get(self._aliases.get(name, name))
         if place is None:
             return {}

@@ -29,7 +29,9 @@ _KEYS = (
 def read_groups(
     read: Reading, zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None
 ) -> dict[str, Any]:
-    """Return the arguments of `Recipe.zero`. Below stage 3, list the keys in `read` as without effect.
+    """Return the arguments of `Recipe.zero`.
+
+    Below stage 3 there are none, and `read` lists the keys as without effect.
 
     Args:
         zero: the checked values of "zero_optimization".
@@ -64,7 +66,7 @@ def read_groups(
 def _refuse_what_cannot_be(
     zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None
 ) -> None:
-    """Raise ValueError for what the recipe or the topology would refuse, in terms of the file's keys."""
+    """Raise ValueError, naming the file's keys, for what the recipe or topology would refuse."""
     size = max(1, zero.get("zero_hpz_partition_size", 1))
     if world_size is not None and world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]

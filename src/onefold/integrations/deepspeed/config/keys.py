@@ -57,7 +57,7 @@ class Key:
 
 Section = Mapping[str, Key]
 
-# -- reasons: shared, so that the list at the start can group the keys with the same reason ---------
+# -- reasons: shared, so that the list at the start can group keys with the same reason ------------
 
 _FLAT = (
     "parameters and gradients of a unit always live in one flat buffer, which the collectives read"

@@ -105,8 +105,8 @@ class DeepSpeedConfig:
 
     @property
     def precision(self) -> str | None:
-        """The enabled precision, "fp16" or "bf16". None if neither is: as in DeepSpeed, the model then
-        keeps its dtypes.
+        """The enabled precision, "fp16" or "bf16". None if neither is: as in DeepSpeed, the model
+        then keeps its dtypes.
         """
         found = self.recipe_arguments["precision"]
         return None if found is None else str(found)

@@ -8,7 +8,7 @@ from typing import Any
 from onefold.integrations.deepspeed.config.keys import OFFLOAD, SECTIONS, TOP, Section
 from onefold.integrations.deepspeed.config.values import AUTO, asks, check_value, is_unset, nearest
 
-#: The sections in which a misplaced key is looked up. `_ANYWHERE`: keys of too many sections to tell.
+#: The sections in which a misplaced key is looked up, and keys that too many sections have.
 _PLACES: Mapping[str, Section] = {
     "": TOP,
     **SECTIONS,

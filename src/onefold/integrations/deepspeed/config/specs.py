@@ -62,8 +62,8 @@ class SchedulerSpec:
 
 
 def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
-    """Read a section {"type": ..., "params": {...}}. List in `read` which params have no effect, and
-    which are left at "auto".
+    """Read a section {"type": ..., "params": {...}}. List in `read` which params have no effect,
+    and which are left at "auto".
 
     Raises:
         ValueError: an unknown optimizer, one that cannot be sharded, or unknown or wrong params.

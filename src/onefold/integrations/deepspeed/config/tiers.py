@@ -33,8 +33,8 @@ _STATES, _PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization
 
 
 def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `Recipe.zero` that say where state is stored. List in `read` what has no
-    effect, and remarks.
+    """Return the arguments of `Recipe.zero` that say where state is stored. List in `read` what has
+    no effect, and remarks.
 
     Args:
         zero: the checked values of "zero_optimization".

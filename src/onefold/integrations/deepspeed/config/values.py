@@ -1,4 +1,7 @@
-"""Check values of a DeepSpeed configuration against their rows in keys.py. Errors say what to change."""
+"""Check values of a DeepSpeed configuration against their rows in keys.py.
+
+Errors say what to change.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +110,9 @@ def _without_quotes(value: Any) -> str:
 
 
 def asks(value: Any, key: Key) -> bool:
-    """Whether the value of a `later` key asks for the capability. An empty section, "enabled": false
-    and a section without an entry that asks do not.
+    """Whether the value of a `later` key asks for the capability.
+
+    An empty section, "enabled": false, and a section of which no entry asks do not.
     """
     if is_unset(value):
         return False
@@ -126,7 +130,7 @@ def asks(value: Any, key: Key) -> bool:
 def check_arguments(
     path: str, given: Mapping[str, Any], known: Section
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the checked values of an optimizer's or a schedule's params, and the paths left at "auto".
+    """Return the checked values of an optimizer's or a schedule's params, and the paths at "auto".
 
     Raises:
         ValueError: an unknown key, a wrong value, or a missing required key. An unknown key raises

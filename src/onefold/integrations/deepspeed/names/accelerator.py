@@ -153,7 +153,7 @@ def get_accelerator() -> Accelerator:
 
 
 class OnDevice:
-    """Make modules on `device`, with `dtype` as the default. "meta" builds a model without memory."""
+    """Make modules on `device`, with `dtype` as the default dtype. "meta" allocates no memory."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self.dtype, self.enabled = dtype, enabled

@@ -219,7 +219,7 @@ def values_of(param: nn.Parameter) -> Tensor | None:
 
 
 def stand_in(param: nn.Parameter, values: Tensor, count: int | None = None) -> None:
-    """Keep this rank's interval `values` in an attribute, and one element as the parameter's data."""
+    """Keep this rank's interval `values` in an attribute, and one element as the data."""
     param.__dict__[_VALUES] = values
     param.__dict__[KEEPER] = _KEPT
     if count is not None:
@@ -239,7 +239,7 @@ def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
-    """Broadcast `source`'s values, over the accelerator where the backend takes only its tensors."""
+    """Broadcast `source`'s values, by way of the accelerator if the backend needs that."""
     there = tensor.to(_wire(tensor.device)).contiguous()
     dist.broadcast(as_bytes(there), src=source)
     if there is not tensor:

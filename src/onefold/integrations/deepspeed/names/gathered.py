@@ -8,9 +8,10 @@
 | inside a forward or backward pass       |             | unchanged: it is gathered when used |
 | any other                               | whole       | unchanged                           |
 
-With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every rank
-takes the values of that rank. Without one, changes are dropped. A forward pass inside communicates
-nothing if all parameters of the model were given, so ranks may generate texts of different lengths.
+With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every
+rank takes the values of that rank. Without one, changes are dropped. A forward pass inside
+communicates nothing if all parameters of the model were given, so ranks may generate texts of
+different lengths.
 """
 
 from __future__ import annotations

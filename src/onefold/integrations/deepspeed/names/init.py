@@ -119,7 +119,7 @@ class Init:
             self._made, self._whole = {}, []
 
     def _note(self, param: nn.Parameter, stays: bool = False) -> None:
-        """Note a parameter that was registered with a module; `stays` keeps it from being divided."""
+        """Note a parameter that a module has registered. With `stays` it is never divided."""
         if id(param) in self._made or divided.NUMBER in param.__dict__ or param.is_meta:
             return
         self._made[id(param)] = param

@@ -23,7 +23,7 @@ from torch import nn
 from onefold.comm import StallError
 from onefold.comm.stall import GRACE
 
-#: The next rendezvous's number. It is the same on every rank, because no rank can skip a rendezvous.
+#: The next rendezvous's number. It is the same on every rank, because no rank can skip one.
 _count = itertools.count()
 _SAME, _DIFFER, _LEFT = b"same", b"differ", b"left:"
 
