@@ -11,7 +11,7 @@ from onefold.recipe import Placement, Recipe
 
 def computing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
     """Return the recipe with parameters that are gathered and compute in `dtype`, as with
-    `Recipe.zero(..., precision=)`. So are gradients sent, unless the recipe names their wire.
+    `Recipe.zero(..., precision=)`. Gradients are sent in `dtype`, unless the recipe names a wire.
     """
     travels = Placement.SHARDED in (recipe.parameters.placement, recipe.optimizer.placement)
     parameters = replace(recipe.parameters, dtype=dtype, wire=dtype if travels else None)

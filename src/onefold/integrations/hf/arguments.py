@@ -35,11 +35,11 @@ _EXPECTED = (
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """transformers' TrainingArguments with a field for the recipe, also for the command line.
+    """transformers' TrainingArguments with a field for the recipe.
 
-    Examples are `--onefold 3`, `--onefold '{"stage": 3, "frozen": "nf4"}'`, `--onefold
-    recipe.json`. Arguments of other classes (`SFTConfig`) take the recipe as an attribute:
-    `args.onefold = 3`.
+    On a command line, write `--onefold 3`, `--onefold recipe.json` or
+    `--onefold '{"stage": 3, "frozen": "nf4"}'`. Arguments of other classes (`SFTConfig`) take the
+    recipe as an attribute: `args.onefold = 3`.
     """
 
     onefold: dict[str, Any] | str | None = field(

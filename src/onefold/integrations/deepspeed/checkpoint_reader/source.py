@@ -81,7 +81,7 @@ class DeepSpeedSource(Source):
         extra: the client state that the run gave to `save_checkpoint`.
         config: the run's DeepSpeed configuration, as it was given.
         version: the version of DeepSpeed.
-        unread: descriptions of what the checkpoint has but cannot be loaded.
+        unread: descriptions of what is in the checkpoint but cannot be loaded.
 
     Raises:
         CheckpointError: parts are missing, damaged or contradictory, of a kind that cannot be read,
