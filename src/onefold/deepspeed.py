@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: a script's path, or "-m" and a module's name; then the arguments it gets.
 
     Raises:
-        SystemExit: there is nothing to run, or no such file.
+        SystemExit: no script or module is given, or the script does not exist.
     """
     given = list(arguments)
     if not given or given[0] in ("-h", "--help") or given == ["-m"]:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
-        # Where Python looks first: beside the script, not where it was started
+        # As Python itself does, search the script's folder first, not the current one
         sys.path.insert(0, os.path.dirname(os.path.abspath(target)))
         runpy.run_path(target, run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on Onefold, and a mixin that does the same for any other Trainer.
+"""Hugging Face's Trainer on Onefold, and a mixin for any other Trainer class.
 
 trainer = onefold.hf.Trainer(model, args, train_dataset=data, recipe=onefold.Recipe.zero(stage=3))
 trainer.train()

@@ -1,4 +1,4 @@
-"""Lightning on Onefold: a strategy for its Trainer, and an average of weights that it can shard.
+"""Lightning on Onefold: a strategy for its Trainer, and a callback that averages sharded weights.
 
 trainer = L.Trainer(strategy=onefold.lightning.Strategy(stage=3), devices=8)
 trainer.fit(module, data)

@@ -1,3 +1,1 @@
-"""Room `integrations`: other people's names for the same machinery. Each module is imported on
-demand.
-"""
+"""Room `integrations`: adapters to other libraries. Each module is imported on demand."""

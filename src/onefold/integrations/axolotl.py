@@ -1,10 +1,12 @@
-"""axolotl on Onefold: a plugin, named in axolotl's YAML.
+"""axolotl on Onefold: a plugin that axolotl's YAML names.
 
 plugins: [onefold.integrations.axolotl.Plugin]
 onefold: {stage: 3}                  # or a stage, or the path of a JSON file: what onefold.hf takes
 
-axolotl's own trainer then trains by that recipe (`onefold.hf.TrainerMixin`). It serves supervised
-fine-tuning; leave out `fsdp_config` and `deepspeed`. Imports axolotl; nothing else imports this.
+axolotl's own trainer then trains by that recipe (`onefold.hf.TrainerMixin`). The plugin supports
+supervised fine-tuning only. Leave out `fsdp_config` and `deepspeed`.
+
+This module imports axolotl. No other part of Onefold imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pydantic import BaseModel
 from onefold.integrations.hf import TrainerMixin
 from onefold.integrations.hf.arguments import recipe_of
 
-#: Keys of the YAML that ask for another engine, or for a trainer that this one is not.
+#: Keys of the YAML that ask for another engine, or for a trainer that the plugin does not support.
 _OTHERS = ("deepspeed", "fsdp", "fsdp_config", "rl", "reward_model", "process_reward_model")
 
 
@@ -29,16 +31,16 @@ class Options(BaseModel):
 
 
 class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
-    """See this module."""
+    """The plugin, as axolotl loads it."""
 
     def get_input_args(self) -> str:
         return f"{__name__}.Options"
 
     def get_trainer_cls(self, cfg: Any) -> type:
-        """axolotl's trainer by the recipe of `cfg.onefold`.
+        """Return axolotl's trainer class with the recipe of `cfg.onefold`.
 
         Raises:
-            ValueError: there is no recipe, or the YAML asks for another engine besides.
+            ValueError: there is no recipe, or the YAML asks for another engine as well.
         """
         others = [name for name in _OTHERS if cfg.get(name)]
         if others:
@@ -65,5 +67,5 @@ class Plugin(BasePlugin):  # type: ignore[misc, unused-ignore]
 
 
 def _said(text: Any) -> Any:
-    """A recipe as text, as training arguments would have it."""
+    """Return an object with a recipe given as text, in place of training arguments."""
     return SimpleNamespace(onefold=text if isinstance(text, str) else None)

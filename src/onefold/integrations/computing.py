@@ -1,4 +1,4 @@
-"""What a host's precision makes of a recipe."""
+"""Set a recipe's precision to that of a host library (Trainer, Lightning)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from onefold.recipe import Placement, Recipe
 
 
 def computing_in(recipe: Recipe, dtype: torch.dtype) -> Recipe:
-    """`recipe` with parameters that compute and travel in `dtype`, as
-    `Recipe.zero(..., precision=)` would have them. Gradients keep a wire that was asked for.
+    """Return the recipe with parameters that are gathered and compute in `dtype`, as with
+    `Recipe.zero(..., precision=)`. Gradients are sent in `dtype`, unless the recipe names a wire.
     """
     travels = Placement.SHARDED in (recipe.parameters.placement, recipe.optimizer.placement)
     parameters = replace(recipe.parameters, dtype=dtype, wire=dtype if travels else None)

@@ -1,15 +1,16 @@
-"""Memory and wire of a run as numbers among a host's logs (Trainer, Lightning), so that TensorBoard,
-Weights & Biases and its other loggers show them.
+"""Figures of memory and communication for the loggers of a host library (Trainer, Lightning).
 
-| key                          | of this rank                                        | where        |
-|------------------------------|-----------------------------------------------------|--------------|
-| onefold/wire_bytes           | bytes sent, a step                                  | always       |
-| onefold/wire_wait_ms         | waiting for other ranks, a step                     | always       |
-| onefold/memory_bytes         | held on the device for the training's states        | always       |
-| onefold/memory_peak_bytes    | the same at its highest                             | always       |
-| onefold/host_bytes, nvme_bytes | held there                                        | with tiers   |
-| onefold/moved_bytes          | between tiers, a step                               | with tiers   |
-| onefold/io_wait_ms           | waiting for NVMe, a step                            | with tiers   |
+TensorBoard, Weights & Biases and the library's other loggers show them.
+
+| key                            | figure of this rank                               | when         |
+|--------------------------------|---------------------------------------------------|--------------|
+| onefold/wire_bytes             | bytes sent per step                               | always       |
+| onefold/wire_wait_ms           | time waiting for other ranks, per step            | always       |
+| onefold/memory_bytes           | bytes of training state on the device             | always       |
+| onefold/memory_peak_bytes      | the peak of these bytes                           | always       |
+| onefold/host_bytes, nvme_bytes | bytes of training state on the host, on NVMe      | with tiers   |
+| onefold/moved_bytes            | bytes moved between tiers, per step               | with tiers   |
+| onefold/io_wait_ms             | time waiting for NVMe, per step                   | with tiers   |
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from onefold.recipe import Tier
 
 
 class Figures:
-    """What happened since the last look. Local, no synchronization."""
+    """Averages a run's figures since the last `look`. Local, without synchronization."""
 
     def __init__(self, model: nn.Module, optimizer: Any, step: int) -> None:
-        """`step`: the optimizer steps done so far."""
+        """Start counting. `step` is the number of optimizer steps done so far."""
         self._meter, self._step = Meter(model, optimizer), step
         recipe = self._meter.engine.recipe
         rows = (recipe.parameters, recipe.gradients, recipe.optimizer)
         self._tiers = any(row.tier is not Tier.DEVICE for row in rows)
 
     def look(self, step: int) -> dict[str, float]:
-        """The figures of the steps since the last look; `step`: those done by now."""
+        """Return the figures since the last `look`. `step` is the number of steps done by now."""
         steps, self._step = step - self._step, step
         row = self._meter.step()
         memory, each = row["memory"], max(steps, 1)

@@ -1,12 +1,13 @@
-"""LLaMA-Factory's v1 trainer on Onefold: `register()`, in a script before its trainer is made.
+"""LLaMA-Factory's v1 trainer on Onefold: call `register()` before its trainer is made.
 
 import onefold.integrations.llamafactory as ours
 ours.register()                                  # once, before llamafactory's launcher
 # the YAML: dist_config: {name: fsdp2, stage: 3}
 
 LLaMA-Factory saves and resumes through a plugin only under the names `fsdp2` and `deepspeed`, so
-Onefold takes the place of `fsdp2`; what stands beside `name` is `Recipe.zero`'s. Imports
-llamafactory; nothing else imports this.
+Onefold takes the name `fsdp2`. The other keys of `dist_config` are options of `Recipe.zero`.
+
+This module imports llamafactory. No other part of Onefold imports it.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def register() -> None:
 
 
 def shard(model: nn.Module, dist_config: Any, bf16: bool = False, **_: Any) -> nn.Module:
-    """By the recipe that stands in `dist_config` beside its name. Collective.
+    """Shard the model by the recipe in `dist_config`. Collective.
 
     Raises:
-        ValueError: there is no stage, or no such recipe.
+        ValueError: there is no stage, or the options are not those of a recipe.
     """
     options = {key: value for key, value in dict(dist_config).items() if key != "name"}
     if "stage" not in options:
@@ -53,7 +54,7 @@ def shard(model: nn.Module, dist_config: Any, bf16: bool = False, **_: Any) -> n
 
 
 def save_model(model: nn.Module, output_dir: str, processor: Any) -> None:
-    """A folder that `from_pretrained` opens; each rank writes its part. Collective."""
+    """Write a folder that `from_pretrained` opens. Each rank writes its part. Collective."""
     into = Path(output_dir)
     onefold.export(model, into / "model", tokenizer=processor)
 
@@ -61,7 +62,7 @@ def save_model(model: nn.Module, output_dir: str, processor: Any) -> None:
 def save_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, ckpt_dir: str, **kwargs: Any
 ) -> None:
-    """Collective."""
+    """Save a checkpoint, and on request a folder that `from_pretrained` opens. Collective."""
     into = Path(ckpt_dir)
     onefold.save(into / _FOLDER, model=model, optimizer=optimizer, overwrite=True)
     if kwargs.get("save_ckpt_as_hf"):
@@ -71,5 +72,5 @@ def save_checkpoint(
 def load_checkpoint(
     model: nn.Module, optimizer: torch.optim.Optimizer, ckpt_dir: str, **_: Any
 ) -> None:
-    """On any number of ranks, at any stage. Collective."""
+    """Load a checkpoint, on any number of ranks and at any stage. Collective."""
     onefold.load(Path(ckpt_dir) / _FOLDER, model=model, optimizer=optimizer, rng=False)

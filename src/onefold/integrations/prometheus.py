@@ -1,4 +1,4 @@
-"""A run's figures for Prometheus: the newest row of its `metrics.jsonl`, or of a `Meter`.
+"""Serve a run's figures to Prometheus: the newest row of its `metrics.jsonl`, or of a `Meter`.
 
 python -m onefold.integrations.prometheus runs/a --port 9400       # beside a run of `onefold train`
 
@@ -36,19 +36,19 @@ except ModuleNotFoundError as error:
 
 from onefold.observe.meter import flat
 
-#: Bytes from the end of `metrics.jsonl` in which its last row is looked for.
+#: Bytes at the end of `metrics.jsonl` in which the last row is searched.
 _TAIL = 1 << 16
 
 
 class Exporter(Collector):  # type: ignore[misc, unused-ignore]
-    """Holds the newest row of each rank, and gives it to whoever asks. Any thread may call it.
+    """Keep the newest row of each rank for Prometheus's requests. Safe to call from any thread.
 
     Args:
-        run: the output folder of `onefold train`, whose rows are read at each request; None where
-            rows come by `show`.
+        run: the output folder of `onefold train`, whose newest row is read at each request; None if
+            rows are given by `show`.
 
     Attributes:
-        port: where it is served.
+        port: the port on which it is served.
     """
 
     def __init__(self, run: str | os.PathLike[str] | None = None) -> None:
@@ -59,13 +59,13 @@ class Exporter(Collector):  # type: ignore[misc, unused-ignore]
         self._server: Any = None
 
     def show(self, row: Mapping[str, Any], rank: int = 0) -> None:
-        """The newest row, as `Meter.step` gives it."""
+        """Set a rank's newest row, as `Meter.step` returns it."""
         numbers = _numbers(row)
         with self._lock:
             self._rows[str(rank)] = numbers
 
     def collect(self) -> Iterator[Any]:
-        """A family of gauges for each number."""
+        """Yield a family of gauges for each number."""
         rows = {"0": _numbers(last_row(self.run))} if self.run is not None else {}
         with self._lock:
             rows |= self._rows
@@ -77,7 +77,7 @@ class Exporter(Collector):  # type: ignore[misc, unused-ignore]
             yield family
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Stop serving."""
         if self._server is not None:
             server, thread = self._server
             server.shutdown()
@@ -92,11 +92,13 @@ def serve(
     """Serve figures on `http://address:port/metrics`, from a thread of this process.
 
     Args:
-        port: 0 takes a free one, see `Exporter.port`. run: see `Exporter`. address: "0.0.0.0" lets
-            other machines ask.
+        port: 0 takes a free port; see `Exporter.port`.
+        run: see `Exporter`.
+        address: "0.0.0.0" also serves other machines.
 
     Raises:
-        ValueError: `run` is no folder. OSError: the port is taken.
+        ValueError: `run` is not a folder.
+        OSError: the port is taken.
     """
     if run is not None and not Path(run).is_dir():
         raise ValueError(f"run={str(run)!r} is no folder: give the --output of a run.")
@@ -108,7 +110,7 @@ def serve(
 
 
 def last_row(run: Path) -> dict[str, Any]:
-    """The last whole row of a step in a run's `metrics.jsonl`; {} while there is none."""
+    """Return the last complete row of a step in a run's `metrics.jsonl`; {} while there is none."""
     try:
         with (run / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -118,7 +120,7 @@ def last_row(run: Path) -> dict[str, Any]:
     for line in reversed(lines):
         try:
             row = json.loads(line)
-        except ValueError:  # it is being written, or began before
+        except ValueError:  # the line is still being written, or its beginning was not read
             continue
         if isinstance(row, dict) and "step" in row:
             return row
@@ -126,7 +128,7 @@ def last_row(run: Path) -> dict[str, Any]:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """What is finite, under names that Prometheus takes."""
+    """Return a row's finite numbers, under names that Prometheus accepts."""
     return {
         re.sub(r"\W+", "_", name): float(value)
         for name, value in flat(dict(row)).items()

@@ -1,10 +1,12 @@
-"""torchtitan on Onefold: its trainer and its configurations, by a recipe.
+"""torchtitan on Onefold: torchtitan's trainer and configurations, with a recipe.
 
 torchrun ... -m torchtitan.train --module onefold.integrations.torchtitan
     --config llama3_8b --recipe '{"stage": 3}'       # any configuration of torchtitan's dense models
 
-Data, model, optimizer, schedule, loss and metrics are torchtitan's; Onefold divides the training
-state, reduces gradients and takes the norm. Imports torchtitan; nothing else imports this.
+Data, model, optimizer, schedule, loss and metrics are torchtitan's. Onefold shards the training
+state, reduces gradients and computes their norm.
+
+This module imports torchtitan. No other part of Onefold imports it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from torchtitan.tools import utils
 import onefold
 from onefold.recipe import Recipe
 
-#: Keys of torchtitan's checkpoints that Onefold's read.
+#: Keys of torchtitan's checkpoint configuration that `Checkpoints` reads.
 _READ = (
     "enable",
     "folder",
@@ -50,17 +52,20 @@ _DEGREES = (
 
 
 class Checkpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]
-    """Saves and loads by `onefold.Checkpointer`, at torchtitan's intervals: all of the training
-    state, for any number of ranks.
+    """Save and load all training state with `onefold.Checkpointer`, at torchtitan's intervals.
+
+    A checkpoint loads on any number of ranks.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc, unused-ignore]
-        """Of torchtitan's keys these are read: `enable`, `folder`, `interval`, `keep_latest_k`,
-        `load_step`, `load_only`, `enable_first_step_checkpoint`.
+        """torchtitan's configuration of checkpoints.
+
+        These keys are read: `enable`, `folder`, `interval`, `keep_latest_k`, `load_step`,
+        `load_only`, `enable_first_step_checkpoint`.
 
         Attributes:
-            asynchronous: save behind the training.
+            asynchronous: save while training goes on.
         """
 
         last_save_model_only: bool = False
@@ -114,7 +119,7 @@ class Checkpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """Not needed: a step waits by itself for what a save still reads."""
+        """Do nothing: an optimizer step itself waits for values that a save is still reading."""
 
     def _wait_for_saving(self) -> None:
         self.checkpointer.wait()
@@ -124,7 +129,7 @@ class Checkpoints(BaseCheckpointManager):  # type: ignore[misc, unused-ignore]
 
 
 class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
-    """torchtitan's trainer; see this module. Every rank makes the same calls."""
+    """torchtitan's trainer with a recipe. Every rank must make the same calls."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(torchtitan.trainer.Trainer.Config):  # type: ignore[misc, unused-ignore]
@@ -149,14 +154,17 @@ class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
         config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
         super().__init__(config)
         optimizers = self.optimizers
-        # Itself one of torch's optimizers, over all parameters, whose update Onefold cannot try out
+        # torchtitan's container is itself a torch optimizer over all parameters, and Onefold cannot
+        # probe its update. So step the optimizers inside.
         optimizers.step = lambda *_: [each.step() for each in optimizers.optimizers]
 
     def forward_backward_step(
         self, *, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """torchtitan adds up the ranks' gradients where Onefold takes their mean: the loss is that
-        many times as large in the backward pass.
+        """Run forward and backward with the loss scaled for a mean of gradients.
+
+        torchtitan sums the ranks' gradients, and Onefold averages them. So the loss of the backward
+        pass is multiplied by the number of ranks.
         """
         ranks = torch.distributed.get_world_size()
         loss = super().forward_backward_step(
@@ -168,7 +176,10 @@ class Trainer(torchtitan.trainer.Trainer):  # type: ignore[misc, unused-ignore]
 
 
 def __getattr__(name: str) -> Callable[[], Trainer.Config]:
-    """torchtitan's configuration of that name, to be trained by Onefold: what `--config` asks for."""
+    """Return a function that makes torchtitan's configuration `name`, changed for Onefold.
+
+    torchtitan looks the name of `--config` up in this module.
+    """
     for model in sorted(_supported_models) if not name.startswith("_") else ():
         if name.startswith(model):
             registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
@@ -178,10 +189,10 @@ def __getattr__(name: str) -> Callable[[], Trainer.Config]:
 
 
 def by_onefold(config: Any, recipe: str = '{"stage": 3}') -> Trainer.Config:
-    """A configuration of torchtitan's trainer for Onefold's.
+    """Change a configuration of torchtitan's trainer to one of Onefold's `Trainer`.
 
-    What Onefold does otherwise is set: no CUDA graphs, no SPMD types, the loss in one piece,
-    checkpoints that all hold the whole training state.
+    This sets what Onefold does differently: no CUDA graphs, no SPMD types, a loss that is not
+    chunked, and checkpoints that always have the whole training state.
     """
     if type(config) is not torchtitan.trainer.Trainer.Config:
         raise ValueError(
@@ -200,7 +211,7 @@ def by_onefold(config: Any, recipe: str = '{"stage": 3}') -> Trainer.Config:
 
 
 def _recipe(config: Any) -> Recipe:
-    """In torchtitan's precision, unless the recipe names one."""
+    """Return the configuration's recipe, in torchtitan's precision unless the recipe names one."""
     try:
         options = json.loads(config.recipe)
     except ValueError as error:
@@ -217,7 +228,7 @@ def _recipe(config: Any) -> Recipe:
 
 
 def _refuse(config: Any) -> None:
-    """Raise ValueError for what Onefold does not do here."""
+    """Raise ValueError for settings of torchtitan that Onefold does not support."""
     parallelism, training = config.parallelism, config.training
     asked = {
         f"parallelism.{n}={getattr(parallelism, n)}": getattr(parallelism, n) > 1 for n in _DEGREES
@@ -259,11 +270,11 @@ def _shard(model: nn.Module, recipe: Recipe) -> nn.Module:
 
     for module in model.modules():
         if isinstance(module, Module):
-            # They split fused weights (wqkv into wq, wk, wv), which no rank has whole
+            # These hooks split fused weights (wqkv into wq, wk, wv), which no rank holds whole
             module._state_dict_hooks.clear()
             module._load_state_dict_pre_hooks.clear()
     onefold.shard(model, recipe, init=draw, device=device)
-    # torchtitan calls both next, for a model without memory and without values
+    # torchtitan calls both next, because it expects a model on the meta device
     model.to_empty = lambda **_: model  # type: ignore[method-assign]
     model.init_weights = lambda **_: None  # type: ignore[assignment]
     return model

@@ -2,11 +2,12 @@
 
 VERL_USE_EXTERNAL_MODULES=onefold.integrations.verl torchrun ... -m verl.trainer.sft_trainer
     engine._target_=onefold.integrations.verl.EngineConfig engine.strategy=onefold
-    +engine.recipe={stage: 3}        # or a stage: what stands in it is Recipe.zero's
+    +engine.recipe={stage: 3}        # or a stage; the options are those of Recipe.zero
 
-Batches, losses, schedules and the model itself are built as verl's engine for FSDP builds them;
-Onefold shards, reduces, clips, saves and gives the whole tensors for the inference engine. Imports
-verl; nothing else imports this.
+Batches, losses, schedules and the model are built as in verl's FSDP engine. Onefold shards,
+reduces, clips, saves, and gives whole tensors to the inference engine.
+
+This module imports verl. No other part of Onefold imports it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from onefold.recipe import Recipe
 logger = logging.getLogger("onefold")
 NAME = "onefold"
 _FOLDER, _MODEL = "onefold", "huggingface"
-#: Keys of verl's engine for FSDP that Onefold does not read: what they must be, and what to write.
+#: Keys of verl's FSDP engine that Onefold does not read: {key: (its only value, what to write)}.
 _LEFT = {
     "param_offload": (False, "+engine.recipe={stage: 3, offload_param: cpu}"),
     "optimizer_offload": (False, "+engine.recipe={stage: 3, offload_optimizer: cpu}"),
@@ -50,13 +51,14 @@ _LEFT = {
 
 @dataclass
 class EngineConfig(FSDPEngineConfig):
-    """The keys of verl's engine for FSDP, and the recipe.
+    """The configuration of verl's FSDP engine, and the recipe.
 
     Attributes:
         recipe: a stage, or a dict of `Recipe.zero`'s options such as {"stage": 3}.
 
     Raises:
-        ValueError: there is no recipe, or a key asks for what Onefold does by the recipe or not.
+        ValueError: there is no recipe, or a key asks for something that the recipe decides or that
+            Onefold does not do.
     """
 
     recipe: Any = None
@@ -79,8 +81,9 @@ class EngineConfig(FSDPEngineConfig):
         self.read()
 
     def read(self) -> Recipe:
-        """The recipe, in the precision that verl's keys name: bf16 with gradients sent in fp32,
-        unless `mixed_precision` or the recipe says another.
+        """Return the recipe in verl's precision.
+
+        This is bf16 with gradients sent in fp32, unless `mixed_precision` or the recipe says else.
         """
         given = convert_to_regular_types(self.recipe)
         options = dict(given) if isinstance(given, dict) else {"stage": given}
@@ -108,10 +111,13 @@ class EngineConfig(FSDPEngineConfig):
 
 @EngineRegistry.register(model_type="language_model", backend=NAME, device=["cpu", "cuda"])
 class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
-    """See this module. Every rank makes the same calls."""
+    """verl's FSDP engine with Onefold in place of FSDP. Every rank must make the same calls."""
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        """Collective. Rank 0 has read the weights; the others have none, unless some are tied."""
+        """Shard the model. Collective.
+
+        Only rank 0 has read the weights, unless some are tied.
+        """
         if self.model_config.enable_activation_offload:
             raise ValueError(
                 "the engine of Onefold does not read enable_activation_offload: leave it out and"
@@ -135,7 +141,7 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
         return onefold.no_sync(self.module)
 
     def optimizer_step(self) -> float:
-        """Clip, and step unless the norm is not finite. Collective."""
+        """Clip the gradients, and step unless their norm is not finite. Collective."""
         norm = onefold.clip_grad_norm_(self.module, self.optimizer_config.clip_grad).item()
         if math.isfinite(norm):
             self.optimizer.step()
@@ -147,10 +153,10 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Nothing moves.
+        """Do nothing: the engine's state stays where it is.
 
         Raises:
-            ValueError: something should.
+            ValueError: the call asks for a move to another device.
         """
         if (model or optimizer or grad) and device != get_device_name():
             raise ValueError(
@@ -161,11 +167,11 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **_: Any
     ) -> tuple[Iterator[tuple[str, torch.Tensor]], None]:
-        """(name, whole tensor) in what it computes in, in buckets; LoRA adapters are added.
-        Collective.
+        """Return an iterator of (name, whole tensor) in the compute dtype, with LoRA adapters
+        merged. Collective.
 
         Raises:
-            ValueError: adapters should be sent by themselves.
+            ValueError: the configuration asks for adapters that are not merged.
         """
         if self._is_lora and not self.model_config.lora.get("merge", False):
             raise ValueError(
@@ -197,11 +203,14 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
         max_ckpt_to_keep: int | None = None,
         **_: Any,
     ) -> None:
-        """Training state, and with `hf_model` among the contents a folder that `from_pretrained`
-        opens. Collective.
+        """Save training state. Collective.
+
+        If the configured contents include `hf_model`, also write a folder that `from_pretrained`
+        opens.
 
         Raises:
-            ValueError: a copy to HDFS, or a checkpoint without the model, is asked for.
+            ValueError: the call asks for a copy to HDFS, or the configured contents leave out the
+                model.
         """
         if local_path is None:
             return
@@ -239,8 +248,9 @@ class Engine(FSDPEngineWithLMHead):  # type: ignore[misc, unused-ignore]
         del_local_after_load: bool = True,
         **_: Any,
     ) -> None:
-        """On any number of ranks, at any stage. Collective. A local folder stays where it is, as
-        verl has it.
+        """Load a checkpoint, on any number of ranks and at any stage. Collective.
+
+        As in verl, a local folder is not deleted.
         """
         if local_path is None:
             return

@@ -1,11 +1,11 @@
-"""TRL's weights for vLLM (`use_vllm=True` of GRPO and RLOO), streamed from a sharded model.
+"""Stream weights from a sharded model to vLLM, for TRL's GRPO and RLOO with `use_vllm=True`.
 
-every rank   onefold.stream_params, a bucket at a time, adapters added as it goes
-server       rank 0 sends what comes to the server; the others only take part
-colocate     every rank hands what comes to the engine in its own process
+every rank   runs onefold.stream_params, one bucket at a time, with adapters merged
+server       rank 0 sends the tensors to the server; the other ranks only take part
+colocate     every rank gives the tensors to the engine in its own process
 
-`onefold.hf` connects the trainers that it is mixed into; where the name `deepspeed` is served, the
-class of TRL that gathers through that name streams.
+`connect` sets this up for a trainer with `onefold.hf.TrainerMixin`. Where the name `deepspeed` is
+served, `stream_under_the_name` replaces the method of TRL that would gather through that name.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import onefold
 from onefold.pretrained.merged import Merging
 from onefold.runtime.registry import is_sharded
 
-#: TRL's method that gives (name, whole tensor) of each parameter, for the engine.
+#: TRL's method that yields (name, whole tensor) of each parameter for vLLM.
 _HOOK = "_iter_named_params"
 _MODULE = "trl.generation.vllm_generation"
-#: Bytes of whole tensors at a time, where the name `deepspeed` is served.
+#: Bytes of whole tensors that are gathered at a time, where the name `deepspeed` is served.
 BUCKET: int | str = "1GB"
 
 
 def refuse_without_hook() -> None:
-    """Raise NotImplementedError if this TRL has no place to give whole tensors to vLLM."""
+    """Raise NotImplementedError if this version of TRL lacks the method that Onefold replaces."""
     try:
         from trl.generation.vllm_generation import VLLMGeneration
     except ImportError:
@@ -44,18 +44,18 @@ def refuse_without_hook() -> None:
 
 
 class StreamsWeights:
-    """What TRL's VLLMGeneration becomes, see `connect`.
+    """Mixed into a trainer's VLLMGeneration; see `connect`.
 
     Attributes:
-        onefold_bucket: bytes of whole tensors at a time.
+        onefold_bucket: bytes of whole tensors that are gathered at a time.
     """
 
     model: Any
     onefold_bucket: int | str
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter of the model, whole, by the base model's name. Collective: every rank
-        goes through all.
+        """Yield each parameter, whole, under the base model's name. Collective: every rank must
+        iterate to the end.
         """
         if not is_sharded(self.model):
             yield from super()._iter_named_params()  # type: ignore[misc]
@@ -64,10 +64,10 @@ class StreamsWeights:
 
 
 def connect(trainer: Any, bucket: int | str) -> None:
-    """Make a trainer's vLLM take its weights from the sharded model.
+    """Make a trainer stream the sharded model's weights to vLLM.
 
     Raises:
-        NotImplementedError: the trainer has another way to vLLM.
+        NotImplementedError: the trainer does not send its weights by TRL's VLLMGeneration.
     """
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None or not hasattr(type(generation), _HOOK):
@@ -81,8 +81,9 @@ def connect(trainer: Any, bucket: int | str) -> None:
 
 
 def stream_under_the_name() -> None:
-    """Make TRL's class stream the weights of models that Onefold has sharded. What TRL does under
-    the name `deepspeed` is to gather a model with adapters whole, in order to merge them.
+    """Make TRL's VLLMGeneration stream the weights of models that Onefold has sharded.
+
+    With DeepSpeed, TRL would gather the whole of a model with adapters at once, to merge them.
     """
     kind = getattr(sys.modules.get(_MODULE), "VLLMGeneration", None)
     plain = getattr(kind, _HOOK, None)
@@ -102,12 +103,12 @@ def _weights(model: nn.Module, bucket: int | str) -> Iterator[tuple[str, Tensor]
     adapted = bool(getattr(model, "peft_config", None))
     parameters = _names(model)
     for name, whole in onefold.stream_params(model, bucket, merge_adapters=adapted):
-        if name in parameters:  # buffers are the engine's own
+        if name in parameters:  # vLLM keeps its own buffers
             yield name, whole
 
 
 def _names(model: nn.Module) -> set[str]:
-    """Of parameters, as `stream_params` calls them: those of the base model."""
+    """Return the names of parameters as `stream_params` yields them: the base model's names."""
     own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if not getattr(model, "peft_config", None):
         return own

@@ -1,6 +1,4 @@
-"""DeepSpeed's way of writing a training loop, over `onefold.shard`: the four-tuple of `initialize`
-and its engine.
-"""
+"""DeepSpeed's training loop on `onefold.shard`: `initialize`, its four-tuple and the engine."""
 
 from onefold.integrations.deepspeed.config import recipe_from
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine

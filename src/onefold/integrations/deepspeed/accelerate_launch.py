@@ -1,5 +1,6 @@
-"""`onefold accelerate launch ...`: accelerate's own launcher, with the name deepspeed served in it
-and in every process that it starts.
+"""`onefold accelerate launch ...`: run accelerate's launcher with the name deepspeed served.
+
+The name is served in the launcher and in every process that it starts.
 
     onefold accelerate launch --use_deepspeed --zero_stage 3 --num_processes 8 train.py --lr 1e-4
     └─ accelerate's parser, which asks whether deepspeed is installed
@@ -13,7 +14,7 @@ from typing import Any
 
 from onefold.integrations.deepspeed.names.serving import serve
 
-#: What accelerate takes for several machines unless told otherwise needs the command `deepspeed`.
+#: The multi-node launcher that works without the command `deepspeed`, unlike accelerate's default.
 STANDARD = "standard"
 SERVING = "onefold.deepspeed"
 
@@ -23,8 +24,8 @@ def launch(arguments: Sequence[str]) -> None:
     onefold.deepspeed`.
 
     Raises:
-        ValueError: accelerate is not installed, or the arguments ask for what only the command of
-            DeepSpeed can start.
+        ValueError: accelerate is not installed, or the arguments ask for something that only the
+            command `deepspeed` can start.
         SystemExit: accelerate's parser refuses the arguments, or the script failed.
     """
     serve()
@@ -39,11 +40,11 @@ def launch(arguments: Sequence[str]) -> None:
 
 
 def under_onefold(args: Any) -> Any:
-    """accelerate's parsed arguments, with the script handed to `python -m onefold.deepspeed`.
+    """Change accelerate's parsed arguments to run the script under `python -m onefold.deepspeed`.
 
     Raises:
-        ValueError: the script is no Python script, or machines are to be reached by DeepSpeed's
-            own command.
+        ValueError: the script is not a Python script, or several machines are to be started by the
+            command `deepspeed`.
     """
     if args.no_python:
         raise ValueError(

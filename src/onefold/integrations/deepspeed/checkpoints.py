@@ -5,8 +5,8 @@ checkpoints.
     save_dir/latest             "global_step300"
     save_dir/zero_to_fp32.py    writes the whole model in fp32, as DeepSpeed's script of that name
 
-What DeepSpeed itself saved, at ZeRO stages 1 to 3 and on any number of ranks, loads as well; it is
-recognised by its files.
+Checkpoints that DeepSpeed itself saved at ZeRO stages 1 to 3, on any number of ranks, load as well.
+They are recognized by their file names.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ main()
 
 @dataclass
 class Found:
-    """A checkpoint that is to be loaded: how far the run was, and what else there is."""
+    """A checkpoint to load: the run's counts of steps and samples, and what else it holds."""
 
     folder: Path
     counts: dict[str, int]
     has_schedule: bool
     has_scaler: bool
     client_state: dict[str, Any]
-    frozen: bool = True  # it has parameters that were not trained
-    frozen_names: list[str] | None = None  # those, present or not; None where it does not say
+    frozen: bool = True  # whether frozen parameters were saved
+    frozen_names: list[str] | None = None  # their names, saved or not; None if it does not say
 
 
 def save(
@@ -71,7 +71,7 @@ def save(
     newest: bool,
     frozen: bool,
 ) -> None:
-    """See `DeepSpeedEngine.save_checkpoint`."""
+    """Write a checkpoint; see `DeepSpeedEngine.save_checkpoint`."""
     root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
     if not os.fspath(save_dir) or not tag or Path(tag).name != tag:
         raise ValueError(
@@ -110,8 +110,10 @@ def load(
     strict: bool,
     parts: frozenset[str],
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """See `DeepSpeedEngine.load_checkpoint`. `parts` of "optimizer", "scheduler" and "counts" are
-    loaded beside the module.
+    """Load a checkpoint; see `DeepSpeedEngine.load_checkpoint`.
+
+    Args:
+        parts: what is loaded beside the module, of "optimizer", "scheduler" and "counts".
     """
     found = _on_first_rank(engine, lambda: _fitting(_find(Path(load_dir), tag), engine.module))
     if found is None:
@@ -131,8 +133,8 @@ def load(
             " load_lr_scheduler_states=False to start the schedule anew."
         )
     if not (found.has_scaler and scaler is not None and scaler.dynamic):
-        # A scale of a run in another precision says nothing about this one, and a fixed scale is
-        # the configuration's
+        # The checkpoint is of a run in another precision, or this run computes without a scaler,
+        # or the configuration fixes the scale.
         scaler = None
     onefold.load(
         found.folder,
@@ -148,8 +150,8 @@ def load(
 
 
 def _find(root: Path, tag: str | None) -> Found | None:
-    """The checkpoint in `root`: the tag's, else the one that `latest` names, else Onefold's of the
-    greatest step.
+    """Find the checkpoint in `root`: by the tag, else by the file `latest`, else Onefold's
+    checkpoint of the greatest step.
     """
     if tag is None:
         try:
@@ -169,10 +171,13 @@ def _find(root: Path, tag: str | None) -> Found | None:
 
 
 def _fitting(found: Found | None, module: nn.Module) -> Found | None:
-    """What was found, which has everything that is trained here.
+    """Check a checkpoint without frozen parameters against the model, and return it.
+
+    Such a checkpoint is loaded non-strictly, so a checkpoint of another model must be found here.
 
     Raises:
-        CheckpointError: it was saved without frozen parameters, and is of another model.
+        CheckpointError: it lacks parameters that are trained here, or has others that the model
+            lacks.
     """
     if found is None or found.frozen:
         return found
@@ -200,7 +205,7 @@ def _fitting(found: Found | None, module: nn.Module) -> Found | None:
 
 def _own(folder: Path) -> Found:
     extra = onefold.load(folder).extra
-    # By onefold.save, from another loop
+    # A checkpoint of onefold.save from another loop has another `extra`
     if not isinstance(extra, dict) or extra.keys() != {"engine", "client_state"}:
         raise CheckpointError(
             f"{folder} was not saved by an engine of onefold.initialize: load it with"
@@ -231,7 +236,7 @@ def _from_deepspeed(folder: Path) -> Found:
 
 
 def _point_to(root: Path, tag: str) -> None:
-    """Write `latest`, and the script beside it, each in one step."""
+    """Write `latest` and the script beside it, each by an atomic rename."""
     for name, text in ((_SCRIPT, _SCRIPT_TEXT), (_LATEST, tag)):
         aside = root / f".{name}.{os.getpid()}"
         try:
@@ -242,7 +247,7 @@ def _point_to(root: Path, tag: str) -> None:
 
 
 def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:
-    """What `function` returns on the first rank, on every rank; so is what it raises."""
+    """Call `function` on the first rank. Every rank returns its result, or raises its error."""
     group = onefold.engine_of(engine.module).group
     value: Any = None
     if group.rank == 0:

@@ -1,4 +1,4 @@
-"""Sizes of batches, and the data loader that `initialize` and `engine.deepspeed_io` make."""
+"""Batch sizes, and the data loader that `initialize` and `engine.deepspeed_io` make."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def data_loader(
     sampler: Any = None,
     workers: int = 0,
 ) -> Any:
-    """Micro-batches of this rank's share of the data, in an order that `loader.sampler.set_epoch`
-    changes.
+    """Make a loader of micro-batches of this rank's share of the data.
+
+    `loader.sampler.set_epoch` changes the order.
     """
     from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -43,21 +44,21 @@ def data_loader(
 
 
 class MicroBatches(EngineFacts):
-    """The part of `DeepSpeedEngine` that reads data and changes the sizes of batches."""
+    """The part of `DeepSpeedEngine` that makes data loaders and changes batch sizes."""
 
     collate_fn: Any
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change how many micro-batches a step has; their size stays.
+        """Change the number of micro-batches in a step; the micro-batch size stays.
 
         Raises:
-            ValueError: it is no multiple of micro-batch x ranks.
+            ValueError: `train_batch_size` is not a multiple of micro-batch size x ranks.
         """
         batch = self.settings.batch
         self._set_batch(resolve_batch_sizes(train_batch_size, batch.micro, None, self.world_size))
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the size of a micro-batch; how many a step has stays."""
+        """Change the micro-batch size; the number of micro-batches in a step stays."""
         accumulation = self._accumulation
         self._set_batch(resolve_batch_sizes(None, micro_batch_size, accumulation, self.world_size))
 
@@ -75,13 +76,13 @@ class MicroBatches(EngineFacts):
         collate_fn: Any = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """A loader of this rank's share of the data, in the order of the data unless `route` is
-        "train".
+        """Make a loader of this rank's share of the data, shuffled if `route` is "train".
 
         Args:
-            batch_size: None takes the micro-batch's. collate_fn: None takes `initialize`'s.
-            num_local_io_workers: processes that read; None reads in this one.
-            pin_memory: accepted; memory is pinned where a GPU copies from it.
+            batch_size: None takes the micro-batch size.
+            collate_fn: None takes the one that `initialize` was given.
+            num_local_io_workers: number of processes that read; None reads in this process.
+            pin_memory: accepted without effect; memory is pinned if there is an accelerator.
         """
         return data_loader(
             dataset,

@@ -5,10 +5,9 @@ sharded module.
     forward  backward step forward  backward step
     no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
 
-`step()` is called after every micro-batch and acts at the boundary only. Before it, forward and
-backward run under
-`onefold.no_sync`: stages 0 and 1 send nothing until the boundary; stages 2 and 3 do what their
-recipe says.
+`step()` is called after every micro-batch, and steps the optimizer at the boundary only.
+Micro-batches before the boundary run forward and backward under `onefold.no_sync`: stages 0 and 1
+send nothing until the boundary; stages 2 and 3 follow their recipe.
 """
 
 from __future__ import annotations
@@ -38,16 +37,18 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
-        module: the sharded module itself (attributes that the engine does not have are looked up in
-        it). optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
-        config: the configuration as it was given, one nested dict; settings: what was read in it.
-        loss_scaler: of fp16; None in other precisions.
-        micro_steps: calls of `step()`.
-        global_steps: optimizer steps, skipped ones included; skipped_steps: those that overflowed.
-        global_samples: samples of all ranks so far.
-        collate_fn: of the loaders that `deepspeed_io` makes.
-        keeps_gradients: `step` leaves the gradients to the next pass, or `zero_grad`, to clear: what
-            looks at them after a step (AdaLoRA does) finds them.
+        module: the sharded module itself. Attributes that the engine lacks are looked up in it.
+        optimizer, lr_scheduler, training_dataloader: the other three of the tuple, or None.
+        config: the configuration as it was given, as one nested dict.
+        settings: the configuration as it was read.
+        loss_scaler: the loss scaler of fp16; None in other precisions.
+        micro_steps: number of `step()` calls.
+        global_steps: number of optimizer steps, including skipped ones.
+        skipped_steps: number of steps that were skipped because gradients were not finite.
+        global_samples: number of samples so far, over all ranks.
+        collate_fn: the `collate_fn` of loaders that `deepspeed_io` makes.
+        keeps_gradients: if true, `step` does not clear the gradients; the next forward pass or
+            `zero_grad` does. Code that reads gradients after a step (AdaLoRA) needs this.
     """
 
     def __init__(
@@ -71,7 +72,8 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
         self._boundary: bool | None = None
         self._inside_no_sync = self._step_applied = False
-        self._passes = self._scaled_losses = 0  # since the last optimizer step
+        # Calls of `backward` and of `scale` since the last optimizer step
+        self._passes = self._scaled_losses = 0
         self.keeps_gradients = self._stepped_gradients = False
         self._norm: Tensor | None = None
         self._seconds: dict[str, float] = {}
@@ -79,14 +81,14 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size = runtime.rank, runtime.world_size
         if optimizer is not None:
-            # accelerate asks the optimizer whether its last step was skipped
+            # accelerate reads `optimizer.overflow` to learn whether the last step was skipped
             optimizer.overflow = False
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
 
     # -- the three calls ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward pass."""
+        """Run the module's forward pass."""
         with self._timed("forward"), self._micro_batch():
             return self.module(*args, **kwargs)
 
@@ -97,20 +99,20 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         scale_wrt_gas: bool = True,
         create_graph: bool = False,
     ) -> Tensor:
-        """Backward pass of a scalar loss, divided by the accumulation steps and multiplied by the
-        loss scale.
+        """Run the backward pass of a scalar loss, divided by the accumulation steps and multiplied
+        by the loss scale.
 
         Args:
             loss: the mean over this rank's micro-batch; shape [].
             retain_graph, create_graph: as in `Tensor.backward`.
-            scale_wrt_gas: False leaves out the division by the accumulation steps.
+            scale_wrt_gas: False omits the division by the accumulation steps.
 
         Returns:
             the loss divided by the accumulation steps, without the loss scale.
 
         Raises:
             ValueError: `loss` is no scalar with a graph.
-            RuntimeError: the engine has no optimizer, or the model is gathered as a whole.
+            RuntimeError: the engine has no optimizer, or the whole model is gathered.
         """
         self._needs_optimizer("backward")
         if onefold.engine_of(self.module).whole_depth:
@@ -136,21 +138,23 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the loss scale of fp16, for a `backward()` of your own in place of
-        `engine.backward`: `engine.scale(loss).backward()`. `step` divides by the accumulation steps.
+        """Return the loss times fp16's loss scale, to call `engine.scale(loss).backward()` instead
+        of `engine.backward(loss)`. `step` then divides by the accumulation steps.
         """
         self._needs_optimizer("scale")
         self._scaled_losses += 1
         return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count this micro-batch; at the boundary clip, step the optimizer, clear gradients and
-        step the schedule.
+        """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients
+        and step the schedule.
 
-        A step whose gradients are not finite is skipped on all ranks in the 16-bit precisions.
+        In the 16-bit precisions, a step with gradients that are not finite is skipped on all ranks
+        (in bf16 unless the configuration turns this off).
 
         Raises:
-            RuntimeError: no optimizer, or inside `no_sync`, or no loss was scaled in fp16.
+            RuntimeError: there is no optimizer, the call is inside `no_sync`, or no loss was scaled
+                in fp16.
             FloatingPointError: fp16 gradients overflow at the smallest loss scale.
         """
         self._needs_optimizer("step")
@@ -183,7 +187,9 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         self.global_samples += self.settings.batch.train or 0
 
     def _finish_own_passes(self) -> None:
-        """Do what `engine.backward` does, where only `loss.backward()` was called since the last step."""
+        """Divide the gradients by the accumulation steps if only `loss.backward()`, and never
+        `engine.backward`, was called since the last step. In fp16 the loss must have been scaled.
+        """
         own, scaled = not self._passes, self._scaled_losses
         self._passes = self._scaled_losses = 0
         if own and self.loss_scaler is not None and not scaled:
@@ -196,8 +202,8 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
             scale_gradients(self.module, 1 / self._accumulation)
 
     def _clip(self) -> bool:
-        """Unscale and clip the gradients; False if they are not finite (alike on all ranks) and the
-        step is to skip.
+        """Unscale and clip the gradients. Return False if the step must be skipped because they are
+        not finite; the answer is the same on all ranks.
         """
         config, limit = self.settings, self.settings.gradient_clipping or math.inf
         self._norm = None
@@ -206,8 +212,7 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         if self.loss_scaler is None:
             self._norm = onefold.clip_grad_norm_(self.module, limit)
             return not config.skip_nonfinite or math.isfinite(float(self._norm))
-        # The norm of the scaled gradients is one number on all ranks, so it also says whether any
-        # rank overflowed.
+        # The norm is taken over all ranks: it is not finite on every rank if any rank overflowed.
         scale = self.loss_scaler.scale
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
         finite = math.isfinite(norm)
@@ -225,7 +230,7 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         return finite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients; `step` does that, or the pass that follows it."""
+        """Clear the gradients. `step` or the next forward pass does this; see `keeps_gradients`."""
         self._stepped_gradients = False
         self.module.zero_grad(set_to_none)
 
@@ -240,15 +245,17 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         )
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it yourself instead; set before the forward pass of the micro-batch. Holds until set
-        again.
+        """Set whether micro-batches end with an optimizer step, instead of counting them.
+
+        Call it before the micro-batch's forward pass. It holds until the next call.
         """
         self._boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """`onefold.no_sync`, at every stage; `step()` is not allowed inside, so micro-batches are
-        not counted.
+        """Run passes inside under `onefold.no_sync`, at every stage.
+
+        `step()` raises inside, so these micro-batches are not counted.
         """
         if self._inside_no_sync:
             raise RuntimeError(
@@ -281,22 +288,22 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything needed to go on to `save_dir`/`tag`, in Onefold's form; every rank must
-        call it.
+        """Write a checkpoint to resume from to `save_dir`/`tag`, in Onefold's format. Every rank
+        must call it.
 
         Args:
-            tag: a name; None takes "global_step" and the number. A checkpoint of this name is
-                replaced when the new one is whole.
-            client_state: values to come back from `load_checkpoint`; the first rank's count.
-            save_latest: have `save_dir`/latest name this one.
+            tag: the checkpoint's name; None takes "global_step" and the number of steps. An
+                existing checkpoint of this name is replaced once the new one is complete.
+            client_state: values that `load_checkpoint` returns; the first rank's are saved.
+            save_latest: let `save_dir`/latest name this checkpoint.
             exclude_frozen_parameters: leave out parameters that take no gradient (the base of
-                adapters). What is loaded of it leaves them as they are.
+                adapters). Loading such a checkpoint leaves these parameters as they are.
 
         Returns:
-            True, on every rank, when it is there.
+            True, on every rank, once the checkpoint is complete.
 
         Raises:
-            CheckpointError: it could not be written; raised on every rank.
+            CheckpointError: the checkpoint could not be written; raised on every rank.
         """
         frozen = not exclude_frozen_parameters
         checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, frozen)
@@ -312,25 +319,26 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on from what this engine, or DeepSpeed itself at ZeRO stages 1 to 3, saved; every rank
-        must call it.
+        """Load a checkpoint of this engine, or of DeepSpeed itself at ZeRO stages 1 to 3. Every
+        rank must call it.
 
-        The stage and the number of ranks may be others than those it was saved with.
+        The stage and the number of ranks may differ from those of the run that saved it.
 
         Args:
-            load_dir: what was given to `save_checkpoint`.
-            tag: the folder in it; None takes the one that `load_dir`/latest names.
-            load_module_strict: names that only the model or only the checkpoint has raise.
-            load_optimizer_states: with the loss scale. load_lr_scheduler_states: the schedule's.
-            load_module_only: weights and buffers alone, nothing else; the counts of steps stay.
+            load_dir: the `save_dir` that was given to `save_checkpoint`.
+            tag: the checkpoint's folder in it; None takes the one that `load_dir`/latest names.
+            load_module_strict: raise if a name is only in the model or only in the checkpoint.
+            load_optimizer_states: load the optimizer's states and the loss scale.
+            load_lr_scheduler_states: load the schedule's state.
+            load_module_only: load weights and buffers only; the counts of steps stay as they are.
 
         Returns:
             the checkpoint's folder, and the `client_state` it was saved with; (None, None) if there
             is no checkpoint.
 
         Raises:
-            CheckpointError: it cannot be read, or does not fit; raised on every rank.
-            NotImplementedError: `custom_load_fn`.
+            CheckpointError: the checkpoint cannot be read or does not fit; raised on every rank.
+            NotImplementedError: `custom_load_fn` is given.
         """
         if custom_load_fn is not None:
             raise NotImplementedError(
@@ -348,7 +356,7 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
     def resume_at(
         self, global_steps: int = 0, skipped_steps: int = 0, global_samples: int = 0
     ) -> None:
-        """Count on from these."""
+        """Set the counts of steps and samples from which the engine continues."""
         self.global_steps, self.skipped_steps, self.global_samples = (
             global_steps,
             skipped_steps,
@@ -375,18 +383,18 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
             ) from None
 
     def compile(self, backend: Any = None, compile_kwargs: Any = None, **others: Any) -> None:
-        """Compile the module's forward pass by `torch.compile`."""
+        """Compile the module's forward pass with `torch.compile`."""
         options = dict(compile_kwargs or {}) | others
         if backend is not None:
             options["backend"] = backend
         self.module.compile(**options)
 
     def destroy(self) -> None:
-        """Let go of the optimizer, the schedule and the loader; the module stays usable."""
+        """Release the optimizer, the schedule and the data loader; the module stays usable."""
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     def set_lr(self, lr: float) -> None:
-        """Give every parameter group this learning rate; a schedule sets its own again."""
+        """Set the learning rate of every parameter group, until a schedule sets its own."""
         for group in [] if self.optimizer is None else self.optimizer.param_groups:
             group["lr"] = lr
 

@@ -1,4 +1,4 @@
-"""What an engine says of itself: rates, sizes, what is enabled, progress."""
+"""What callers read from an engine: learning rates, batch sizes, enabled features, progress."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from onefold.integrations.deepspeed.config import DeepSpeedConfig
 from onefold.integrations.deepspeed.scaling import LossScaler
 from onefold.recipe import COMPUTE_DTYPES
 
-#: What DeepSpeed's engine has and this one has not: {name: why}.
+#: Attributes of DeepSpeed's engine that this engine lacks: {name: why}.
 NOT_OF_THE_ENGINE: Mapping[str, str] = {
     "train_batch": "it is a pipeline's; other parallel axes than data are not built yet",
     "eval_batch": "it is a pipeline's; other parallel axes than data are not built yet",
-    "offload_states": "where state rests is the configuration's: offload_optimizer, offload_param",
-    "reload_states": "where state rests is the configuration's: offload_optimizer, offload_param",
+    "offload_states": "offload_optimizer and offload_param in the configuration decide this",
+    "reload_states": "offload_optimizer and offload_param in the configuration decide this",
     "load_module_state_dict": "use onefold.load_full_state_dict(engine.module, state)",
     "monitor": "monitors are not part of Onefold; log from your loop",
     "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
@@ -32,7 +32,7 @@ NOT_OF_THE_ENGINE: Mapping[str, str] = {
 
 
 class EngineFacts:
-    """The reading half of `DeepSpeedEngine`, which has these attributes."""
+    """The read-only part of `DeepSpeedEngine`. The engine sets the attributes declared here."""
 
     module: nn.Module
     settings: DeepSpeedConfig
@@ -49,7 +49,7 @@ class EngineFacts:
     _seconds: dict[str, float]
 
     def get_lr(self) -> list[float]:
-        """The learning rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return (
             []
             if self.optimizer is None
@@ -57,13 +57,13 @@ class EngineFacts:
         )
 
     def get_mom(self) -> list[Any]:
-        """The momentum, or the betas, of each parameter group."""
+        """Return the momentum, or the betas, of each parameter group."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before clipping, over all ranks; None if there was
-        none.
+        """Return the norm of the last step's gradients before clipping, over all ranks; None if it
+        was not computed.
         """
         return None if self._norm is None else float(self._norm)
 
@@ -74,7 +74,7 @@ class EngineFacts:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes; parameters may rest elsewhere."""
+        """The device on which this rank computes; parameters may be stored elsewhere."""
         return onefold.engine_of(self.module).device
 
     @property
@@ -83,21 +83,21 @@ class EngineFacts:
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of the ranks; None in a process alone."""
+        """The process group of all ranks; None without torch.distributed."""
         return dist.group.WORLD if dist.is_initialized() else None
 
     dp_process_group = data_parallel_group
 
     @property
     def mp_world_size(self) -> int:
-        """There is no other axis than data: 1."""
+        """Always 1: there is no other parallel axis than data."""
         return 1
 
     def get_data_parallel_rank(self) -> int:
         return self.global_rank
 
     def optimizer_name(self) -> str | None:
-        """What the configuration says, in lower case; None if it names none."""
+        """Return the optimizer's name in the configuration, in lower case, or None."""
         named = self.settings.optimizer
         return None if named is None else named.given.lower()
 
@@ -114,18 +114,21 @@ class EngineFacts:
         return section.get("params")
 
     def loss_scale(self) -> float:
-        """What the configuration says: 0 for a moving one. The current one is `cur_scale`."""
+        """Return the fixed loss scale of the configuration; 0 if the scale is dynamic.
+
+        The current scale is `cur_scale`.
+        """
         return 0.0 if self.settings.loss_scaling is None else self.settings.loss_scaling.static
 
     def empty_partition_cache(self) -> None:
-        """Nothing: whole weights are let go of after each use."""
+        """Do nothing: gathered weights are released after each use."""
 
     def was_step_applied(self) -> bool:
         """Whether the latest `step()` changed the parameters."""
         return self._step_applied
 
     def get_batch_info(self) -> tuple[int | None, int | None, int]:
-        """Samples of a step, samples of a micro-batch, micro-batches of a step."""
+        """Return (samples in a step, samples in a micro-batch, micro-batches in a step)."""
         return self.settings.batch.train, self.settings.batch.micro, self._accumulation
 
     def train_batch_size(self) -> int | None:
@@ -162,13 +165,13 @@ class EngineFacts:
         return self.settings.wall_clock_breakdown
 
     def compute_dtype(self) -> torch.dtype | None:
-        """What the configuration enables; None where the model stays as it came."""
+        """Return the dtype that the configuration enables; None if the model keeps its own."""
         return (
             COMPUTE_DTYPES[self.settings.precision] if self.settings.precision is not None else None
         )
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a save of the model gathers it: always, unless the configuration says no."""
+        """Whether saving the model gathers it: true, unless the configuration says false."""
         zero = self.config.get("zero_optimization") or {}
         said = [
             zero.get(f"stage3_gather_{dtype}_weights_on_model_save") for dtype in ("16bit", "fp16")
@@ -189,8 +192,9 @@ class EngineFacts:
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - begin
 
     def _report(self) -> None:
-        """The line that `steps_per_print` asks for; with `wall_clock_breakdown` alone, one line a
-        step.
+        """Print a progress line every `steps_per_print` steps.
+
+        If only `wall_clock_breakdown` is set, print one at every step.
         """
         every = self.settings.steps_per_print or (1 if self.settings.wall_clock_breakdown else 0)
         if not every or self.global_steps % every:

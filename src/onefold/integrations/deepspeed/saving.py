@@ -1,4 +1,4 @@
-"""A whole model in one file, written by rank 0, while every rank learns whether it worked."""
+"""Save the whole model in one file. Rank 0 writes it, and every rank learns whether that worked."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class WholeSaves(EngineFacts):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write the whole model, parameters in the compute dtype, at every stage; every rank must
-        call it.
+        """Write the whole model, with parameters in the compute dtype, at any stage. Every rank
+        must call it.
 
-        A name in `.safetensors` gets that format, any other `torch.save`. The file appears whole or
-        not at all.
+        A name that ends in `.safetensors` is written in that format, any other with `torch.save`.
+        An error never leaves an incomplete file of that name.
 
         Returns:
-            True, on every rank, when the file is there.
+            True, on every rank, once the file is complete.
 
         Raises:
             RuntimeError: rank 0 could not write it (raised on every rank).
@@ -54,15 +54,17 @@ class WholeSaves(EngineFacts):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor]:
-        """The whole model on rank 0's host, parameters in the compute dtype; empty elsewhere, where
-        `save_pretrained` would take None for "ask the model". Every rank must call it.
+        """Return the whole model on rank 0's host, with parameters in the compute dtype. Every rank
+        must call it.
+
+        Other ranks get an empty dict: with None, `save_pretrained` would call `state_dict()`.
         """
         whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
         return whole if self.global_rank == 0 else {}
 
     def module_state_dict(self) -> dict[str, Tensor]:
-        """`onefold.full_state_dict(module)`: whole, on rank 0, fp32; empty elsewhere. Every rank
-        must call it.
+        """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must
+        call it. See `onefold.full_state_dict`.
         """
         return onefold.full_state_dict(self.module)
 
@@ -75,12 +77,13 @@ def save_whole(
     rank: int,
     world_size: int,
 ) -> None:
-    """Gather the model on rank 0 and write it there, floating-point parameters as `dtype` (None: as
-    they compute). Every rank must call it.
+    """Gather the model on rank 0 and write it there. Every rank must call it.
+
+    Args:
+        dtype: of floating-point parameters; None takes the dtype in which each computes.
 
     Raises:
-        RuntimeError: writing failed on rank 0; raised on every rank, so that none waits for the
-            others.
+        RuntimeError: writing failed on rank 0. Every rank raises, so that none goes on and waits.
     """
     whole = whole_in(module, dtype, without_frozen)
     error: str | None = None
@@ -100,8 +103,10 @@ def save_whole(
 def whole_in(
     module: nn.Module, dtype: torch.dtype | None, without_frozen: bool
 ) -> dict[str, Tensor]:
-    """The whole model on rank 0's host, floating-point parameters as `dtype` (None: as they
-    compute); empty on other ranks. Every rank must call it.
+    """Return the whole model on rank 0's host, and an empty dict elsewhere. Collective.
+
+    Args:
+        dtype: of floating-point parameters; None takes the dtype in which each computes.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     computed = {
@@ -123,14 +128,14 @@ def whole_in(
 
 
 def _write(state: dict[str, Tensor], path: Path) -> None:
-    """Under another name first: the file is whole or absent."""
+    """Write to a temporary name and rename it, so that the file is complete or absent."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
-            # The format holds no two names of one memory: tied weights are written twice.
+            # safetensors refuses tensors that share memory: tied weights are written twice
             save_file({name: t.clone().contiguous() for name, t in state.items()}, partial)
         else:
             torch.save(state, partial)

@@ -1,8 +1,9 @@
-"""fp16 loss scaling by DeepSpeed's rule; unlike torch's, `hysteresis` overflows must come before
-the scale falls.
+"""fp16 loss scaling by DeepSpeed's rule.
 
 finite step    every `window` finite steps since the last overflow: scale x 2, hysteresis refilled
 overflow       step skipped; hysteresis left? use one up : scale / 2, never below the minimum
+
+Unlike torch's scaler, the scale falls only after `hysteresis` overflows.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from onefold.optim.clip import by_device, in_memory
 
 
 class LossScaler:
-    """The current scale and when it changes. Ranks that report the same overflows have the same
-    scale.
+    """Hold the loss scale and change it. Ranks that report the same overflows have the same scale.
 
     Attributes:
         scale: what the loss is multiplied with.
@@ -35,11 +35,11 @@ class LossScaler:
         self._left = spec.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """Take notice of one optimizer step.
+        """Update the scale after one optimizer step.
 
         Raises:
-            FloatingPointError: an overflow although the scale is at its minimum: training cannot go
-                on in fp16.
+            FloatingPointError: gradients overflow although the scale is at its minimum, so training
+                cannot go on in fp16.
         """
         if not self.dynamic:
             return
@@ -65,7 +65,7 @@ class LossScaler:
         self._step += 1
 
     def state_dict(self) -> dict[str, float]:
-        """Under the names that DeepSpeed's scaler has for them."""
+        """Return the state, under the names that DeepSpeed's scaler uses."""
         return {
             "cur_scale": self.scale,
             "cur_iter": self._step,
@@ -82,8 +82,9 @@ class LossScaler:
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:
-    """Multiply every gradient of this rank with `factor`, wherever it rests; those on NVMe when
-    they are next read.
+    """Multiply every gradient of this rank by `factor`, wherever it is stored.
+
+    Gradients on NVMe are multiplied when they are next read.
     """
     with torch.no_grad():
         here, on_disk = in_memory(onefold.engine_of(module), module.parameters())

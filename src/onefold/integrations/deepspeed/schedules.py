@@ -1,14 +1,13 @@
-"""DeepSpeed's five learning-rate schedules, over any torch optimizer, with the same rates step by
-step.
+"""DeepSpeed's five learning-rate schedules, for any torch optimizer, with DeepSpeed's rates.
 
 A schedule is a function from the iteration to one rate per parameter group. The iteration is -1
-when the schedule is made and 0 after the first `step()`, so the very first optimizer step runs at
-the rate of iteration -1.
+when the schedule is made and 0 after the first `step()`, so the first optimizer step runs at the
+rate of iteration -1.
 
 | name           | rate at iteration i                                                                     |
 |----------------|-----------------------------------------------------------------------------------------|
 | WarmupLR       | min + (max - min) x rise(i), then max                                                   |
-| WarmupDecayLR  | the same, then linearly to 0 at `total_num_steps`                                       |
+| WarmupDecayLR  | as WarmupLR, but falls linearly from max to 0 at `total_num_steps`                      |
 | WarmupCosineLR | the optimizer's rate x rise, then x a half cosine down to `cos_min_ratio`               |
 | OneCycle       | up from min to max and down again, then decays; momentum goes the other way             |
 | LRRangeTest    | grows by `step_rate` every `step_size` iterations (Smith 2018, arXiv:1803.09820)        |
@@ -28,14 +27,14 @@ Rates = Callable[[int], list[float]]
 
 
 class Schedule:
-    """A schedule with the methods that DeepSpeed's and torch's share.
+    """A schedule with the methods that DeepSpeed's and torch's schedules share.
 
     Args:
-        optimizer: whose parameter groups get the rates.
+        optimizer: the optimizer whose parameter groups get the rates.
         rates: iteration -> one rate per group.
-        betas: iteration -> one (beta1, beta2) per group, or None to leave them.
-        last_batch_iteration: where to resume; -1 starts, and sets the rates of iteration -1 at
-            once.
+        betas: iteration -> one (beta1, beta2) per group; None leaves the betas unchanged.
+        last_batch_iteration: the iteration to resume at. -1 starts anew, and sets the rates of
+            iteration -1 at once.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Schedule:
 
 
 def build_schedule(spec: SchedulerSpec, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule that a configuration names: one of DeepSpeed's, or a class of
+    """Make the schedule that a configuration names: one of DeepSpeed's, or one of
     torch.optim.lr_scheduler.
     """
     make = _SCHEDULES.get(spec.name)
@@ -209,8 +208,8 @@ def _one_cycle(
         stairs[1] = cycle_second_stair_count
 
     def height(i: int) -> float:
-        """0 at the foot of the cycle, 1 at its top; in stairs if asked. Counts the iteration to
-        come.
+        """Return the position in the cycle, 0 at its lowest and 1 at its highest point, in stairs
+        if asked for. DeepSpeed uses the next iteration, i + 1.
         """
         at = (i + 1) % (first + second)
         climbed, length, count = (
@@ -244,7 +243,7 @@ def _one_cycle(
             first_betas = [b - (b - a) * height(i) for a, b in zip(weak, strong, strict=True)]
         else:
             first_betas = [b * decayed(i, decay_mom_rate) for b in strong]
-        # DeepSpeed sets the second to 0.99 throughout
+        # DeepSpeed always sets beta2 to 0.99
         return [(beta, 0.99) for beta in first_betas]
 
     has_betas = cycle_momentum and "betas" in optimizer.defaults

@@ -1,4 +1,4 @@
-"""`initialize`: from a model and a DeepSpeed configuration to the four-tuple.
+"""`initialize`: make DeepSpeed's four-tuple from a model and a DeepSpeed configuration.
 
     configuration -> Recipe -> onefold.shard(model) -> optimizer -> schedule -> data loader ->
     engine
@@ -51,37 +51,39 @@ def initialize(
     group: Any = None,
     units: Sequence[str | type] | None = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Shard `model` as a DeepSpeed configuration says, and give back DeepSpeed's four-tuple.
+    """Shard `model` as a DeepSpeed configuration says, and return DeepSpeed's four-tuple.
 
     Args:
-        args: parsed arguments; `args.deepspeed_config` counts if `config` is not given.
+        args: parsed arguments; `args.deepspeed_config` may name the configuration instead of
+            `config`.
         model: the module, not yet wrapped; it is sharded in place.
-        optimizer: a torch optimizer over (some of) the model's parameters, or a function from
-            parameters to one. It takes precedence over the configuration's.
+        optimizer: a torch optimizer over (some of) the model's parameters, or a function that makes
+            one from parameters. It takes precedence over the configuration's optimizer.
         model_parameters: parameters or parameter groups to train; None takes all that require a
             gradient.
         training_data: a dataset; each rank reads its share in micro-batches.
-        lr_scheduler: a schedule, or a function from the optimizer to one; takes precedence over the
-            configuration's.
+        lr_scheduler: a schedule, or a function that makes one from the optimizer. It takes
+            precedence over the configuration's schedule.
         distributed_port: port of rank 0, if the launcher set none.
-        dist_init_required: None joins the process group that the launcher's environment describes
-            unless there is one; True insists on it; False never does.
+        dist_init_required: whether to join the process group that the launcher's environment
+            describes, if none exists. None joins if the environment describes one, True raises if
+            it does not, and False never joins.
         collate_fn: as in torch's DataLoader.
         config: a dict, or the path of a JSON file.
-        config_params: the same.
+        config_params: another name of `config`.
         group: as in `onefold.shard`.
-        units: the same.
+        units: as in `onefold.shard`.
 
     Returns:
         engine, optimizer, data loader, schedule; what was not asked for is None.
 
     Raises:
         ValueError: the configuration or the arguments contradict themselves (see `read_deepspeed`);
-            the configuration says "auto" for what decides the training; a model in training mode
-            has no optimizer.
-        NotImplementedError: something that Onefold does not do is asked for.
-        TierError: state is to rest on NVMe, and a folder is not there, or its disk has no room;
-            raised on every rank.
+            the configuration says "auto" for a value that decides what is trained; a model in
+            training mode has no optimizer.
+        NotImplementedError: the configuration asks for something that Onefold does not do.
+        TierError: state is to be stored on NVMe, but a folder does not exist or its disk is too
+            full; raised on every rank.
     """
     if model is None:
         raise ValueError(
@@ -123,11 +125,11 @@ def assemble(
     must_train: bool = True,
     again: bool = False,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """The four-tuple of `initialize`, from a configuration that was read.
+    """Make the four-tuple of `initialize` from a configuration that was read.
 
     Args:
         must_train: refuse a model in training mode that has no optimizer.
-        again: the model may be another engine's already; it is taken over from that.
+        again: take the model over if it belongs to another engine already.
     """
     if read.batch.train is None:
         raise ValueError(
@@ -200,8 +202,9 @@ def chosen_config(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def join(required: bool | None, port: int) -> None:
-    """Join the process group of the launcher's environment (torchrun, Slurm wrappers and others set
-    these names).
+    """Join the process group that the launcher's environment variables describe.
+
+    torchrun, Slurm wrappers and others set these variables.
     """
     if not dist.is_available() or dist.is_initialized() or required is False:
         return
@@ -223,7 +226,7 @@ def world_size_of(group: Any) -> int:
 
 
 def _device() -> torch.device | None:
-    """This rank's accelerator; None leaves the model where it is."""
+    """Return this rank's accelerator; None if there is none, which leaves the model where it is."""
     if not available():
         return None
     device = torch.device(
@@ -234,9 +237,7 @@ def _device() -> torch.device | None:
 
 
 def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:
-    """Every parameter handed over must be one of the model's, and an optimizer must not have
-    stepped yet.
-    """
+    """Raise ValueError for a parameter of another model, or an optimizer that has stepped."""
     groups: list[Any] = list(chosen or [])
     if isinstance(optimizer, torch.optim.Optimizer):
         groups += optimizer.param_groups
@@ -259,7 +260,10 @@ def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None
 def _check_optimizer(
     model: nn.Module, read: DeepSpeedConfig, given: Any, lr_scheduler: Any
 ) -> None:
-    """Without an optimizer nothing can be trained; what is only evaluated needs none."""
+    """Raise ValueError if a model in training mode, or a schedule, has no optimizer.
+
+    A model that is only evaluated needs none.
+    """
     if given is not None or read.optimizer is not None:
         return
     if read.scheduler is not None or lr_scheduler is not None:

@@ -1,6 +1,6 @@
-"""transformers' Trainer, and those of TRL, over `onefold.shard`: what `onefold.hf` offers.
+"""The contents of `onefold.hf`: transformers' Trainer and TRL's trainers on `onefold.shard`.
 
-Imports transformers and accelerate; nothing else of Onefold imports this.
+This package imports transformers and accelerate. No other part of Onefold imports it.
 """
 
 from onefold.integrations.hf.arguments import TrainingArguments

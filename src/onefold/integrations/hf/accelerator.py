@@ -1,5 +1,7 @@
-"""accelerate's Accelerator, which leaves a sharded model as it is, and shards the models that a
-Trainer only asks (DPO's reference, a reward model) where the recipe divides parameters.
+"""accelerate's Accelerator for sharded models.
+
+It leaves a sharded model as it is. If the recipe shards parameters, it also shards the models that
+a Trainer only evaluates, such as DPO's reference model or a reward model.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ from onefold.runtime.registry import is_sharded
 
 
 class ShardingAccelerator(Accelerator):
-    """What a Trainer's accelerator becomes, see `adopt`.
+    """The class that a Trainer's accelerator gets; see `adopt`.
 
     Attributes:
-        onefold_recipe: of the model that is trained.
+        onefold_recipe: the recipe of the model that is trained.
     """
 
     onefold_recipe: Recipe
@@ -33,7 +35,7 @@ class ShardingAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """As accelerate's; a sharded model is neither moved, cast nor wrapped."""
+        """Prepare a model as accelerate does, but do not move, cast or wrap a sharded one."""
         divides = divides_parameters(self.onefold_recipe) or loading.is_put_off(model)
         asked = evaluation_mode and divides
         if asked and not is_sharded(model):
@@ -46,28 +48,27 @@ class ShardingAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients that the recipe reduces at the boundary stay local inside."""
+        """Inside, gradients stay local if the recipe reduces them at the boundary."""
         with onefold.no_sync(model) if is_sharded(model) else super().no_sync(model):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Whole on rank 0, empty elsewhere, of a sharded model. Collective."""
+        """Return the state dict. Collective.
+
+        A sharded model's is whole on rank 0 and empty elsewhere.
+        """
         if is_sharded(model):
             return onefold.full_state_dict(model)
         return super().get_state_dict(model, unwrap)
 
 
 def adopt(accelerator: Any, recipe: Recipe) -> None:
-    """Make a Trainer's accelerator one that knows sharded models; it keeps all it was set up
-    with.
-    """
+    """Turn a Trainer's accelerator into a `ShardingAccelerator`, which keeps its attributes."""
     accelerator.__class__ = ShardingAccelerator
     accelerator.onefold_recipe = recipe
 
 
 def shard_frozen(model: nn.Module, recipe: Recipe, device: Any) -> None:
-    """Divide a model that is only evaluated. Its weights are held as they came, not quantized.
-    Collective.
-    """
+    """Shard a model that is only evaluated. Its weights are not quantized. Collective."""
     model.requires_grad_(False)
     loading.shard(model.eval(), recipe.replace(frozen=None), device)

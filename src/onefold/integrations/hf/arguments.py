@@ -1,14 +1,14 @@
-"""The recipe of a Trainer: from its argument `recipe`, or from a field `onefold` of its arguments.
+"""The recipe of a Trainer: from its argument `recipe`, or from `onefold` in its training arguments.
 
 | given                                     | means                                              |
 |-------------------------------------------|----------------------------------------------------|
-| a `Recipe`                                | itself                                             |
+| a `Recipe`                                | that recipe                                        |
 | 3, "3"                                    | `Recipe.zero(stage=3)`                             |
 | {"stage": 3, "frozen": "nf4"}             | `Recipe.zero(stage=3, frozen="nf4")`               |
 | '{"stage": 3}', "recipe.json"             | the same, as text or in a file, for a command line |
 
-`bf16=True` and `fp16=True` of the arguments are `precision="bf16"` and "fp16" of the recipe, unless
-the recipe names one.
+`bf16=True` or `fp16=True` in the training arguments sets the recipe's precision, if the recipe does
+not name one.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _EXPECTED = (
 
 @dataclass
 class TrainingArguments(transformers.TrainingArguments):
-    """transformers' TrainingArguments with a field for the recipe, so that a command line can give
-    it: `--onefold 3`, `--onefold '{"stage": 3, "frozen": "nf4"}'`, `--onefold recipe.json`.
+    """transformers' TrainingArguments with a field for the recipe.
 
-    Arguments of other classes (`SFTConfig`) take it as an attribute: `args.onefold = 3`.
+    On a command line, write `--onefold 3`, `--onefold recipe.json` or
+    `--onefold '{"stage": 3, "frozen": "nf4"}'`. Arguments of other classes (`SFTConfig`) take the
+    recipe as an attribute: `args.onefold = 3`.
     """
 
     onefold: dict[str, Any] | str | None = field(
@@ -48,10 +49,10 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 def recipe_of(given: Any, args: Any) -> Recipe:
-    """The recipe that a Trainer was given, by its argument or by its training arguments.
+    """Return the recipe that a Trainer was given, as its argument or in its training arguments.
 
     Raises:
-        ValueError: by neither or by both; or it is no recipe.
+        ValueError: no recipe was given, or two were, or the value is not a recipe.
     """
     field_value = getattr(args, FIELD, None)
     if given is not None and field_value is not None:
@@ -88,7 +89,7 @@ def _read(name: str, value: Any) -> Recipe:
 
 
 def _parsed(name: str, text: str) -> Any:
-    """A JSON text, or what is in the file of that name."""
+    """Parse a JSON text, or the JSON file of that name."""
     shown, content = f"{name}={text!r}", text
     if not text.startswith("{"):
         if not text.endswith(".json"):
@@ -104,13 +105,13 @@ def _parsed(name: str, text: str) -> Any:
 
 
 def in_precision(recipe: Recipe, asked: str) -> Recipe:
-    """`recipe`, computing in what the training arguments ask for.
+    """Return the recipe with the precision that the training arguments ask for.
 
     Args:
-        asked: accelerate's name: "no", "bf16", "fp16" or "fp8".
+        asked: accelerate's name of the precision: "no", "bf16", "fp16" or "fp8".
 
     Raises:
-        ValueError: the recipe names another one, or it is one that does not work here.
+        ValueError: the recipe names another precision, or this one is not supported here.
     """
     own = recipe.compute_dtype
     if asked == "fp8":
@@ -134,10 +135,10 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
 
 
 def scales_loss(recipe: Recipe) -> bool:
-    """Whether small gradients would vanish in what it computes in."""
+    """Whether the recipe needs loss scaling: in fp16, small gradients would become zero."""
     return recipe.compute_dtype == torch.float16
 
 
 def divides_parameters(recipe: Recipe) -> bool:
-    """Whether a rank holds a part of the parameters only."""
+    """Whether the recipe shards parameters."""
     return recipe.parameters.placement is Placement.SHARDED

@@ -1,4 +1,4 @@
-"""`torch_compile=True`: each repeated block's forward, which all share one compilation."""
+"""`torch_compile=True`: compile the forward of each repeated block; all share one compilation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from onefold.tracing.repeat import repeated_blocks
 
 
 def compile_blocks(model: nn.Module, args: Any) -> None:
-    """`torch.compile` the forward of the model's blocks, with the backend and mode of the training
-    arguments. What gathers and releases them stays outside.
+    """Compile the forward of the model's repeated blocks.
+
+    The backend and mode are those of the training arguments. The hooks that gather and release a
+    block stay outside the compiled code.
 
     Raises:
         ValueError: the model has no repeated blocks.

@@ -1,7 +1,7 @@
-"""TRL's `trainer._dist`: how its trainers that generate (GRPO, RLOO) come to whole weights.
+"""TRL's `trainer._dist`: how its trainers that generate (GRPO, RLOO) get whole weights.
 
-Inside, units stay gathered in the compute dtype after their first use, so that ranks may generate
-texts of different lengths. They are let go on leaving.
+Inside `summon_full_params`, each unit stays gathered in the compute dtype after its first use, so
+that ranks may generate texts of different lengths. The units are released on leaving.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class WholeWeights:
     """Stands in for TRL's DistributedBackend.
 
     Args:
-        model: the model that is trained; may be sharded later.
+        model: the model that is trained. It may be sharded later.
     """
 
     is_zero3 = False
@@ -34,13 +34,13 @@ class WholeWeights:
 
     @contextlib.contextmanager
     def summon_full_params(self, module: nn.Module, **options: Any) -> Iterator[None]:
-        """Generate inside. Collective."""
+        """Keep weights gathered, to generate inside. Collective."""
         with onefold.keep_gathered(module) if is_sharded(module) else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def gather_params(self, params: Any) -> Iterator[None]:
-        """Read whole parameters inside: all of the model's. Collective."""
+        """Gather all parameters of the model, to read them inside. Collective."""
         model = self._model()
         whole = model is not None and is_sharded(model)
         with onefold.full_params(model) if whole else contextlib.nullcontext():  # type: ignore[arg-type]

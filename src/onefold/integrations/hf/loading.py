@@ -1,5 +1,6 @@
-"""Models that no rank ever holds whole: built without memory, read shard by shard as a Trainer
-shards them.
+"""Load models that no rank ever holds whole.
+
+The model is built on the meta device. Each rank reads its shards when a Trainer shards the model.
 """
 
 from __future__ import annotations
@@ -18,23 +19,24 @@ from onefold.recipe import Recipe
 from onefold.runtime.registry import is_sharded
 
 logger = logging.getLogger("onefold")
-#: The attribute of such a model that names its folder.
+#: The attribute of such a model that names the folder of its weights.
 _WEIGHTS = "_onefold_weights"
 
 
 def from_pretrained(
     name: str | os.PathLike[str], kind: Any = None, dtype: Any = None, **options: Any
 ) -> nn.Module:
-    """A model of transformers on the meta device, whose weights each rank reads for itself when a
-    Trainer of `onefold.hf` shards it. Adapters of peft may be put around it before.
+    """Build a model of transformers on the meta device, and put off reading its weights.
 
-    What cannot be read in parts (pickles, quantized weights) is loaded whole, with a warning.
+    Each rank reads its part of the weights when a Trainer of `onefold.hf` shards the model. peft's
+    adapters may be added before. Weights that cannot be read in parts (pickles, quantized weights)
+    are loaded whole at once, with a warning.
 
     Args:
         name: a folder, or a model of the hub, which is taken from the cache or downloaded.
         kind: a class of transformers; None for AutoModelForCausalLM.
-        dtype: of the parameters; None for the one that config.json names, as transformers has it.
-        options: overwrite what config.json says, such as attn_implementation="eager".
+        dtype: of the parameters; None for the one in config.json, as in transformers.
+        options: values that override config.json, such as attn_implementation="eager".
 
     Raises:
         CheckpointError: there is no configuration that transformers knows, or the weights are of
@@ -53,19 +55,20 @@ def from_pretrained(
     return model
 
 
-#: What of a model of the hub is read.
+#: The files of a hub's model that are downloaded.
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def _of_hub(name: str) -> Path:
-    """The folder of a model in the hub's cache. Each rank asks; on each machine one of them
-    downloads what is missing, and the others wait.
+    """Return the folder of a model in the hub's cache.
+
+    Every rank calls this. On each machine, one rank downloads missing files and the others wait.
     """
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(name, allow_patterns=_FILES))
-    except (OSError, ValueError) as error:  # no name, no network, not in the cache
+    except (OSError, ValueError) as error:  # an invalid name, no network, or not in the cache
         reason = " ".join(str(error).split())[:200]
         raise FileNotFoundError(
             f"there is no folder {name!r}, and no such model could be had from the hub or its cache"
@@ -74,20 +77,20 @@ def _of_hub(name: str) -> Path:
 
 
 def is_put_off(model: Any) -> bool:
-    """Whether its weights are still to be read: `from_pretrained` above made it, and nobody has
-    sharded it.
+    """Whether a model's weights are still to be read: `from_pretrained` made it, and it has not
+    been sharded yet.
     """
     return getattr(model, _WEIGHTS, None) is not None and not is_sharded(model)
 
 
 def shard(model: Any, recipe: Recipe, device: Any) -> None:
-    """`onefold.shard`, with the weights that `from_pretrained` has put off reading. Collective.
+    """Shard a model, and read the weights that `from_pretrained` has put off. Collective.
 
-    Adapters that take no gradient (a reference beside the one that is trained) are small, and
-    switched on and off: they are not quantized with the base.
+    Adapters that take no gradient (a reference beside the trained adapter) are not quantized with
+    the frozen base: they are small, and are switched on and off.
     """
     folder = getattr(model, _WEIGHTS, None)
-    # What the folder has not (a new head) is drawn as transformers draws it
+    # Parameters that the folder lacks (a new head) are initialized as transformers does
     init = model._init_weights if folder is not None else None
     idle = _idle_adapters(model) if recipe.frozen is not None else []
     for name in idle:
@@ -98,7 +101,7 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
 
 
 def _idle_adapters(model: Any) -> list[str]:
-    """Names of parameters of peft's adapters that take no gradient."""
+    """Return the names of parameters of peft's adapters that take no gradient."""
     if not getattr(model, "peft_config", None):
         return []
     said = (getattr(module, "prefix", None) for module in model.modules())  # "lora_"

@@ -1,4 +1,4 @@
-"""What a Trainer on Onefold cannot do, each with a sentence that says what to do instead."""
+"""Refuse what a Trainer on Onefold cannot do. Each message says what to do instead."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from onefold.integrations import vllm
 from onefold.recipe import Recipe
 
 logger = logging.getLogger("onefold")
-#: Optimizers of `optim=` that step inside the backward pass, or parameter by parameter there.
+#: Optimizers of `optim=` that step inside the backward pass: by name, and by the end of the name.
 _IN_BACKWARD = ("lomo", "adalomo")
 _LAYERWISE = "_layerwise"
 #: Environment variables of `accelerate launch` that ask for another engine.
@@ -22,7 +22,7 @@ _OTHERS = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG": "a ParallelismConfig",
 }
-#: Arguments that say something to DDP, and nothing here.
+#: Arguments for DDP, which have no effect here.
 _OF_DDP = (
     "ddp_find_unused_parameters",
     "ddp_bucket_cap_mb",
@@ -32,9 +32,7 @@ _OF_DDP = (
 
 
 def refuse_arguments(args: Any, recipe: Recipe) -> None:
-    """Raise ValueError or NotImplementedError for training arguments that cannot go with a
-    recipe.
-    """
+    """Raise ValueError or NotImplementedError for training arguments that contradict a recipe."""
     if getattr(args, "deepspeed", None) is not None:
         raise ValueError(
             "deepspeed= was given beside a recipe of Onefold: leave it out. To run a script by its"
@@ -109,7 +107,7 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Raise ValueError if accelerate has another idea of the ranks, or another engine."""
+    """Raise ValueError if accelerate counts another number of ranks, or uses another engine."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks != accelerator.num_processes:
         raise ValueError(
@@ -125,8 +123,8 @@ def refuse_accelerator(accelerator: Any) -> None:
 
 
 def refuse_model(model: Any) -> None:
-    """Raise ValueError or NotImplementedError for a model that something else has placed, divided
-    or quantized.
+    """Raise ValueError or NotImplementedError for a model that transformers has spread over
+    devices, divided or quantized.
     """
     name = type(model).__name__
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
@@ -150,7 +148,7 @@ def refuse_model(model: Any) -> None:
 
 
 def refuse_frozen(model: Any) -> None:
-    """Raise ValueError if there is nothing to train in a model."""
+    """Raise ValueError if no parameter of a model takes a gradient."""
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError(
             f"no parameter of this {type(model).__name__} takes a gradient, so there is nothing to"

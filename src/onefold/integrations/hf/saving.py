@@ -1,13 +1,13 @@
-"""What Trainer writes and reads, for a sharded model.
+"""Write and read Trainer's checkpoints for a sharded model.
 
     output_dir/checkpoint-300/
         model.safetensors, config.json, ...     as save_pretrained writes them: from_pretrained opens the folder
-        adapter_model.safetensors, ...          instead of it, for adapters of peft
+        adapter_model.safetensors, ...          in place of model.safetensors, for peft's adapters
         onefold/                                masters and optimizer states: load at any stage, on any number of ranks
-        scheduler.pt, trainer_state.json, rng_state_0.pth, training_args.bin         Trainer's own
+        scheduler.pt, trainer_state.json, rng_state_0.pth, training_args.bin         Trainer's own files
 
-No rank holds the model whole: each writes and reads its intervals. Weights are written in the dtype
-that the model was loaded in.
+No rank holds the whole model: each writes and reads its intervals. Weights are written in the dtype
+in which the model was loaded.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.together import Together
 from onefold.pretrained.huggingface import recognizes
 
-#: The folder of training state in a checkpoint of Trainer's.
+#: The folder of training state in one of Trainer's checkpoints.
 STATE = "onefold"
-#: Where weights are written before they are moved to their place.
+#: The folder in which weights are written before they are moved to their place.
 _ASIDE = ".onefold-unfinished"
 _WEIGHTS = re.compile(
     r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|pytorch_model.*\.bin"
@@ -36,13 +36,13 @@ _WEIGHTS = re.compile(
 
 
 def save_weights(model: nn.Module, folder: str | os.PathLike[str], tokenizer: Any = None) -> None:
-    """Write the model, or its adapters, into a folder that may hold other things. Collective.
+    """Write the model, or its adapters, into a folder that may have other files. Collective.
 
-    Weights that were there are replaced once the new ones are whole. Other adapters than "default"
-    get a folder of their names, as peft has it.
+    Existing weights are replaced once the new ones are complete. As in peft, adapters other than
+    "default" get a folder of their name.
 
     Raises:
-        CheckpointError: on every rank.
+        CheckpointError: the weights could not be written; raised on every rank.
     """
     target, together = Path(folder), Together.of(onefold.engine_of(model))
     with together.each_rank():
@@ -63,9 +63,9 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], tokenizer: An
 
 
 def save_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str], step: int) -> None:
-    """Write masters, optimizer states and all that a run goes on from. Collective.
+    """Write master weights, optimizer states and what else a run resumes from. Collective.
 
-    Frozen parameters are left out where the checkpoint is one of adapters.
+    Frozen parameters are left out if the model has peft's adapters.
     """
     frozen = not getattr(model, "peft_config", None)
     path = Path(folder) / STATE
@@ -73,12 +73,14 @@ def save_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str],
 
 
 def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Read what `save_weights` (or Trainer itself) has written into the sharded model, from the
-    masters beside it where there are some. Collective.
+    """Load the weights of one of Trainer's checkpoints into the sharded model. Collective.
+
+    They are read from the master weights of `save_state` if it has written some, else from the
+    files of `save_weights` or of Trainer itself.
 
     Raises:
-        ValueError: there are no weights in it.
-        CheckpointError: on every rank: they are of another model.
+        ValueError: the folder has no weights.
+        CheckpointError: the weights are of another model; raised on every rank.
     """
     path = Path(folder)
     refuse_empty(path)
@@ -93,11 +95,11 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
 
 
 def load_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str]) -> None:
-    """Read what `save_state` has written. Collective.
+    """Load what `save_state` has written. Collective.
 
     Raises:
-        CheckpointError: on every rank: it is of another model.
-        ValueError: the model has trained parameters that it lacks.
+        CheckpointError: the state is of another model; raised on every rank.
+        ValueError: the state lacks parameters that the model trains.
     """
     path = Path(folder) / STATE
     strict = not getattr(model, "peft_config", None)
@@ -112,12 +114,12 @@ def load_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str])
 
 
 def has_state(folder: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint of Trainer's has what `save_state` writes."""
+    """Whether one of Trainer's checkpoints has what `save_state` writes."""
     return (Path(folder) / STATE / MANIFEST).is_file()
 
 
 def refuse_empty(folder: str | os.PathLike[str]) -> None:
-    """Raise ValueError if there are no weights in a folder."""
+    """Raise ValueError if a folder has no weights."""
     path = Path(folder)
     inside = path.iterdir() if path.is_dir() else ()
     found = (recognizes(p) or (p / "adapter_model.safetensors").is_file() for p in inside)
@@ -129,7 +131,11 @@ def refuse_empty(folder: str | os.PathLike[str]) -> None:
 
 
 def _dtype(model: nn.Module) -> torch.dtype | str | None:
-    """What the model was loaded in; where its parameters differ, what they are stepped in."""
+    """Return the dtype in which to export weights: that in which the model was loaded.
+
+    If its parameters have several dtypes, the master weights' dtype is used under a recipe with a
+    compute dtype, and each parameter's own dtype otherwise.
+    """
     declared = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if len(declared) == 1:
         return declared.pop()
@@ -137,7 +143,7 @@ def _dtype(model: nn.Module) -> torch.dtype | str | None:
 
 
 def _move_into(made: Path, target: Path) -> None:
-    """All files of a folder into another, in place of the weights there."""
+    """Move all files of a folder into another, where they replace the weights."""
     target.mkdir(exist_ok=True)
     new = {file.name for file in made.iterdir()}
     for file in sorted(made.iterdir()):

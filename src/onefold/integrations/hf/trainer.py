@@ -1,11 +1,11 @@
-"""The mixin: where a Trainer of transformers wraps, clips, saves and loads, Onefold does.
+"""The mixin by which Onefold wraps, clips, saves and loads in a Trainer of transformers.
 
-    Trainer.__init__            refuses what cannot go together; the model stays where it is
+    Trainer.__init__            checks the arguments; the model stays where it is
     train(), evaluate()         shard the model in place, before the first batch
-    every step                  Trainer's own loop, loss and accumulation; the norm is Onefold's
-    save_model(), checkpoints   streamed by all ranks, see saving.py
+    every step                  Trainer's own loop, loss and accumulation; Onefold computes the norm
+    save_model(), checkpoints   written by all ranks, see saving.py
 
-`trainer.model` stays the same object throughout, of the same class.
+`trainer.model` is always the same object, of the same class.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ else:
     _Host = object
 
 
-#: Where Trainer classes come from that the mixin must stand before.
+#: Packages with Trainer classes. The mixin must be listed before such a class.
 _HOSTS = ("transformers.", "trl.")
 
 
 class TrainerMixin(_Host):
-    """Makes a Trainer class train by a recipe of Onefold. Stands before it:
+    """Make a Trainer class train by a recipe of Onefold. List it before the Trainer:
 
     class Tuner(onefold.hf.TrainerMixin, trl.SFTTrainer): ...
     Tuner(model, args=args, train_dataset=data, recipe=onefold.Recipe.zero(stage=3)).train()
 
-    Every rank makes the same calls, `save_model()` and `evaluate()` too.
+    Every rank must make the same calls, including `save_model()` and `evaluate()`.
 
     Args:
-        recipe: a Recipe, a stage, or a dict of `Recipe.zero`'s options; or None where the training
-            arguments have `onefold`. The others are the Trainer's own.
+        recipe: a Recipe, a stage, or a dict of `Recipe.zero`'s options; None if the training
+            arguments have `onefold`. All other arguments are the Trainer's own.
 
     Attributes:
-        recipe: what the model is sharded by.
-        vllm_bucket: bytes of whole weights at a time on their way to vLLM; see
+        recipe: the recipe by which the model is sharded.
+        vllm_bucket: bytes of whole weights that are sent to vLLM at a time; see
             `onefold.stream_params`.
 
     Raises:
-        ValueError, NotImplementedError: arguments that cannot go together, or that Onefold does not
-            do; the sentence says what to write.
+        ValueError, NotImplementedError: arguments contradict each other, or ask for something that
+            Onefold does not do. The message says what to write.
     """
 
     recipe: Recipe
@@ -117,10 +117,10 @@ class TrainerMixin(_Host):
         adopt(self.accelerator, self.recipe)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
-        """The model is moved as it is sharded."""
+        """Do nothing: `onefold.shard` moves the model."""
 
     def _shard_model(self) -> None:
-        """Shard `self.model` in place, unless it is. Collective."""
+        """Shard `self.model` in place, unless it is sharded already. Collective."""
         model = self.model
         if not is_sharded(model):
             refuse_model(model)
@@ -145,14 +145,15 @@ class TrainerMixin(_Host):
         )
 
     def _scale_loss(self) -> None:
-        """Give accelerate the scaler of fp16, which counts an overflow of any rank on all of
-        them: it scales the loss, and skips the step.
+        """Give accelerate Onefold's scaler for fp16, which scales the loss and skips steps.
+
+        If the gradients of any rank overflow, all ranks skip the step.
         """
         accelerator = self.accelerator
         own = getattr(accelerator.scaler, "_engine", None) is onefold.engine_of(self.model)
         if not scales_loss(self.recipe):
             accelerator.scaler = None
-        elif not own:  # accelerate's, or one over a former model
+        elif not own:  # the scaler is accelerate's own, or belongs to another model
             handler = accelerator.scaler_handler
             options = handler.to_kwargs() if handler is not None else {}
             accelerator.scaler = onefold.GradScaler(self.model, **options)
@@ -160,7 +161,7 @@ class TrainerMixin(_Host):
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         accelerator = self.accelerator
         placement, accelerator.device_placement = accelerator.device_placement, False
-        try:  # states of the optimizer are made where its parameters are
+        try:  # accelerate must not move optimizer states: they are made where they are stored
             prepared = super()._prepare_for_training(*args, **kwargs)
         finally:
             accelerator.device_placement = placement
@@ -169,7 +170,7 @@ class TrainerMixin(_Host):
         return prepared
 
     def _torch_optimizer(self) -> Any:
-        """Trainer's optimizer without what accelerate puts around it."""
+        """Return Trainer's optimizer without accelerate's wrappers."""
         optimizer = self.optimizer
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
@@ -181,7 +182,7 @@ class TrainerMixin(_Host):
     # -- a step ------------------------------------------------------------------------------------
 
     def _unscale(self) -> None:
-        """Take the scale of fp16 out of the gradients, before their norm."""
+        """Divide the gradients by fp16's loss scale, before their norm is taken."""
         if self.accelerator.scaler is not None:
             self.accelerator.scaler.unscale_(self._torch_optimizer())
 
@@ -196,7 +197,7 @@ class TrainerMixin(_Host):
         return grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """As Trainer's, with the parameters counted once and not in every micro-batch."""
+        """Estimate the operations as Trainer does, but count the parameters only once."""
         name = getattr(self.model, "main_input_name", "input_ids")
         if name not in inputs or not hasattr(self.model, "num_parameters"):
             return 0
@@ -214,14 +215,15 @@ class TrainerMixin(_Host):
         self._shard_model()
         generating = getattr(self, "_gen_kwargs", None)  # Seq2SeqTrainer's
         if generating is not None and divides_parameters(self.recipe):
-            generating.setdefault("synced_gpus", True)  # every rank makes as many passes
+            generating.setdefault("synced_gpus", True)  # all ranks must make equally many passes
         return super().evaluation_loop(*args, **kwargs)
 
     # -- saving and loading ------------------------------------------------------------------------
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Collective once the model is sharded: every rank writes its part. So it is where its
-        weights are still to be read.
+        """Save the model. Collective if it is sharded or its weights are still to be read.
+
+        Every rank writes its part of a sharded model.
         """
         if loading.is_put_off(self.model):
             self._shard_model()
@@ -246,14 +248,18 @@ class TrainerMixin(_Host):
 
     @contextlib.contextmanager
     def _first_rank_writes(self) -> Iterator[bool]:
-        """True on the first rank; what goes wrong there raises on every rank. Collective."""
+        """Yield True on the first rank, and False elsewhere. An error there raises on every rank.
+        Collective.
+        """
         together = Together.of(onefold.engine_of(self.model))
         with together.each_rank():
             yield together.rank == 0
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Trainer calls it before the model is sharded: `_load_optimizer_and_scheduler` reads the
-        weights then.
+        """Load the weights if the model is sharded, else only check that there are some.
+
+        Trainer calls this before the model is sharded; `_load_optimizer_and_scheduler` then reads
+        the weights.
         """
         if is_sharded(self.model):
             saving.load_weights(self.model, resume_from_checkpoint)
@@ -263,7 +269,7 @@ class TrainerMixin(_Host):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not saving.has_state(checkpoint):  # saved without it, or by Trainer on something else
+        if not saving.has_state(checkpoint):  # saved without Onefold's state, or without Onefold
             saving.load_weights(self.model, checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)
             return
@@ -272,7 +278,7 @@ class TrainerMixin(_Host):
         self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
-        """The scale of a run in fp16 says nothing about one in another precision."""
+        """Load the loss scale, unless this run computes in another precision than fp16."""
         if self.accelerator.scaler is not None:
             super()._load_scaler(checkpoint)
 
@@ -281,6 +287,7 @@ class TrainerMixin(_Host):
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
-    """transformers' Trainer by a recipe of Onefold; see `TrainerMixin` for the argument `recipe`,
-    and transformers for all others.
+    """transformers' Trainer with a recipe of Onefold.
+
+    `TrainerMixin` documents the argument `recipe`, transformers all others.
     """

@@ -1,14 +1,14 @@
-"""Lightning's Trainer over `onefold.shard`: what `onefold.lightning` offers.
+"""The contents of `onefold.lightning`: Lightning's Trainer on `onefold.shard`.
 
 | file        | holds                                                                  |
 |-------------|------------------------------------------------------------------------|
-| strategy    | `Strategy`: shards the module, hands its steps and checkpoints on      |
+| strategy    | `Strategy`: shards the module, runs its steps, saves and loads         |
 | checkpoints | a Lightning checkpoint as a folder of shards, and as one file          |
 | precision   | which recipe a Trainer's `precision=` means                            |
-| refusals    | what cannot go together, in a sentence                                 |
-| ema         | `EMA`: an average of weights as a callback                             |
+| refusals    | errors for arguments that contradict each other                        |
+| ema         | `EMA`: a callback that averages weights                                |
 
-Imports Lightning; nothing else of Onefold imports this.
+This package imports Lightning. No other part of Onefold imports it.
 """
 
 from onefold.integrations.lightning.ema import EMA

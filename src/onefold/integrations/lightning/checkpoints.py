@@ -1,15 +1,15 @@
-"""A Trainer's checkpoint in one of two forms.
+"""Save and load a Trainer's checkpoint, as a folder of shards or as one file.
 
-| `checkpoint=` | what `save_checkpoint(path)` makes                     | who writes      | opens with                          |
-|---------------|--------------------------------------------------------|-----------------|-------------------------------------|
-| "folder"      | a checkpoint folder of `onefold.save`, `lightning.pt` in it | every rank its part | `ckpt_path=`, `onefold.load`    |
-| "file"        | Lightning's own file, whole                            | rank 0          | `ckpt_path=`, `load_from_checkpoint` |
+| `checkpoint=` | what `save_checkpoint(path)` makes               | who writes          | opens with                           |
+|---------------|--------------------------------------------------|---------------------|--------------------------------------|
+| "folder"      | a folder of `onefold.save`, with `lightning.pt`  | every rank its part | `ckpt_path=`, `onefold.load`         |
+| "file"        | Lightning's own file, with the whole state       | rank 0              | `ckpt_path=`, `load_from_checkpoint` |
 
-Both resume at any stage and on any number of ranks, whichever form the strategy writes. A file that
-Lightning wrote under DDP is of the second form.
+Both forms resume at any stage and on any number of ranks. A strategy loads either, whichever of
+them it writes, so it also loads a file that Lightning wrote under DDP.
 
-`lightning.pt` is what Lightning's file has besides weights and states of optimizers: loops,
-callbacks, schedules, hyperparameters.
+`lightning.pt` has what Lightning's file has besides weights and optimizer states: loops, callbacks,
+schedules, hyperparameters.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ STATES = "optimizer_states"
 
 
 class InFolder(dict[str, Any]):
-    """Stands for a state dict that the shards of a folder hold."""
+    """An empty state dict, in place of one that is stored in a folder's shards."""
 
 
 class _Beside:
-    """What `onefold.save` writes beside the shards."""
+    """Writes `lightning.pt` beside the shards. `onefold.save` calls it as it calls a tokenizer."""
 
     def __init__(self, rest: dict[str, Any]) -> None:
         self._rest = rest
@@ -49,11 +49,11 @@ def is_folder(path: str | Path) -> bool:
 def save_folder(
     path: str, checkpoint: dict[str, Any], module: nn.Module, optimizers: list[Any]
 ) -> None:
-    """Write what the Trainer dumped, and the shards it stands for. Collective.
+    """Write the shards, and the rest of the Trainer's `checkpoint` beside them. Collective.
 
     Raises:
-        ValueError: the state dict was changed on the way (`on_save_checkpoint`), or the path is
-            none of a file system.
+        ValueError: `on_save_checkpoint` has changed the state dict, or the path is not in a file
+            system.
     """
     if "://" in path:
         raise ValueError(
@@ -70,7 +70,7 @@ def save_folder(
             ' has them whole: leave them as they are, or give Strategy(checkpoint="file").'
         )
     if states is not None:
-        rest[STATES] = []  # that there are any
+        rest[STATES] = []  # says that the shards include optimizer states
     onefold.save(
         path,
         model=module,
@@ -84,10 +84,12 @@ def save_folder(
 def load_folder(
     path: str, rest: dict[str, Any], module: nn.Module, optimizers: list[Any], strict: bool
 ) -> dict[str, Any]:
-    """Read the shards into the module, and into its optimizers if both have states. Collective.
+    """Load the shards into the module, and into the optimizers if the folder has their states.
+    Collective.
 
     Args:
-        rest: what `lightning.pt` said. optimizers: none where the Trainer only evaluates.
+        rest: the contents of `lightning.pt`.
+        optimizers: empty if the Trainer only evaluates.
 
     Returns:
         `rest` as Lightning expects it.
@@ -98,7 +100,7 @@ def load_folder(
 
 
 def rest_of(path: str) -> str:
-    """The path of `lightning.pt`.
+    """Return the path of `lightning.pt`.
 
     Raises:
         ValueError: the folder was not saved by a Trainer.

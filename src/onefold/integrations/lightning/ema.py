@@ -1,4 +1,4 @@
-"""An average of weights that is sharded as the model is, as a callback."""
+"""A callback that averages weights. The averages are sharded as the model is."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from onefold.runtime.registry import is_sharded
 
 
 class EMA(Callback):
-    """Averages the weights after each optimizer step. Validation and tests run on the averages, and
-    so does the module after the fit if `keep`.
+    """Average the weights after each optimizer step, and run validation on the averages.
 
-    A checkpoint of the Trainer holds the averages whole, made in rank 0's host memory.
+    A checkpoint of the Trainer has the whole averages, which are gathered in rank 0's host memory.
 
     Args:
-        decay: of the average for each step; None weighs all steps alike.
-        keep: at the end of the fit the averages become the module's weights.
+        decay: the decay of the average for each step; None weighs all steps equally.
+        keep: whether the averages become the module's weights at the end of the fit.
 
     Raises:
-        ValueError: as the fit starts, if the module is not sharded by Onefold.
+        ValueError: the module is not sharded by Onefold; raised when the fit starts.
     """
 
     def __init__(self, decay: float | None = 0.999, keep: bool = True) -> None:

@@ -2,7 +2,7 @@
 
 | precision                | parameters compute in              | under          | the optimizer steps |
 |--------------------------|------------------------------------|----------------|---------------------|
-| "32-true" (default)      | what the recipe says               |                | fp32                |
+| "32-true" (default)      | the recipe's precision             |                | fp32                |
 | "bf16-mixed", "16-mixed" | their own dtype, as under DDP      | torch.autocast | fp32                |
 | "bf16-true"              | bf16: the recipe's precision       |                | fp32 masters        |
 | "64-true"                | fp64                               |                | fp64                |
@@ -26,13 +26,13 @@ from onefold.recipe import Recipe
 
 
 def in_precision(recipe: Recipe, plugin: Any) -> Recipe:
-    """`recipe`, computing in what the Trainer asks for.
+    """Return the recipe with the precision that the Trainer asks for.
 
     Args:
-        plugin: Lightning's precision plugin, which the Trainer makes of `precision=`.
+        plugin: Lightning's precision plugin, which the Trainer makes from `precision=`.
 
     Raises:
-        ValueError: the recipe names another precision, or it is one that does not work here.
+        ValueError: the recipe names another precision, or this one is not supported here.
     """
     asked, own = f"precision={plugin.precision!r}", recipe.compute_dtype
     shown = str(own).removeprefix("torch.")
@@ -73,7 +73,9 @@ def in_precision(recipe: Recipe, plugin: Any) -> Recipe:
 
 
 def converts(plugin: Any) -> bool:
-    """Whether the plugin's change of the module's dtype is wanted. Under "bf16-true" the recipe
-    makes the copies that are computed with, and masters keep the precision they came in.
+    """Whether the plugin may change the module's dtype.
+
+    Under "bf16-true" it must not: the recipe makes the bf16 copies that compute, and the master
+    weights keep their precision.
     """
     return not isinstance(plugin, HalfPrecision)

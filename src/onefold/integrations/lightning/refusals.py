@@ -1,4 +1,4 @@
-"""What cannot go together with a sharded module, in a sentence that says what to write."""
+"""Refuse what does not work with a sharded module. Each message says what to write instead."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ FORMS = ("folder", "file")
 
 
 def recipe_given(recipe: Any, stage: Any, options: dict[str, Any]) -> Recipe:
-    """The recipe of a strategy, from what its constructor was given.
+    """Return the recipe of a strategy, from the arguments of its constructor.
 
     Raises:
-        ValueError: neither or both of them, or it is no recipe.
+        ValueError: neither a recipe nor a stage was given, or both were, or `recipe` is not a
+            `Recipe`.
     """
     if isinstance(recipe, Recipe):
         extra = [f"stage={stage!r}"] if stage is not None else []
@@ -44,7 +45,7 @@ def recipe_given(recipe: Any, stage: Any, options: dict[str, Any]) -> Recipe:
 
 
 def check_form(form: Any) -> None:
-    """Raises: ValueError: it is no form of a checkpoint."""
+    """Raise ValueError if `form` is not a form of checkpoints."""
     if form not in FORMS:
         raise ValueError(
             f'checkpoint={form!r}: expected "folder" (each rank writes its shards; the default) or'
@@ -53,7 +54,7 @@ def check_form(form: Any) -> None:
 
 
 def check_start(method: str) -> None:
-    """Raises: ValueError: ranks started so could not bring their weights back."""
+    """Raise ValueError for a start method whose ranks could not bring their weights back."""
     if method != "popen":
         raise ValueError(
             f"start_method={method!r}: Lightning brings back one rank's weights from processes that"
@@ -63,7 +64,7 @@ def check_start(method: str) -> None:
 
 
 def check_trainer(trainer: Any, form: str, io: Any) -> None:
-    """Raises: ValueError: a callback or plugin copies the module as if it were whole."""
+    """Raise ValueError for a callback or plugin that copies the module as if it were whole."""
     for callback in trainer.callbacks:
         if isinstance(callback, (StochasticWeightAveraging, WeightAveraging)):
             raise ValueError(
@@ -79,7 +80,7 @@ def check_trainer(trainer: Any, form: str, io: Any) -> None:
 
 
 def check_model(module: nn.Module, recipe: Recipe) -> None:
-    """Raises: ValueError: the module is sharded by another recipe."""
+    """Raise ValueError if the module is sharded by another recipe."""
     if is_sharded(module) and engine_of(module).recipe != recipe:
         raise ValueError(
             "this module is sharded by another recipe already. Give Trainer the strategy that it"
@@ -89,5 +90,5 @@ def check_model(module: nn.Module, recipe: Recipe) -> None:
 
 
 def bare_optimizers(optimizers: Any) -> list[Any]:
-    """torch's optimizers without what Lightning puts around them."""
+    """Return torch's optimizers without Lightning's wrappers."""
     return [o.optimizer if isinstance(o, LightningOptimizer) else o for o in optimizers]

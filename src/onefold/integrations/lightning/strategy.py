@@ -1,8 +1,8 @@
-"""Lightning's strategy that shards the module.
+"""The strategy of Lightning that shards the module.
 
-The LightningModule itself is sharded, in place, after `configure_model()` and before
-`configure_optimizers()`. Its steps run as forward passes of the module, so that whatever they use of
-it is gathered. Ranks are started as under DDP.
+The LightningModule itself is sharded in place, after `configure_model()` and before
+`configure_optimizers()`. Its steps run as forward passes of the module, so that every parameter
+that they use is gathered. Ranks are started as under DDP.
 """
 
 from __future__ import annotations
@@ -30,32 +30,33 @@ from onefold.runtime.state.materialize import has_meta
 
 
 class Strategy(DDPStrategy):
-    """Trains a LightningModule by a recipe: `L.Trainer(strategy=Strategy(stage=3), devices=8)`.
+    """Train a LightningModule by a recipe: `L.Trainer(strategy=Strategy(stage=3), devices=8)`.
 
-    After the fit the module stays sharded: read it by `onefold.full_state_dict(module)` on every
-    rank.
+    After the fit the module stays sharded. To read it, call `onefold.full_state_dict(module)` on
+    every rank.
 
     Args:
-        recipe: how to shard, such as `onefold.Recipe.zero(stage=3)`; or None where `stage` says it.
+        recipe: how to shard, such as `onefold.Recipe.zero(stage=3)`; None if `stage` is given.
         stage: 0 to 3.
-        checkpoint: what `save_checkpoint` and ModelCheckpoint write: "folder", each rank its part,
-            or "file", one file from rank 0 as under DDP. Both resume on any number of ranks.
-        figures: whether memory and wire go to the Trainer's loggers under `onefold/...`.
-        init: initializes one module in place, where a module is built on the meta device and has no
-            `reset_parameters()`.
-        cluster_environment: as of Lightning's DDPStrategy.
-        checkpoint_io: the same.
-        process_group_backend: the same.
-        timeout: the same.
-        start_method: the same.
-        options: those of `onefold.Recipe.zero`, beside `stage`: `precision="bf16"`,
+        checkpoint: what `save_checkpoint` and ModelCheckpoint write. "folder": each rank writes its
+            part. "file": rank 0 writes one file, as under DDP. Both resume on any number of ranks.
+        figures: whether memory and communication are logged by the Trainer's loggers, under
+            `onefold/...`.
+        init: initializes one module in place. It is used for modules on the meta device that have
+            no `reset_parameters()`.
+        cluster_environment: as in Lightning's DDPStrategy.
+        checkpoint_io: as in DDPStrategy.
+        process_group_backend: as in DDPStrategy.
+        timeout: as in DDPStrategy.
+        start_method: as in DDPStrategy; only "popen" works.
+        options: options of `onefold.Recipe.zero` besides `stage`: `precision="bf16"`,
             `offload_optimizer="cpu"`, ...
 
     Attributes:
-        recipe: what the module is sharded by; in the Trainer's precision once it runs.
+        recipe: the recipe by which the module is sharded, in the Trainer's precision once it runs.
 
     Raises:
-        ValueError: what was given cannot go together; the sentence says what to write.
+        ValueError: the arguments contradict each other. The message says what to write.
     """
 
     recipe: Recipe
@@ -94,7 +95,7 @@ class Strategy(DDPStrategy):
         self.recipe, self.form = self._given, checkpoint
         self._init, self._shows = init, figures
         self._figures: Figures | None = None
-        # DDP's turns a wrapper's flags; the module is its own wrapper here
+        # DDPStrategy's redirection sets flags of a DDP wrapper. Here there is no wrapper.
         self._forward_redirection = _ForwardRedirection()
 
     # -- before the first batch --------------------------------------------------------------------
@@ -117,7 +118,7 @@ class Strategy(DDPStrategy):
         self._figures = None
 
     def _shard(self, fitting: bool) -> None:
-        """Collective."""
+        """Shard the module, unless it is sharded already. Collective."""
         module = self._module()
         refusals.check_model(module, self.recipe)
         if is_sharded(module):
@@ -130,12 +131,12 @@ class Strategy(DDPStrategy):
         onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
 
     def model_to_device(self) -> None:
-        """What is on the meta device gets its memory as it is sharded."""
+        """Move the module, except for parts on the meta device, which `onefold.shard` fills."""
         _move(self._module(), self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """`trainer.init_module(empty_init=True)` builds without memory."""
+        """Build modules on the meta device under `trainer.init_module(empty_init=True)`."""
         where = torch.device("meta") if empty_init else contextlib.nullcontext()
         with where, self.precision_plugin.tensor_init_context():
             yield
@@ -161,18 +162,20 @@ class Strategy(DDPStrategy):
     def _run(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._module()
         if step == "training_step" and not module.automatic_optimization:
-            # It has backward passes and steps inside: each call of a part is a pass of its own
+            # Manual optimization runs backward passes and steps inside, so it cannot be one forward
+            # pass: each call of a submodule is a pass of its own.
             return getattr(module, step)(*args, **kwargs)
         return self._forward_redirection(module, module, step, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """The closure, which is the last micro-batch of the step, and then the step: the gradients
-        have to be there before a sharded optimizer begins.
+        """Run the closure (the step's last micro-batch), and then step the optimizer.
+
+        A sharded optimizer needs the gradients before it begins, so it cannot call the closure.
         """
         plugin = self.precision_plugin
-        scales = getattr(plugin, "scaler", None) is not None  # does it in this order, too
+        scales = getattr(plugin, "scaler", None) is not None  # a scaler uses this order as well
         if scales or isinstance(optimizer, torch.optim.LBFGS):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         result = plugin._wrap_closure(model or self._module(), optimizer, closure)
@@ -181,20 +184,21 @@ class Strategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Micro-batches before the last of a step: gradients wait, where the recipe reduces them at
-        the boundary. With several optimizers each micro-batch is reduced, since `toggle_model`
-        freezes parameters whose gradients would be waiting.
+        """Keep gradients local in micro-batches before the boundary, if the recipe allows it.
+
+        With several optimizers each micro-batch is reduced at once: `toggle_model` freezes the
+        other optimizers' parameters, whose gradients could otherwise still be waiting.
         """
         waits = onefold.no_sync(self._module()) if len(self.optimizers) == 1 else None
         with waits or contextlib.nullcontext():
             yield
 
     def _clip(self, optimizer: Any, clip_val: float) -> None:
-        """By the norm of all gradients of `optimizer`'s parameters, on all ranks. Collective."""
+        """Clip by the norm, over all ranks, of `optimizer`'s gradients. Collective."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         module = self._module()
         if all(id(p) in stepped for p in module.parameters() if p.requires_grad):
-            onefold.clip_grad_norm_(module, clip_val)  # one message
+            onefold.clip_grad_norm_(module, clip_val)  # one collective for all parameters
         else:
             parameters = self.precision_plugin.main_params(optimizer)
             torch.nn.utils.clip_grad_norm_(parameters, clip_val)
@@ -203,10 +207,14 @@ class Strategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True  # into the shards
+        return True  # the checkpoint is loaded into the shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole on rank 0 and empty elsewhere, or a stand-in for what a folder holds. Collective."""
+        """Return the module's state dict. Collective.
+
+        A sharded module's is whole on rank 0 and empty elsewhere, or an `InFolder` if the
+        checkpoint is a folder.
+        """
         if not is_sharded(self._module()):
             return super().lightning_module_state_dict()
         if self.form == "folder":
@@ -214,7 +222,7 @@ class Strategy(DDPStrategy):
         return onefold.full_state_dict(self._module())
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The same, of one optimizer."""
+        """Return an optimizer's state dict, or an `InFolder` if the checkpoint is a folder."""
         if self.form == "folder" and is_sharded(self._module()):
             return checkpoints.InFolder()
         return super().optimizer_state(optimizer)
@@ -288,10 +296,10 @@ class Strategy(DDPStrategy):
     # -- the end -----------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
-        """DDP's advice on unused parameters means nothing here."""
+        """Do nothing: DDPStrategy's advice on unused parameters does not apply here."""
 
     def teardown(self) -> None:
-        """The module stays where it is, sharded, and so do its optimizers."""
+        """Tear down the environment. The module and its optimizers stay sharded and in place."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
@@ -306,7 +314,7 @@ class Strategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Under the names that Trainer(strategy=...) takes."""
+        """Register the names that `Trainer(strategy=...)` accepts."""
         add = partial(strategy_registry.register, strategy=cls, override=True)
         what = "Onefold: training state held once, stage {} of ZeRO"
         add("onefold", description=what.format(3), stage=3)
@@ -322,12 +330,12 @@ class Strategy(DDPStrategy):
 
 
 def register() -> None:
-    """Make the names known to `L.Trainer(strategy=...)`."""
+    """Register the names of `Strategy` with Lightning, for `L.Trainer(strategy=...)`."""
     Strategy.register_strategies(StrategyRegistry)
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """`module.to(device)`, but for the parts that have no memory yet."""
+    """Move the module to `device`, except for submodules on the meta device."""
     if not has_meta(module):
         module.to(device)
         return

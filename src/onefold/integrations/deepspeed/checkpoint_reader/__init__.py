@@ -1,13 +1,13 @@
-"""Reading what DeepSpeed's `engine.save_checkpoint` wrote, at ZeRO stages 1, 2 and 3, on any number
-of ranks.
+"""Read checkpoints of DeepSpeed's `engine.save_checkpoint`, of ZeRO stages 1, 2 and 3.
 
     folder.py    which files make up the checkpoint
-    pickles.py   a file's contents through torch's safe unpickler
-    shard.py     what one rank saved, in one form for all stages
-    layout.py    which elements of a parameter lie where
-    source.py    `DeepSpeedSource`: all of it as a `Source`
+    pickles.py   a file's contents, read by torch's safe unpickler
+    shard.py     the optimizer state of one rank, in one form for all stages
+    layout.py    where each element of a parameter is stored
+    source.py    `DeepSpeedSource`: the whole checkpoint as a `Source`
 
-DeepSpeed itself is not needed, and nothing of it is imported or run.
+The checkpoint may be of any number of ranks. DeepSpeed is not needed: none of its code is imported
+or run.
 """
 
 from onefold.integrations.deepspeed.checkpoint_reader.folder import is_deepspeed

@@ -1,12 +1,12 @@
-"""The files of a DeepSpeed checkpoint.
+"""Find the files of a DeepSpeed checkpoint.
 
     runs/a/latest                                         the name of the newest tag folder
     runs/a/global_step300/                                a tag folder
-      mp_rank_00_model_states.pt                          stages 1, 2: the module, in the compute dtype, once
+      mp_rank_00_model_states.pt                          stages 1, 2: one file, the module in the compute dtype
       zero_pp_rank_0_mp_rank_00_model_states.pt           stage 3: one for each rank
       [bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    all stages: one for each rank
 
-"mp_rank" counts tensor-parallel ranks; only 00 is read.
+"mp_rank" is the tensor-parallel rank; only 00 can be read.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ _LATEST = "latest"
 
 @dataclass(frozen=True)
 class Files:
-    """Attributes:
-    tag: the folder that all lie in.
-    shards: each rank's optimizer file, by rank.
-    models: each rank's model file, by rank; one alone at stages 1 and 2.
+    """The files of one checkpoint.
+
+    Attributes:
+        tag: the tag folder, which contains all the files.
+        shards: each rank's optimizer file, by rank.
+        models: each rank's model file, by rank; only one at stages 1 and 2.
     """
 
     tag: Path
@@ -38,8 +40,9 @@ class Files:
 
 
 def is_deepspeed(path: Path | str) -> bool:
-    """Whether `path` is a folder that DeepSpeed wrote: a tag folder, or one that holds tag folders.
-    Reads names only.
+    """Whether `path` is a DeepSpeed checkpoint: a tag folder, or a folder with tag folders.
+
+    Only file names are read.
     """
     path = Path(path)
     try:
@@ -51,12 +54,15 @@ def is_deepspeed(path: Path | str) -> bool:
 
 
 def find(path: Path | str, tag: str | None = None) -> Files:
-    """The files at `path`: a tag folder, or the folder above, where `tag` chooses and `latest` does
-    if it is None.
+    """Find a checkpoint's files.
+
+    Args:
+        path: a tag folder, or the folder that contains it.
+        tag: the tag folder's name; None takes the one that the file `latest` names.
 
     Raises:
-        CheckpointError: there is none, parts of it are missing, or it is of a kind that is not
-            read.
+        CheckpointError: there is no checkpoint, files of it are missing, or it is of a kind that
+            cannot be read.
     """
     folder = _chosen(Path(path), tag)
     names = sorted(p.name for p in folder.iterdir())

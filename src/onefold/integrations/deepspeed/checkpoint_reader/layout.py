@@ -1,15 +1,15 @@
-"""Which elements of a parameter lie where: on which rank, at which elements of the rank's cell (see
+"""Where each element of a parameter is stored: the rank, and the place in the rank's cell (see
 shard.py).
 
-Stages 1 and 2: a group's parameters lie one after another, and the whole is cut into N equal parts.
-The padding at the end makes the number of elements a multiple of 2N; with `parameter_alignment`
-there is some behind each parameter as well.
+Stages 1 and 2: the parameters of a group are concatenated, and the result is cut into N equal
+parts. Padding at the end makes the number of elements a multiple of 2N. With `parameter_alignment`,
+there is padding after each parameter as well.
 
     group     | a a a a a | b b b | c c c c c c | pad |
     cut            rank 0      |      rank 1          |
 
-Stage 3: every parameter is cut into N equal parts by itself, the last one padded; a rank lays its
-parts one after another.
+Stage 3: each parameter is cut into N equal parts, of which the last is padded. Each rank
+concatenates its parts.
 
     rank 0    | a a a | b b | c c c |
     rank 1    | a a . | b . | c c c |          . is padding
@@ -26,7 +26,7 @@ from onefold.checkpoint.errors import CheckpointError
 
 
 class Part(NamedTuple):
-    """Elements `[begin, end)` of a cell of rank `rank`."""
+    """Elements `[begin, end)` of a cell on rank `rank`."""
 
     rank: int
     begin: int
@@ -35,8 +35,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter in its cell: `begin` is its address in the group (stages 1, 2) or in each rank's
-    cell (stage 3).
+    """Where a parameter is stored.
+
+    Attributes:
+        cell: the index of its cell.
+        begin: its first element in the whole group (stages 1, 2), or in each rank's cell (stage 3).
+        numel: its number of elements, over all ranks.
+        shape: its shape.
     """
 
     cell: int
@@ -46,13 +51,13 @@ class Place:
 
 
 class EqualCuts:
-    """Stages 1 and 2. `size[cell]` is the length of a rank's part, in elements."""
+    """The layout of stages 1 and 2. `size[cell]` is the length of a rank's part, in elements."""
 
     def __init__(self, size: Sequence[int], ranks: int) -> None:
         self.size, self.ranks = size, ranks
 
     def parts(self, place: Place, start: int, stop: int) -> Iterator[Part]:
-        """Where elements `[start, stop)` of the parameter lie, in order."""
+        """Yield where elements `[start, stop)` of the parameter are stored, in order."""
         size = self.size[place.cell]
         at, end = place.begin + start, place.begin + stop
         while at < end:
@@ -62,20 +67,20 @@ class EqualCuts:
             at = upto
 
     def least(self, cell: int, rank: int, used: int) -> int:
-        """Elements that the cell of `rank` must have at least, where the parameters take `used` of
-        the group's.
+        """Return how many elements the cell of `rank` must at least have, if the group's parameters
+        take `used` elements together.
         """
         return max(0, min(self.size[cell], used - rank * self.size[cell]))
 
 
 class CutsOfEach:
-    """Stage 3."""
+    """The layout of stage 3."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
 
     def parts(self, place: Place, start: int, stop: int) -> Iterator[Part]:
-        """Where elements `[start, stop)` of the parameter lie, in order."""
+        """Yield where elements `[start, stop)` of the parameter are stored, in order."""
         size, at = -(-place.numel // self.ranks), start
         while at < stop:
             rank = at // size
@@ -84,8 +89,8 @@ class CutsOfEach:
             at = upto
 
     def least(self, cell: int, rank: int, used: int) -> int:
-        """Elements that the cell of every rank must have: `used`, the parts laid one after
-        another.
+        """Return how many elements the cell of every rank must at least have: `used`, the sum of
+        its parts.
         """
         return used
 
@@ -96,16 +101,15 @@ def lay_out(
     of_each: bool,
     paddings: Sequence[Sequence[int]] | None,
 ) -> tuple[dict[str, Place], list[int]]:
-    """The place of every parameter, and the elements that each cell uses.
+    """Return the place of every parameter, and the number of elements that each cell uses.
 
     Args:
-        shapes: for each cell, names and logical shapes in the order in which they lie.
+        shapes: for each cell, the names and logical shapes of its parameters, in stored order.
         of_each: whether each parameter is cut by itself (stage 3).
-        paddings: for each cell, the elements of padding behind each parameter; None: there are
-            none.
+        paddings: for each cell, the elements of padding after each parameter; None for no padding.
 
     Raises:
-        CheckpointError: a name comes twice, or paddings do not fit.
+        CheckpointError: a name occurs twice, or the paddings do not fit.
     """
     places: dict[str, Place] = {}
     used = []

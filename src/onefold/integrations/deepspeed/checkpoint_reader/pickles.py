@@ -1,10 +1,13 @@
-"""DeepSpeed's files are pickles. They are read by torch's safe unpickler alone, which runs no code
-that a file names.
+"""Read DeepSpeed's files, which are pickles, with torch's safe unpickler only.
 
-It builds tensors, numbers, text and containers. Objects of DeepSpeed's own classes become
-`Attributes` (what they held, without their code), numpy's arrays and `argparse.Namespace`, which
-people put into client states, become themselves. Any further class is refused by name. Tensors are
-mapped, not read: their bytes come from the disk when they are looked at.
+The safe unpickler runs no code that a file names. It builds:
+
+- tensors, numbers, text and containers;
+- `Attributes` in place of objects of DeepSpeed's own classes: their attributes, without their code;
+- numpy's arrays and `argparse.Namespace`, which users put into client states.
+
+Any other class raises an error that names it. Tensors are memory-mapped: their bytes are read from
+the disk when they are used.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from onefold.checkpoint.errors import CheckpointError
 
 
 class Attributes:
-    """What an object of DeepSpeed's held: its `__dict__`."""
+    """The `__dict__` of an object of one of DeepSpeed's classes."""
 
 
 class StageNumber(int):
@@ -39,12 +42,12 @@ STAND_INS: list[tuple[type, str]] = [
     (Attributes, "deepspeed.utils.tensor_fragment.fragment_address"),
     (Attributes, "deepspeed.runtime.bf16_optimizer.fragment_address"),
 ]
-_lock = threading.Lock()  # torch's list of safe classes is one for the process
+_lock = threading.Lock()  # torch has one list of safe classes for the whole process
 
 
 def _plain_values() -> list[tuple[Callable[..., Any], str]]:
-    """Classes of the standard library and numpy that hold values, under the names that pickles of
-    any numpy use.
+    """Return value classes of the standard library and numpy, under the names that pickles of any
+    numpy version use.
     """
     makers: list[Any] = [np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0]]
     named: list[tuple[Callable[..., Any], str]] = [
@@ -64,11 +67,11 @@ def _plain_values() -> list[tuple[Callable[..., Any], str]]:
 
 
 def read_pickle(path: Path) -> Any:
-    """The contents of a file of torch.save, its tensors mapped on the host.
+    """Return the contents of a file of torch.save, with its tensors memory-mapped on the host.
 
     Raises:
-        CheckpointError: it is missing, damaged, or holds a class that cannot be read safely; the
-            message names file and class.
+        CheckpointError: the file is missing or damaged, or has a class that cannot be read safely.
+            The message names file and class.
     """
     with _lock, torch.serialization.safe_globals([*STAND_INS, *_plain_values()]):
         try:
@@ -83,7 +86,7 @@ def read_pickle(path: Path) -> Any:
         except pickle.UnpicklingError as error:
             raise CheckpointError(_refusal(path, error)) from None
         except Exception as error:
-            # Torch raises of many kinds where a file is cut short or was never one of its own
+            # torch raises errors of many kinds for a file that is truncated or not of torch.save
             first = (
                 str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             )

@@ -1,13 +1,13 @@
-"""What one rank saved of the optimizer, in one form for all stages.
+"""One rank's part of the optimizer, in one form for all stages.
 
-A rank's file holds flat tensors, here called cells. A cell is the rank's part of one parameter
-group (stages 1, 2) or of one sub-group of a parameter group (stage 3), in master precision; each
-state of the optimizer is a flat tensor beside it.
+A rank's file has flat tensors, here called cells. A cell is the rank's part of one parameter group
+(stages 1, 2) or of one sub-group of a parameter group (stage 3), in master precision. Each
+optimizer state is another flat tensor of the same elements.
 
 | what              | stages 1, 2                                       | stage 3                                    |
 |-------------------|---------------------------------------------------|--------------------------------------------|
-| masters           | single_partition_of_fp32_groups, padding cut off  | fp32_flat_groups                           |
-| states, groups    | base_optimizer_state, padded                      | optimizer_state_dict, inside another       |
+| masters           | single_partition_of_fp32_groups, without padding  | fp32_flat_groups                           |
+| states, groups    | base_optimizer_state, padded                      | a nested optimizer_state_dict              |
 | elastic           | base_optimizer_state is a list, without groups    | does not exist                             |
 | no "zero_stage"   | stage 1, bf16 with fp32 sums                      |                                            |
 """
@@ -27,16 +27,18 @@ from onefold.integrations.deepspeed.checkpoint_reader.pickles import read_pickle
 
 @dataclass(frozen=True)
 class Shard:
-    """Attributes:
-    path: the file, for messages.
-    stage: 1, 2 or 3.
-    ranks: how many ranks the states are divided over.
-    masters: for each cell its tensor, 1-D, mapped.
-    states: for each cell the optimizer's state: flat tensors and scalars.
-    groups: the options of each parameter group, the indices of its cells under "params"; None where
-        they were not saved.
-    paddings: for each cell the elements of padding behind each parameter.
-    scaler: the attributes of DeepSpeed's loss scaler; None if it has none.
+    """The optimizer file of one rank.
+
+    Attributes:
+        path: the file, for messages.
+        stage: 1, 2 or 3.
+        ranks: the number of ranks over which the states are divided.
+        masters: the master weights of each cell, 1-D and memory-mapped.
+        states: the optimizer's states of each cell: flat tensors and scalars.
+        groups: the options of each parameter group, with the indices of its cells under "params";
+            None if they were not saved.
+        paddings: for each cell, the elements of padding after each parameter.
+        scaler: the attributes of DeepSpeed's loss scaler; None if there is none.
     """
 
     path: Path
@@ -49,7 +51,7 @@ class Shard:
     scaler: Mapping[str, Any] | None
 
     def flat(self, cell: int, state: str) -> torch.Tensor:
-        """The master of a cell (`state` ""), or a state of it."""
+        """Return an optimizer state of a cell, or its master weights if `state` is ""."""
         tensor = self.masters[cell] if not state else self.states[cell].get(state)
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -59,7 +61,7 @@ class Shard:
         return tensor.detach().view(-1)
 
     def is_flat(self, cell: int, state: str) -> bool:
-        """Whether a state runs along the parameters' elements, as the masters do."""
+        """Whether a state has an element for each element of the parameters, as masters have."""
         value = self.states[cell].get(state)
         return (
             isinstance(value, torch.Tensor)
@@ -69,8 +71,10 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Raises: CheckpointError: it cannot be read safely, or is no file that DeepSpeed's ZeRO
-    optimizers write.
+    """Read one rank's optimizer file.
+
+    Raises:
+        CheckpointError: the file cannot be read safely, or is not of DeepSpeed's ZeRO optimizers.
     """
     contents = read_pickle(path)
     try:
@@ -127,8 +131,10 @@ def _shard(path: Path, saved: Mapping[str, Any]) -> Shard:
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what DeepSpeed's own Adam keeps among them and torch's does always (bias correction)
-    or elsewhere (the step count).
+    """Return a group's options without those that only DeepSpeed's own Adam has.
+
+    These are `bias_correction`, which torch's Adam always does, and `step`, which torch keeps in
+    each parameter's state.
     """
     return {k: v for k, v in group.items() if k != "step" and not (k == "bias_correction" and v)}
 
@@ -136,7 +142,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def _with_step(
     state: dict[str, Any], groups: list[dict[str, Any]] | None, cell: int, step: Any
 ) -> dict[str, Any]:
-    """DeepSpeed's fused Adam counts steps in the group, torch's in each parameter's state."""
+    """Add the step count to a cell's state. DeepSpeed's fused Adam keeps it in the group."""
     if groups is not None:
         step = next((g["step"] for g in groups if cell in g["params"] and "step" in g), step)
     return state if step is None or "step" in state or not state else {**state, "step": step}

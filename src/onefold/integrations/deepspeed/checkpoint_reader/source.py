@@ -1,6 +1,4 @@
-"""A DeepSpeed checkpoint as a `Source`: names and shapes at once, elements when they are asked
-for.
-"""
+"""A DeepSpeed checkpoint as a `Source`: names and shapes are read at once, elements on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ from onefold.integrations.deepspeed.checkpoint_reader.layout import (
 from onefold.integrations.deepspeed.checkpoint_reader.pickles import read_pickle
 from onefold.integrations.deepspeed.checkpoint_reader.shard import Shard, read_shard
 
-#: What DeepSpeed itself puts into a model file; everything else is the client's.
+#: The keys that DeepSpeed itself puts into a model file; all others are client state.
 OWN_KEYS = frozenset(
     {
         "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -46,8 +44,13 @@ NEEDED = (
 
 @dataclass(frozen=True)
 class Counts:
-    """Optimizer steps, those skipped for an overflow included; the skipped ones; samples of all
-    ranks; the ranks.
+    """How far the run was.
+
+    Attributes:
+        steps: optimizer steps, including those skipped for an overflow.
+        skipped: the skipped steps.
+        samples: samples of all ranks.
+        ranks: data-parallel ranks.
     """
 
     steps: int
@@ -57,32 +60,32 @@ class Counts:
 
 
 class DeepSpeedSource(Source):
-    """Weights, fp32 masters, optimizer states and the rest, of ZeRO stage 1, 2 or 3, saved on any
-    number of ranks.
+    """A DeepSpeed checkpoint of ZeRO stage 1, 2 or 3, saved on any number of ranks.
 
-    A trained parameter is read from its fp32 master; frozen ones and buffers are in the dtype the
-    run computed in. Files of other ranks than the first are opened when an element of theirs is
-    asked for, and only these elements are read.
+    A trained parameter is read from its fp32 master weights. Frozen parameters and buffers are in
+    the run's compute dtype. The files of other ranks than the first are opened when one of their
+    elements is needed, and only the needed elements are read.
 
     Args:
-        path: what was given to DeepSpeed's `save_checkpoint`, or a tag folder in it.
-        tag: the folder in `path`; None takes the one that the file `latest` names.
+        path: the folder that was given to DeepSpeed's `save_checkpoint`, or a tag folder in it.
+        tag: the tag folder's name in `path`; None takes the one that the file `latest` names.
 
     Attributes:
         folder: the tag folder.
         stage: 1, 2 or 3.
-        counts: how far the run was. step: the optimizer steps of it.
+        counts: how far the run was.
+        step: the run's optimizer steps.
         scheduler: the state of the learning-rate schedule, or None.
-        scaler: the attributes of the loss scaler (`cur_scale`, `cur_iter`, ...), those of a dynamic
-            one under torch's names too; or None.
-        extra: what the run gave `save_checkpoint` as its client state.
+        scaler: the attributes of the loss scaler (`cur_scale`, `cur_iter`, ...), or None. A dynamic
+            scaler's attributes are included under torch's names as well.
+        extra: the client state that the run gave to `save_checkpoint`.
         config: the run's DeepSpeed configuration, as it was given.
-        version: DeepSpeed's.
-        unread: what was found and cannot be brought over, in words.
+        version: the version of DeepSpeed.
+        unread: descriptions of what is in the checkpoint but cannot be loaded.
 
     Raises:
-        CheckpointError: parts are missing, damaged or contradictory, of a kind that is not read, or
-            not safe to read.
+        CheckpointError: parts are missing, damaged or contradictory, of a kind that cannot be read,
+            or not safe to read.
     """
 
     form = "DeepSpeed"
@@ -102,7 +105,7 @@ class DeepSpeedSource(Source):
             int(model["dp_world_size"]),
         )
         self.step = self.counts.steps
-        # Copies: a mapped tensor would change, or be gone, with its file.
+        # Copied, because a memory-mapped tensor changes or disappears with its file.
         self.scheduler: Mapping[str, Any] | None = copy.deepcopy(model.get("lr_scheduler"))
         self.scaler = as_torch_names_it(first.scaler)
         self.config, self.version = model.get("ds_config"), str(model.get("ds_version"))
@@ -139,7 +142,7 @@ class DeepSpeedSource(Source):
 
     @property
     def frozen_names(self) -> frozenset[str]:
-        """Parameters that took no gradient."""
+        """The names of parameters that took no gradient."""
         return frozenset(self._frozen)
 
     # -- the protocol ------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ class DeepSpeedSource(Source):
         return self._aliases
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        """See `Source.read`. Touches the bytes of these elements only."""
+        """Read elements into `out`; see `Source.read`. No other bytes of the files are read."""
         stored = self._items.get(item)
         if stored is None:
             raise CheckpointError(f"{self.describe} holds no {item}.")
@@ -166,7 +169,7 @@ class DeepSpeedSource(Source):
             at += found.numel()
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """As torch's optimizers keep them: the step count is a tensor."""
+        """Return a parameter's scalar states as torch keeps them: `step` is a tensor."""
         place = self._places.get(self._aliases.get(name, name))
         if place is None:
             return {}
@@ -184,7 +187,7 @@ class DeepSpeedSource(Source):
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
         options = self._first.groups
-        if options is None:  # an elastic checkpoint has the division, not the options
+        if options is None:  # an elastic checkpoint has the groups, but not their options
             return [[{"params": names} for names in self._names]]
         return [
             [
@@ -199,14 +202,14 @@ class DeepSpeedSource(Source):
         ]
 
     def close(self) -> None:
-        """Let go of the files."""
+        """Release the files."""
         self._shards.clear()
         self._models.clear()
 
     # -- finding elements --------------------------------------------------------------------------
 
     def _elements(self, item: Item, start: int, stop: int) -> Iterator[torch.Tensor]:
-        """Views of the mapped files that together are elements `[start, stop)`."""
+        """Yield views of the mapped files that make up elements `[start, stop)`, in order."""
         if item.kind != "buffer" and item.name in self._places:
             place = self._places[item.name]
             for part in self._cuts.parts(place, start, stop):
@@ -272,7 +275,7 @@ class DeepSpeedSource(Source):
             )
 
     def _checked(self, shard: Shard, rank: int) -> Shard:
-        """`shard` as that of `rank`, if it can be."""
+        """Return `shard` if it fits as that of `rank`, or raise CheckpointError."""
         if (shard.stage, shard.ranks, len(shard.masters)) != (
             self.stage,
             self.ranks,
@@ -303,8 +306,9 @@ class DeepSpeedSource(Source):
     # -- what there is -----------------------------------------------------------------------------
 
     def _frozen_places(self, model: Mapping[str, Any]) -> dict[str, Place | None]:
-        """Parameters outside the optimizer. None: the whole tensor is in the module, as at stages 1
-        and 2.
+        """Return the places of parameters outside the optimizer.
+
+        None in place of a place means that the module has the whole tensor, as at stages 1 and 2.
         """
         if self.stage == 3:
             shapes: Mapping[str, Any] = model.get("frozen_param_shapes") or {}
@@ -326,8 +330,9 @@ class DeepSpeedSource(Source):
         }
 
     def _tied(self, model: Mapping[str, Any]) -> dict[str, str]:
-        """{other name: stored name}. DeepSpeed also calls all empty tensors tied, which they are
-        not.
+        """Return {other name: stored name} of tied parameters.
+
+        DeepSpeed also lists all empty tensors as tied to each other. These are left out.
         """
         stored = {*self._places, *self._frozen}
         pairs = [
@@ -361,8 +366,9 @@ class DeepSpeedSource(Source):
 
 
 def as_torch_names_it(scaler: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A scaler's state with what `torch.amp.GradScaler` calls the same things; without hysteresis,
-    which torch's has not.
+    """Add the entries of `torch.amp.GradScaler` to a dynamic scaler's state.
+
+    Hysteresis gets no such entry, because torch's scaler has none.
     """
     if (
         scaler is None

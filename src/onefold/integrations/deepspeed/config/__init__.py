@@ -1,5 +1,6 @@
-"""The reader of DeepSpeed configurations; `read_deepspeed` is the way in, `keys` the tables of the
-keys that are known, `classes` those of the schedules and optimizers.
+"""The reader of DeepSpeed configurations. The entry point is `read_deepspeed`.
+
+`keys` holds the tables of known keys, `classes` those of schedules and optimizers.
 """
 
 from onefold.integrations.deepspeed.config.auto import OF_RECIPES, refuse_auto

@@ -1,15 +1,15 @@
-"""What "auto" in a DeepSpeed configuration leaves open: the Hugging Face Trainer fills it in from
-its own arguments, here nobody does.
+"""What to do about "auto" in a DeepSpeed configuration.
 
-A value that decides what is trained is asked for; one that only tunes DeepSpeed's own mechanisms
-may stay.
+The Hugging Face Trainer replaces "auto" by values from its own arguments; Onefold cannot. Where
+"auto" decides what is trained, the user must write a value. Where it only tunes DeepSpeed's own
+mechanisms, it may stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-#: What to write in place of "auto".
+#: What to write in place of "auto": {path: description}.
 GIVE = {
     "train_batch_size": "samples of an optimizer step over all ranks, such as 64",
     "train_micro_batch_size_per_gpu": "samples a rank computes at once, such as 4",
@@ -31,7 +31,8 @@ GIVE = {
     "scheduler.params.warmup_num_steps": "a number of steps, such as 100",
     "scheduler.params.total_num_steps": "a number of steps, such as 1000",
 }
-#: What decides which recipe it is; the rest of a file concerns `onefold.initialize` only.
+#: Beginnings of the paths that decide the recipe. The rest of a file concerns `onefold.initialize`
+#: only.
 OF_RECIPES = (
     "fp16.enabled",
     "bf16.enabled",
@@ -39,16 +40,18 @@ OF_RECIPES = (
     "communication_data_type",
     "data_types.",
 )
-#: One of them follows from the others.
+#: Each of these three follows from the other two.
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-#: Sizes by which DeepSpeed tunes itself: its default is as good as any.
+#: Beginnings of the paths by which DeepSpeed tunes itself. Their "auto" may stay, unless they are
+#: in `GIVE`.
 _TUNING = ("zero_optimization.", "aio.")
 
 
 def undecided(left: Collection[str], settled: Collection[str] = ()) -> list[str]:
-    """Of the paths whose value is "auto", those that somebody must decide.
+    """Return those paths at "auto" for which the user must write a value.
 
     Args:
+        left: the paths whose value is "auto".
         settled: beginnings of paths that something else decides.
     """
     found = [path for path in left if path in GIVE or not path.startswith(_TUNING)]
@@ -56,7 +59,11 @@ def undecided(left: Collection[str], settled: Collection[str] = ()) -> list[str]
 
 
 def refuse_auto(paths: Collection[str]) -> None:
-    """Raises: ValueError: there are any; the sentence says what to give for each."""
+    """Refuse paths at "auto".
+
+    Raises:
+        ValueError: there is such a path. The message says what to write for each.
+    """
     if not paths:
         return
     give = "; ".join(

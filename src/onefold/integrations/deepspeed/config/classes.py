@@ -1,4 +1,4 @@
-"""The classes that a configuration may name: schedules with their parameters, and optimizers."""
+"""The optimizers and schedules that a configuration may name, with the schedules' parameters."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ ELEMENTWISE_OPTIMIZERS = (
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """The class of a name in `ELEMENTWISE_OPTIMIZERS`: torch's, or Lion."""
+    """Return the class of a name in `ELEMENTWISE_OPTIMIZERS`: torch's, or Onefold's `Lion`."""
     found: type[torch.optim.Optimizer] = Lion if name == "Lion" else getattr(torch.optim, name)
     return found
 
@@ -94,8 +94,7 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
     "zerooneadam": REMOVED,
 }
 
-# Keys of DeepSpeed's Adam that torch's does not have; adam_w_mode and torch_adam are read by the
-# reader itself.
+# Keys of DeepSpeed's Adam that torch's Adam lacks; `specs._adam` reads those that are not inert.
 ADAM_EXTRAS: Section = {
     "adam_w_mode": Key("flag"),
     "torch_adam": Key("flag"),

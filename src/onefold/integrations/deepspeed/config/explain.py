@@ -1,12 +1,12 @@
-"""What became of each key of a DeepSpeed configuration, as a table for people.
+"""Explain what Onefold does with each key of a DeepSpeed configuration, as a table for people.
 
 | class   | means                                                                             |
 |---------|-----------------------------------------------------------------------------------|
 | served  | it changes the recipe or the engine                                               |
 | auto    | it is left to the caller; transformers' Trainer fills it in                       |
-| inert   | it has no meaning here; the reason says why                                       |
+| inert   | it has no effect here; the reason says why                                        |
 | unknown | neither DeepSpeed nor Onefold knows it                                            |
-| refused | `initialize` raises; the reason is its sentence                                   |
+| refused | `initialize` raises; the reason is the error message                              |
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DECIDES = "decides {} of Recipe.zero"
 
 @dataclass(frozen=True)
 class KeyOutcome:
-    """One key: its path, the value given, its class, and a reason or what it decides."""
+    """The outcome for one key: its path, value and class, and a reason or what it decides."""
 
     path: str
     value: Any
@@ -56,9 +56,12 @@ class KeyOutcome:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Attributes:
-    keys: every key, in the order of the file. refusal: what `initialize` would raise for the
-        file as a whole; None if it is read. remarks: other sentences about the file.
+    """The outcome for a whole configuration.
+
+    Attributes:
+        keys: every key, in the order of the file.
+        refusal: the error message of `initialize` for this file; None if it can be read.
+        remarks: other sentences about the file.
     """
 
     keys: tuple[KeyOutcome, ...]
@@ -69,14 +72,15 @@ class Explanation:
 def explain(
     config: Mapping[str, Any] | str | os.PathLike[str], world_size: int | None = None
 ) -> Explanation:
-    """What became of each key.
+    """Explain each key of a configuration.
 
     Args:
         config: a dict, or the path of a JSON file.
-        world_size: data-parallel ranks, for the rule of the batch sizes; None leaves it unchecked.
+        world_size: number of data-parallel ranks, to check the batch sizes; None does not check.
 
     Raises:
-        ValueError: it is no JSON, or no object. FileNotFoundError: no such file.
+        ValueError: the file is not JSON, or not an object.
+        FileNotFoundError: there is no such file.
     """
     tree = nested(loaded(config))
     rows = list(_rows("", tree))

@@ -1,4 +1,4 @@
-"""From whatever a user hands over (a dict, a JSON file, base64) to one nested dict."""
+"""Read a configuration given as a dict, a JSON file or base64, into one nested dict."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def nested(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys of the top level ("zero_optimization.stage": 2) put in place; the old boolean
-    made a section.
+    """Return a copy in which dotted keys of the top level ("zero_optimization.stage": 2) are moved
+    into their section. An old file's "zero_optimization": true becomes a section, too.
     """
     nested: dict[str, Any] = {}
     for name, value in tree.items():

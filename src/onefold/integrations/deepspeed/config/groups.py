@@ -1,4 +1,4 @@
-"""What a DeepSpeed configuration asks of ZeRO++, as arguments of `Recipe.zero`.
+"""Translate the ZeRO++ keys of a DeepSpeed configuration to arguments of `Recipe.zero`.
 
 | the file says                              | becomes                                                                     |
 |--------------------------------------------|-----------------------------------------------------------------------------|
@@ -7,8 +7,8 @@
 | zero_quantized_gradients                   | reduce_codec="int4"                                                         |
 | zero_quantized_nontrainable_weights        | frozen="int8"                                                               |
 
-DeepSpeed has them at stage 3 only. Groups are the nodes unless zero_hpz_partition_size says how
-many ranks they have.
+As in DeepSpeed, these keys have an effect at stage 3 only. A group is a node, unless
+zero_hpz_partition_size gives the number of its ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ _KEYS = (
 def read_groups(
     read: Reading, zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None
 ) -> dict[str, Any]:
-    """The arguments of `Recipe.zero`; below stage 3 the keys go to `read` as without effect.
+    """Return the arguments of `Recipe.zero`.
+
+    Below stage 3 there are none, and `read` lists the keys as without effect.
 
     Args:
-        zero: the checked values of "zero_optimization". others: the arguments that the rest of the
-            file has become.
-        world_size: data-parallel ranks; None leaves it unchecked whether they can be divided so.
+        zero: the checked values of "zero_optimization".
+        others: the arguments of `Recipe.zero` from the rest of the file.
+        world_size: number of data-parallel ranks, to check the partition size; None does not check.
 
     Raises:
         ValueError: a partition that does not divide the ranks, or keys that contradict each other.
@@ -64,7 +66,7 @@ def read_groups(
 def _refuse_what_cannot_be(
     zero: Mapping[str, Any], others: Mapping[str, Any], world_size: int | None
 ) -> None:
-    """What the recipe or the topology would refuse too, in the words of the file."""
+    """Raise ValueError, naming the file's keys, for what the recipe or topology would refuse."""
     size = max(1, zero.get("zero_hpz_partition_size", 1))
     if world_size is not None and world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]

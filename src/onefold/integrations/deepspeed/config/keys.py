@@ -1,15 +1,15 @@
-"""What Onefold knows of DeepSpeed's configuration: one table a section, one row a key.
+"""The keys of DeepSpeed's configuration: one table per section, one row per key.
 
-Each key falls in one of three classes, and `onefold.integrations.deepspeed.config` mirrors them:
+Each key is in one of three classes:
 
 | class  | what happens when it is set                                                                  |
 |--------|----------------------------------------------------------------------------------------------|
 | read   | it changes the recipe or the engine                                                          |
-| inert  | it means nothing here; it is listed once at the start, with the reason                       |
-| later  | it asks for a capability that is not built; it raises as soon as it asks, never before       |
+| inert  | it has no effect here; it is listed once at the start, with the reason                       |
+| later  | it raises if its value asks for a capability that is not built; other values are accepted    |
 
 Key names and defaults are those of DeepSpeed 0.19.8 and, where noted, of older releases whose files
-are still around.
+are still in use.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ Kind = Literal["flag", "count", "number", "numbers", "text", "section", "any"]
 
 @dataclass(frozen=True)
 class Key:
-    """One key: its kind of value, its bounds, its class (`inert` and `later` hold the reason; else
-    it is read).
+    """One key: its kind of value, its bounds and its class.
 
     Attributes:
         kind: "flag" (true/false), "count" (whole number; `5e8` is one), "number", "numbers" (one
             number, or a list with one per parameter group), "text", "section" (an object), "any"
-            (not looked into).
+            (not checked).
         low, high: smallest and largest value allowed (inclusive).
         above: the value must be greater than this.
-        endless: `inf` is allowed (as in "steps_per_print": Infinity).
+        endless: whether `inf` is allowed (as in "steps_per_print": Infinity).
         choices: the texts allowed.
+        inert, later: the reason, for a key of this class. A key with neither is read.
         quiet_up_to: a `later` number asks for nothing up to and including this value.
-        required: its section makes no sense without it.
+        required: whether its section needs it.
         becomes: the options of `Recipe.zero` that it decides.
 
-    A `later` section asks by its entry "enabled" if it has one, else if one of its entries asks.
+    A `later` section asks if its entry "enabled" is true. Without that entry, it asks if one of its
+    entries does.
     """
 
     kind: Kind
@@ -56,7 +57,7 @@ class Key:
 
 Section = Mapping[str, Key]
 
-# -- reasons, shared so that the list at the start groups the keys that have the same one ----------
+# -- reasons: shared, so that the list at the start can group keys with the same reason ------------
 
 _FLAT = (
     "parameters and gradients of a unit always live in one flat buffer, which the collectives read"
@@ -67,8 +68,8 @@ _BLOCK = (
     " elements"
 )
 _TRACE = (
-    "nothing is recorded or reused by distance: a gathered block lives for its own forward and"
-    " backward"
+    "Onefold records no trace of module calls: each pass gathers a block for itself and releases it"
+    " after use"
 )
 _SAVE = "save_16bit_model always gathers"
 _MEAN = (
@@ -79,9 +80,7 @@ _PROBE = (
     "every optimizer is probed before its first step and refused only if its update is not"
     " element-wise"
 )
-_HOST = (
-    "the step on the host is that of torch's own optimizers, which nothing has to be compiled for"
-)
+_HOST = "torch's own optimizers run the step on the host; no operators have to be compiled"
 _PINNED = "host memory is pinned wherever a GPU copies to or from it, and nowhere else"
 _PIPELINE = (
     "states on NVMe are always read ahead of their step and written behind it, through as many"
@@ -96,7 +95,7 @@ _THREADS = (
     " kernel"
 )
 _MONITOR = "DeepSpeed's monitors and profilers are not part of Onefold; log from your loop"
-_MODEL = "activation checkpointing is the model's own affair; what the model does is left as it is"
+_MODEL = "the model itself decides about activation checkpointing, and Onefold does not change it"
 _CHECKPOINT = (
     "it concerns the files that DeepSpeed writes; Onefold's checkpoints load at any stage and on any"
     " number of ranks"
@@ -156,7 +155,7 @@ ZERO: Section = {
     "pipeline_loading_checkpoint": _flag(inert=_CHECKPOINT),
     "ignore_unused_parameters": _flag(inert="parameters without a gradient are always allowed"),
     "round_robin_gradients": _flag(
-        inert="each rank brings down the gradients of its own interval, all ranks at the same time"
+        inert="all ranks copy the gradients of their own intervals to the host at the same time"
     ),
     "cpu_offload_use_pin_memory": _flag(inert=_PINNED),
     "save_muon_momentum_buffer_in_memory": _flag(inert="it concerns Muon, which is refused"),
@@ -176,7 +175,7 @@ ZERO: Section = {
     "mics_hierarchical_params_gather": _flag(later=REMOVED),
 }
 
-# DeepSpeed takes these without their prefix as well.
+# DeepSpeed accepts these keys without the prefix "stage3_" as well.
 ZERO_ALIASES: Mapping[str, str] = {
     name.removeprefix("stage3_"): name
     for name in ZERO
@@ -189,7 +188,7 @@ _OFFLOAD: Section = {
     "pin_memory": _flag(inert=_PINNED),
 }
 
-# Sections inside "zero_optimization", read by `deepspeed.tiers`.
+# Sections inside "zero_optimization", read by tiers.py.
 OFFLOAD: Mapping[str, Section] = {
     "offload_optimizer": {
         **_OFFLOAD,
@@ -198,10 +197,7 @@ OFFLOAD: Mapping[str, Section] = {
         "pipeline_read": _flag(inert=_PIPELINE),
         "pipeline_write": _flag(inert=_PIPELINE),
         "fast_init": _flag(
-            inert=(
-                "states on NVMe come into being with the first step, which writes them as it makes"
-                " them"
-            )
+            inert="the first optimizer step creates the states on NVMe and writes them at once"
         ),
         "super_offload": _flag(inert=_HOST),
         "cpuadam_cores_perc": Key(
@@ -228,7 +224,7 @@ AIO: Section = {
     "use_gds": _flag(later=_GDS),
 }
 
-# What older releases call it.
+# The names of older releases.
 AIO_ALIASES: Mapping[str, str] = {"thread_count": "intra_op_parallelism"}
 
 FP16: Section = {
@@ -313,7 +309,7 @@ TOP: Section = {
     "torch_autocast": Key("section", later="enable bf16 or fp16, or enter torch.autocast in the model's forward"),
     "compile": Key("section", later="call torch.compile on the blocks yourself: remove it"),
     "weight_quantization": Key(
-        "any", later="frozen weights rest quantized with zero_optimization.zero_quantized_nontrainable_weights: remove it"
+        "any", later="zero_optimization.zero_quantized_nontrainable_weights stores frozen weights quantized: remove it"
     ),
     "data_efficiency": Key("section", later="curricula and data routing are not part of Onefold: remove it"),
     "hybrid_engine": Key("section", later="use onefold.full_params(model) around generate() instead: remove it"),

@@ -1,13 +1,11 @@
-"""The reader of DeepSpeed configurations: a dict or a JSON file becomes a `DeepSpeedConfig`.
+"""Read a DeepSpeed configuration, a dict or a JSON file, into a `DeepSpeedConfig`.
 
-    config -> flattened and merged -> each key checked against its row in `deepspeed.keys` ->
-    DeepSpeedConfig
-                                      |- unknown: listed, or raised with "did you mean" when it is near a known one
-                                      |- inert:   listed with the reason
-                                      '- later:   raised if it asks for something
+    config -> one nested dict -> each key checked against its row in keys.py -> DeepSpeedConfig
+                                 |- unknown: listed, or raised with "did you mean" if it is close to a known key
+                                 |- inert:   listed with the reason
+                                 '- later:   raised if it asks for something
 
-Nothing is passed over in silence: what has no effect is in `DeepSpeedConfig.notes`, one sentence
-each.
+No key is ignored silently: `DeepSpeedConfig.notes` has a sentence for each key without effect.
 """
 
 from __future__ import annotations
@@ -35,8 +33,9 @@ from onefold.recipe import Recipe
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """train = micro x accumulation x world size, in samples; None where it is not given and cannot
-    be derived.
+    """Batch sizes in samples: train = micro x accumulation x world size.
+
+    None means that the value was not given and cannot be derived.
     """
 
     train: int | None
@@ -46,8 +45,9 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class LossScaling:
-    """fp16 loss scaling: `static` > 0 is fixed, 0 is dynamic and starts at 2**initial_power;
-    DeepSpeed's defaults.
+    """fp16 loss scaling, with DeepSpeed's defaults.
+
+    `static` above 0 fixes the scale. 0 makes it dynamic, starting at 2**initial_power.
     """
 
     static: float = 0.0
@@ -60,24 +60,24 @@ class LossScaling:
 
 @dataclass(frozen=True)
 class DeepSpeedConfig:
-    """What a DeepSpeed configuration says, in Onefold's terms.
+    """A DeepSpeed configuration in Onefold's terms.
 
     Attributes:
         recipe_arguments: the arguments of `Recipe.zero`.
         batch: batch sizes, made consistent if the world size was given.
-        optimizer, scheduler: what the file names, or None.
-        gradient_clipping: largest norm; 0 does not clip.
+        optimizer, scheduler: the ones that the file names, or None.
+        gradient_clipping: the largest gradient norm; 0 does not clip.
         loss_scaling: None unless fp16 is enabled.
-        skip_nonfinite: a step whose gradients are not finite is skipped on every rank (16-bit
-            precisions).
-        compute_grad_norm: the norm is computed at each step even if nothing is clipped.
+        skip_nonfinite: whether steps with gradients that are not finite are skipped on every rank
+            (16-bit precisions only).
+        compute_grad_norm: whether the norm is computed at each step even without clipping.
         steps_per_print: steps between two lines of progress; None prints none.
-        wall_clock_breakdown: those lines carry the time spent in forward, backward and step.
-        drop_last: the data loader leaves out an incomplete last micro-batch.
-        without_effect: (path, reason) of keys that mean nothing here.
+        wall_clock_breakdown: whether these lines show the time of forward, backward and step.
+        drop_last: whether the data loader drops an incomplete last micro-batch.
+        without_effect: (path, reason) of each key that has no effect here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
-        left_auto: paths whose value is "auto" although they have an effect; they count as not set.
-            See `undecided`.
+        left_auto: paths at "auto" of keys that would have an effect. They count as not set; see
+            `undecided`.
         remarks: other sentences for the start of the run.
         given: the configuration itself, as one nested dict.
     """
@@ -105,17 +105,15 @@ class DeepSpeedConfig:
 
     @property
     def precision(self) -> str | None:
-        """None where neither fp16 nor bf16 is enabled: DeepSpeed then leaves the model in the
-        dtypes that it came in.
+        """The enabled precision, "fp16" or "bf16". None if neither is: as in DeepSpeed, the model
+        then keeps its dtypes.
         """
         found = self.recipe_arguments["precision"]
         return None if found is None else str(found)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences to show once at the start of a run: everything in the configuration that does
-        not do something.
-        """
+        """Sentences to show once at the start of a run: what has no effect, and the remarks."""
         by_reason: dict[str, list[str]] = {}
         for path, reason in self.without_effect:
             by_reason.setdefault(reason, []).append(path)
@@ -133,10 +131,11 @@ class DeepSpeedConfig:
         return (*lines, *self.remarks)
 
     def undecided(self, optimizer: bool = False, scheduler: bool = False) -> list[str]:
-        """Paths left at "auto" that decide what is trained, and that nothing else decides.
+        """Return paths left at "auto" that decide what is trained, and that nothing else decides.
 
         Args:
-            optimizer, scheduler: given beside the configuration, whose own does not count then.
+            optimizer, scheduler: whether one was given beside the configuration, in place of the
+                configuration's own.
         """
         settled = (
             ["fp16."] if self.precision == "bf16" else ["bf16."] if self.precision == "fp16" else []
@@ -149,8 +148,8 @@ class DeepSpeedConfig:
 
     @property
     def recipe_notes(self) -> tuple[str, ...]:
-        """`notes`, and what the configuration says that is no part of a recipe but of
-        `onefold.initialize`.
+        """`notes`, and a sentence with the settings that only `onefold.initialize` applies, because
+        they are not part of a recipe.
         """
         parts = {
             "optimizer": self.optimizer,
@@ -179,13 +178,13 @@ def read_deepspeed(
     Args:
         config: a dict, the path of a JSON file, or the same JSON in URL-safe base64 (as some
             launchers pass it).
-        world_size: data-parallel ranks, for the rule train = micro x accumulation x ranks; None
-            leaves it unchecked.
+        world_size: number of data-parallel ranks, to check train = micro x accumulation x ranks;
+            None does not check.
 
     Raises:
         ValueError: a misspelt key, a wrong value, keys that contradict each other.
-        NotImplementedError: a key that asks for a capability that is not built.
-        FileNotFoundError: no such file.
+        NotImplementedError: a key asks for a capability that is not built.
+        FileNotFoundError: there is no such file.
     """
     read = Reading()
     tree = nested(loaded(config))
@@ -258,14 +257,15 @@ def read_deepspeed(
 
 
 def recipe_from(config: Mapping[str, Any] | str, world_size: int | None = None) -> Recipe:
-    """The recipe that a DeepSpeed configuration (a dict or the path of its JSON file) asks for.
+    """Return the recipe of a DeepSpeed configuration (a dict, or the path of a JSON file).
 
-    `notes` lists the keys that have no effect here. Batch sizes are checked against `world_size` if
-    it is given.
+    The recipe's `notes` list the keys that have no effect here. Batch sizes are checked against
+    `world_size` if it is given.
 
     Raises:
-        ValueError: the configuration contradicts itself, or says "auto" where it decides the
-            recipe. NotImplementedError: it asks for what is not built.
+        ValueError: the configuration contradicts itself, or says "auto" for a value that decides
+            the recipe.
+        NotImplementedError: the configuration asks for a capability that is not built.
     """
     read = read_deepspeed(config, world_size)
     refuse_auto(
@@ -280,10 +280,10 @@ def resolve_batch_sizes(
     """Fill in what the rule train = micro x accumulation x world size determines.
 
     With only `train` or only `micro` given, accumulation is 1, as in DeepSpeed. Without a world
-    size no more is.
+    size, nothing is filled in.
 
     Raises:
-        ValueError: the three do not fit, or do not divide.
+        ValueError: the three contradict the rule, or `train` is not divisible by the others.
     """
     if world_size is None or (train is None and micro is None):
         return BatchSizes(train, micro, accumulation)

@@ -1,6 +1,4 @@
-"""One pass over a DeepSpeed configuration, section by section, by the tables of
-`deepspeed.keys`.
-"""
+"""One pass over a DeepSpeed configuration, section by section, by the tables of keys.py."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 from onefold.integrations.deepspeed.config.keys import OFFLOAD, SECTIONS, TOP, Section
 from onefold.integrations.deepspeed.config.values import AUTO, asks, check_value, is_unset, nearest
 
-#: Where a key may belong that stands elsewhere, and keys that stand in too many places to tell.
+#: The sections in which a misplaced key is looked up, and keys that too many sections have.
 _PLACES: Mapping[str, Section] = {
     "": TOP,
     **SECTIONS,
@@ -20,11 +18,10 @@ _ANYWHERE = ("type", "params", "enabled", "device")
 
 
 class Reading:
-    """Collects what has to be listed.
+    """Checks sections, and collects what has to be listed.
 
     Attributes:
-        without_effect: (path, reason). unknown, left_auto: paths. remarks: sentences. All as of
-            `DeepSpeedConfig`.
+        without_effect, unknown, left_auto, remarks: see `DeepSpeedConfig`.
     """
 
     def __init__(self) -> None:
@@ -36,7 +33,12 @@ class Reading:
     def section(
         self, prefix: str, given: Mapping[str, Any], known: Section, aliases: Mapping[str, str]
     ) -> dict[str, Any]:
-        """The values of the keys that are read, checked; the others are listed or raised."""
+        """Return the checked values of a section's keys, and list keys without effect.
+
+        Raises:
+            ValueError: a misspelt or misplaced key, a wrong value, or a missing required key.
+            NotImplementedError: a key of class `later` asks for something.
+        """
         values: dict[str, Any] = {}
         for raw, value in given.items():
             name = aliases.get(raw, raw)

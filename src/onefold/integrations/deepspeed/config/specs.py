@@ -1,16 +1,15 @@
-"""The optimizer and the scheduler that a DeepSpeed configuration names, checked and translated to
-torch's names.
+"""Check and translate the optimizer and the schedule that a DeepSpeed configuration names.
 
-The names mislead in two places, and training would differ silently if they were taken at their
-word:
+DeepSpeed's names and defaults differ from torch's. Read literally, a file would silently train
+differently:
 
 | the file says               | DeepSpeed runs              | so does Onefold                                         |
 |-----------------------------|-----------------------------|---------------------------------------------------------|
 | "Adam"                      | AdamW                       | torch.optim.AdamW                                       |
 | "Adam", adam_w_mode: false  | Adam (L2 in the gradient)   | torch.optim.Adam                                        |
-| "AdamW", adam_w_mode: false | AdamW all the same          | torch.optim.AdamW                                       |
+| "AdamW", adam_w_mode: false | AdamW                       | torch.optim.AdamW                                       |
 | no weight_decay             | 0 (torch_adam: torch's)     | weight_decay=0.0 (with torch_adam, torch's own default) |
-| either of them              | FusedAdam, DeepSpeedCPUAdam | fused=True, wherever states rest (torch_adam: torch's)  |
+| "Adam" or "AdamW"           | FusedAdam, DeepSpeedCPUAdam | fused=True on every tier (torch_adam: torch's default)  |
 """
 
 from __future__ import annotations
@@ -36,8 +35,12 @@ from onefold.integrations.deepspeed.config.values import check_arguments, neares
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """`name` is a class of torch.optim or "Lion", `params` its arguments but the parameters; `given` is the
-    name in the file.
+    """An optimizer to make.
+
+    Attributes:
+        name: a class of torch.optim, or "Lion".
+        params: its arguments, without the parameters.
+        given: its name in the file.
     """
 
     name: str
@@ -47,8 +50,11 @@ class OptimizerSpec:
 
 @dataclass(frozen=True)
 class SchedulerSpec:
-    """`name` is one of DeepSpeed's schedules or a class of torch.optim.lr_scheduler, `params` its
-    arguments.
+    """A schedule to make.
+
+    Attributes:
+        name: one of DeepSpeed's schedules, or a class of torch.optim.lr_scheduler.
+        params: its arguments, without the optimizer.
     """
 
     name: str
@@ -56,12 +62,12 @@ class SchedulerSpec:
 
 
 def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
-    """The spec of the section {"type": ..., "params": {...}}; what of it has no effect, or was left
-    at "auto", goes into `read`.
+    """Read a section {"type": ..., "params": {...}}. List in `read` which params have no effect,
+    and which are left at "auto".
 
     Raises:
-        ValueError: an unknown or unsuited optimizer, or unknown or wrong params.
-        NotImplementedError: an Adam that torch does not have.
+        ValueError: an unknown optimizer, one that cannot be sharded, or unknown or wrong params.
+        NotImplementedError: a variant of Adam that torch does not have.
     """
     given = section["type"]
     names = {name.lower(): name for name in ELEMENTWISE_OPTIMIZERS}
@@ -95,7 +101,7 @@ def read_optimizer(section: Mapping[str, Any], read: Reading) -> OptimizerSpec:
 
 
 def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The table at the top of this file."""
+    """Translate Adam's name and arguments by the table at the top of this file."""
     if not values.get("bias_correction", True):
         raise NotImplementedError(
             "optimizer.params.bias_correction=false: torch's Adam always corrects the bias; leave"
@@ -118,7 +124,7 @@ def _adam(name: str, values: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def read_scheduler(section: Mapping[str, Any]) -> tuple[SchedulerSpec, list[str]]:
-    """The spec of the section {"type": ..., "params": {...}}, and the paths left at "auto".
+    """Read a section {"type": ..., "params": {...}}. Also return the paths left at "auto".
 
     Raises:
         ValueError: an unknown schedule, or unknown, wrong or missing params.
@@ -157,7 +163,7 @@ def _torch_schedules() -> list[str]:
 
 
 def _signature(cls: type) -> Section:
-    """The keys that `cls` takes, each with the kind of its default value."""
+    """Return the keys that `cls` accepts, each with the kind of its default value."""
     keys: dict[str, Key] = {}
     for name, parameter in inspect.signature(cls).parameters.items():
         if name in ("params", "optimizer") or parameter.kind is parameter.VAR_KEYWORD:

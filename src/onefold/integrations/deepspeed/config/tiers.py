@@ -1,4 +1,4 @@
-"""Where a DeepSpeed configuration wants training state to rest, as arguments of `Recipe.zero`.
+"""Translate a DeepSpeed configuration's offloading keys to arguments of `Recipe.zero`.
 
 | the file says                                     | becomes                                                          |
 |---------------------------------------------------|------------------------------------------------------------------|
@@ -9,9 +9,11 @@
 | aio: queue_depth x intra_op_parallelism           | nvme_threads, at most 64                                         |
 | cpu_offload, cpu_offload_param (older files)      | the device "cpu" of the two sections                             |
 
-DeepSpeed's own rules are looser or tighter in places; where a file runs there and means something
-else here, a remark says so: it keeps states on the host below stage 3 even where the device is
-"nvme", wants stage 3 for a ratio, and passes offload_param over below stage 3.
+DeepSpeed's own rules differ in places:
+
+- below stage 3 it keeps states on the host even if the device is "nvme" (a remark says so);
+- it accepts a ratio at stage 3 only;
+- below stage 3 it ignores offload_param, as Onefold does (listed as without effect).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from onefold.integrations.deepspeed.config.keys import AIO, AIO_ALIASES, OFFLOAD
 from onefold.integrations.deepspeed.config.reading import Reading
 from onefold.recipe.options import SECTOR
 
-#: DeepSpeed's sub_group_size where the file has none: so large that nothing is divided.
+#: DeepSpeed's default of sub_group_size, which is so large that nothing is divided.
 _WHOLE = 1_000_000_000
 _SMALLEST_CHUNK = 16 * SECTOR  # elements
 _QUEUE_DEPTH, _PARALLELISM, _MOST_THREADS = 8, 1, 64
@@ -31,11 +33,12 @@ _STATES, _PARAMETERS = "zero_optimization.offload_optimizer", "zero_optimization
 
 
 def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Recipe.zero` that say where state rests; what else there is to say goes
-    into `read`.
+    """Return the arguments of `Recipe.zero` that say where state is stored. List in `read` what has
+    no effect, and remarks.
 
     Args:
-        zero: the checked values of "zero_optimization". aio: the section of that name, as given.
+        zero: the checked values of "zero_optimization".
+        aio: the section "aio", as given.
 
     Raises:
         ValueError: a misspelt key, a wrong value, sections that contradict each other, or NVMe
@@ -87,8 +90,8 @@ def read_tiers(read: Reading, zero: Mapping[str, Any], aio: Mapping[str, Any]) -
 
 
 def _section(read: Reading, name: str, zero: Mapping[str, Any], old: str) -> dict[str, Any]:
-    """The values of a section; its device is "none" where it asks for nothing, and nothing of it is
-    listed then.
+    """Return the values of a section. If its device is "none", no key of it is listed as without
+    effect.
     """
     path, mark = f"zero_optimization.{name}", len(read.without_effect)
     values = read.section(path, zero.get(name, {}), OFFLOAD[name], {})
@@ -106,7 +109,7 @@ def _section(read: Reading, name: str, zero: Mapping[str, Any], old: str) -> dic
 
 
 def _folders(read: Reading, sections: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The folders on disks that are named where something rests on NVMe."""
+    """Return the folders for what is stored on NVMe."""
     folders: list[str] = []
     asking = [path for path, values in sections.items() if values["device"] == "nvme"]
     for path, values in sections.items():
@@ -159,7 +162,7 @@ def _chunk(read: Reading, zero: Mapping[str, Any], on_disk: bool) -> dict[str, i
 
 def _threads(read: Reading, aio: Mapping[str, Any], on_disk: bool) -> dict[str, int]:
     mark = len(read.without_effect)
-    if not on_disk:  # a key of it that cannot be is told all the same
+    if not on_disk:  # wrong keys still raise, but use_gds has nothing to ask for
         aio = {name: value for name, value in aio.items() if name != "use_gds"}
     values = read.section("aio", aio, AIO, AIO_ALIASES)
     if not on_disk:

@@ -1,5 +1,6 @@
-"""Values of a DeepSpeed configuration checked against their rows in `deepspeed.keys`; errors say
-what to change.
+"""Check values of a DeepSpeed configuration against their rows in keys.py.
+
+Errors say what to change.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ AUTO = "auto"
 
 
 def is_unset(value: Any) -> bool:
-    """None and "auto" both mean that nobody has chosen a value."""
+    """Whether nobody has chosen a value: it is None or "auto"."""
     return value is None or (isinstance(value, str) and value == AUTO)
 
 
 def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that `given` is probably a misspelling of, or None."""
+    """Return the known name that `given` probably misspells, or None."""
     by_lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(given.lower(), list(by_lower), 1, cutoff=0.8)
     return by_lower[near[0]] if near else None
 
 
 def check_value(path: str, value: Any, key: Key) -> Any:
-    """`value` as the type of `key`: counts as int (or `math.inf` where endless), numbers as float,
-    texts as they are.
+    """Return `value` in the type of `key`: a count as int (or `math.inf` if endless), a number as
+    float, a text as str (in lower case if it has choices).
 
     Raises:
-        ValueError: a value of another type or out of bounds; the sentence says what was given and
-            what was expected.
+        ValueError: the value is of another type or out of bounds. The message says what was given
+            and what was expected.
     """
     if key.kind == "any":
         return value
@@ -109,8 +110,9 @@ def _without_quotes(value: Any) -> str:
 
 
 def asks(value: Any, key: Key) -> bool:
-    """Whether a `later` key asks for the capability that it names. An empty section, "enabled": false
-    and a section of which nothing asks do not.
+    """Whether the value of a `later` key asks for the capability.
+
+    An empty section, "enabled": false, and a section of which no entry asks do not.
     """
     if is_unset(value):
         return False
@@ -128,12 +130,11 @@ def asks(value: Any, key: Key) -> bool:
 def check_arguments(
     path: str, given: Mapping[str, Any], known: Section
 ) -> tuple[dict[str, Any], list[str]]:
-    """The set values of a closed section (an optimizer's or a schedule's params), and the paths
-    left at "auto".
+    """Return the checked values of an optimizer's or a schedule's params, and the paths at "auto".
 
     Raises:
-        ValueError: an unknown key (nothing here may be passed on blindly), a wrong value, or a
-            required one missing.
+        ValueError: an unknown key, a wrong value, or a missing required key. An unknown key raises
+            because the values are passed on as arguments.
     """
     values: dict[str, Any] = {}
     left_auto: list[str] = []

@@ -1,4 +1,4 @@
-"""`get_accelerator` and `OnDevice`: the device, over onefold.device."""
+"""`deepspeed.get_accelerator` and `deepspeed.OnDevice`, built on onefold.device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from onefold.memory.host import free_host_memory, total_host_memory
 
 
 class Accelerator:
-    """What scripts ask of `get_accelerator()`, over onefold.device."""
+    """The object that `get_accelerator()` returns: the methods that scripts use most."""
 
     def is_available(self) -> bool:
         return available()
@@ -82,7 +82,7 @@ class Accelerator:
     memory_cached, max_memory_cached = memory_reserved, max_memory_reserved
 
     def _figures(self) -> MemoryFigures:
-        """Of this rank's device; zeros without an accelerator."""
+        """Return the memory figures of this rank's device; zeros without an accelerator."""
         return memory_figures(self.device(_index())) or MemoryFigures(0, 0, 0, 0)
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
@@ -106,10 +106,10 @@ class Accelerator:
         return available() and tensor.is_pinned()
 
     def range_push(self, msg: str) -> None:
-        """Nothing: torch's profiler names what runs."""
+        """Do nothing: torch's profiler already names the operators."""
 
     def range_pop(self) -> None:
-        """Nothing; see `range_push`."""
+        """Do nothing; see `range_push`."""
 
     def is_bf16_supported(self) -> bool:
         return True
@@ -144,7 +144,7 @@ class Accelerator:
 
 
 def _index() -> int:
-    """This rank's device on its machine."""
+    """Return the index of this rank's device on its machine."""
     return local_rank() % max(device_count(), 1) if available() else 0
 
 
@@ -153,7 +153,7 @@ def get_accelerator() -> Accelerator:
 
 
 class OnDevice:
-    """Inside, modules are made on the device: "meta" for a model that `initialize` fills."""
+    """Make modules on `device`, with `dtype` as the default dtype. "meta" allocates no memory."""
 
     def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
         self.dtype, self.enabled = dtype, enabled

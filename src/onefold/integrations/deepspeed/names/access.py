@@ -1,7 +1,7 @@
-"""A parameter's whole gradient, master weights and optimizer states, read and written.
+"""Read and write a parameter's gradient, master weights and optimizer states.
 
-The full ones are collective: every rank calls them. The local ones are this rank's elements,
-one-dimensional.
+The `full` functions work on whole tensors. They are collective: every rank must call them.
+The `local` functions work on this rank's elements only, as a one-dimensional tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from onefold.runtime.parameters.parameter import ShardedParameter
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole gradient in fp32, of the parameter's shape; None if no rank has one.
+    """Return the whole gradient in fp32, in the parameter's shape; None if there is none.
 
-    To be called between `backward` and `step`, which clears gradients.
+    Call it between `backward` and `step`, because `step` clears the gradients.
     """
     grad = param.grad
     if grad is None:
@@ -35,7 +35,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The whole parameter from its master weights, in fp32."""
+    """Return the whole parameter in fp32, gathered from its master weights."""
     if isinstance(param, ShardedParameter):
         whole: Tensor = param.onefold.gather()  # type: ignore[attr-defined]
         return whole.float()
@@ -43,14 +43,16 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """The whole state of that name ("exp_avg", "exp_avg_sq"), in fp32; None before the first
-    step.
+    """Return a whole optimizer state in fp32; None before the first step.
+
+    `optim_state_key` is the state's name, such as "exp_avg" or "exp_avg_sq".
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if spec is None:
         return None if held is None else held.detach().float()
     with disable_torch_function():
-        # A rank that owns nothing of the parameter may have no state of it
+        # A rank that owns no element of the parameter may have no state, so the ranks must agree
+        # on whether any of them has one.
         known = spec.exchange(torch.tensor([float(held is not None)]), "optimizer states")
         if not bool((known > 0).any()):
             return None
@@ -59,7 +61,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's elements of the gradient, in fp32."""
+    """Return this rank's elements of the gradient, in fp32."""
     grad = param.grad
     if grad is None:
         return None
@@ -68,19 +70,19 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """This rank's elements of the master weights, in fp32."""
+    """Return this rank's elements of the master weights, in fp32."""
     with disable_torch_function():
         return param.detach().as_subclass(Tensor).reshape(-1).float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's elements of the state."""
+    """Return this rank's elements of an optimizer state, in fp32; None if there is none yet."""
     held = _state_of(param, optim_state_key)
     return None if held is None else held.detach().reshape(-1).float()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Give the parameter a whole gradient; every rank the same."""
+    """Set the gradient from a whole tensor, which must be the same on every rank."""
     spec = spec_of(param)
     with disable_torch_function():
         held = param.dtype
@@ -89,7 +91,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write the master weights from a whole tensor; every rank the same."""
+    """Write the master weights from a whole tensor, which must be the same on every rank."""
     with disable_torch_function():
         held, device = param.dtype, param.device
     _check("safe_set_full_fp32_param", param, value)
@@ -98,10 +100,11 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Write a state from a whole tensor; every rank the same.
+    """Write an optimizer state from a whole tensor, which must be the same on every rank.
 
     Raises:
-        ValueError: the optimizer has no such state yet, where this rank has elements of it.
+        ValueError: this rank owns elements of the parameter, but the optimizer has no such state
+            yet.
     """
     _check("safe_set_full_optimizer_state", param, value)
     held, spec = _state_of(param, optim_state_key), spec_of(param)
@@ -117,8 +120,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 def safe_update_full_grad_vectorized(
     param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Give each parameter that has a gradient `update_func(whole gradient, parameter)` in place of
-    it; every rank the same.
+    """Replace each whole gradient by `update_func(gradient, parameter)`.
+
+    Parameters without a gradient are skipped. `update_func` must return the same on every rank.
     """
     for param in param_list:
         grad = safe_get_full_grad(param)
@@ -130,7 +134,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Write this rank's elements of the gradient.
 
     Raises:
-        ValueError: there is no gradient, or it has another number of elements.
+        ValueError: there is no gradient, or `value` has another number of elements.
     """
     if param.grad is None:
         raise ValueError(
@@ -147,10 +151,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Write this rank's elements of a state.
+    """Write this rank's elements of an optimizer state.
 
     Raises:
-        ValueError: the optimizer has no such state yet, where this rank has elements of it.
+        ValueError: this rank owns elements of the parameter, but the optimizer has no such state
+            yet.
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if held is None and spec is not None and spec.start == spec.stop:
@@ -191,7 +196,7 @@ def _check(call: str, param: nn.Parameter, value: Tensor) -> None:
 
 
 def _state_of(param: nn.Parameter, key: str) -> Any:
-    """What the optimizer holds under that name; None if there is none."""
+    """Return the optimizer's state tensor of that name; None if there is none."""
     entry: Any = param.__dict__.get("_onefold_entry")
     known = entry() if entry is not None else None
     engine = known.engine() if known is not None else None

@@ -1,4 +1,4 @@
-"""`deepspeed.comm` beside the names that are torch.distributed's, and what launchers tell."""
+"""`init_distributed`, ranks, and the names of `deepspeed.comm` that torch.distributed lacks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def init_distributed(
     """Join the process group that the launcher's environment describes, unless there is one.
 
     Args:
-        dist_backend: None takes the one of the accelerator, gloo without one.
+        dist_backend: None takes the accelerator's backend, or gloo without an accelerator.
     """
     if dist.is_initialized() or dist_init_required is False:
         return
@@ -49,26 +49,26 @@ def init_distributed(
 
 
 def get_rank(group: Any = None) -> int:
-    """0 before there is a process group."""
+    """Return this process's rank; 0 before there is a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
 
 
 def get_world_size(group: Any = None) -> int:
-    """1 before there is a process group."""
+    """Return the number of ranks; 1 before there is a process group."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def get_world_group() -> Any:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return dist.group.WORLD
 
 
 def configure(*arguments: Any, **options: Any) -> None:
-    """Nothing: collectives are torch's, and not logged."""
+    """Do nothing: the collectives are torch's, and are not logged."""
 
 
 def log_summary(*arguments: Any, **options: Any) -> None:
-    """Say on the first rank that there is no log of collectives to sum up."""
+    """Warn on the first rank that there is no log of collectives to summarize."""
     if get_rank() == 0:
         logging.getLogger("DeepSpeed").warning(
             "log_summary: collectives are not logged under Onefold. `onefold plan` tells what a"
@@ -81,5 +81,5 @@ def get_local_rank() -> int:
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """This rank's number on its machine, as launchers tell it."""
+    """Return this rank's number on its machine, from the launcher's `LOCAL_RANK`."""
     return int(environment.get("LOCAL_RANK", 0))

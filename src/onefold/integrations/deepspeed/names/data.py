@@ -1,4 +1,4 @@
-"""Loaders, and tensors in nested containers."""
+"""`RepeatingLoader`, and functions over tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class RepeatingLoader:
-    """A loader that begins anew when it ends."""
+    """A data loader that starts again when it ends."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -30,7 +30,10 @@ class RepeatingLoader:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = lambda _: True) -> Any:
-    """Tensors in lists, tuples and dicts, on the device."""
+    """Move the tensors in lists, tuples and dicts to a device.
+
+    A tensor for which `criterion_func` is false stays where it is.
+    """
     if isinstance(item, torch.Tensor):
         return item.to(device) if criterion_func(item) else item
     if isinstance(item, (list, tuple)):
@@ -41,8 +44,9 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = lambda _: True)
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Tensors in lists, tuples and dicts, copied to memory of their own. What is one tensor under
-    two names, tied weights for instance, is one copy.
+    """Copy the tensors in lists, tuples and dicts to memory of their own.
+
+    A tensor that occurs twice (tied weights) is copied once, so that it stays tied.
     """
     copies: dict[int, torch.Tensor] = {}
 

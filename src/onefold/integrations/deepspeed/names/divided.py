@@ -1,18 +1,18 @@
-"""Parameters that no engine has yet, of which each rank keeps an interval: made under `zero.Init`.
+"""Divided parameters: made under `zero.Init`, with one interval on each rank, and no engine yet.
 
     a parameter of 10 elements on 4 ranks: [0 .. 3) [3 .. 6) [6 .. 9) [9 .. 10)
 
-It keeps its identity, shape, dtype and marks, and one element of memory. Its class says what may be
-asked of it:
+A divided parameter keeps its identity, shape, dtype and attributes, and one element of memory. Its
+class decides what each use does:
 
-| who asks                                       | gets                                              |
+| use                                            | result                                            |
 |------------------------------------------------|---------------------------------------------------|
-| shape, dtype, device, number of elements       | the whole parameter's                             |
-| `to()`, `half()`, `detach()`, `.data`          | another stand-in; values follow when they come    |
-| anything else, while a model is made in `Init` | rank 0's whole values: it is gathered (init.py)   |
-| anything else                                  | an error: gather it by `zero.GatheredParameters`  |
-| `p.data = value`                               | the value, a plain parameter from here on         |
-| `onefold.shard`                                | the values of one unit at a time                  |
+| shape, dtype, device, number of elements       | that of the whole parameter                       |
+| `to()`, `half()`, `detach()`, `.data`          | a stand-in: the same shape, without values        |
+| anything else, while a model is made in `Init` | it is gathered: rank 0's whole values (init.py)   |
+| anything else                                  | an error that names `zero.GatheredParameters`     |
+| `p.data = value`                               | it becomes a plain parameter with that value      |
+| `onefold.shard`                                | its values are read, one unit at a time           |
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from onefold.device import available, default_device
 from onefold.runtime.parameters.operators.names import words
 from onefold.runtime.state.materialize import KEEPER
 
-#: Where a parameter keeps the number that it got under `Init`, alike on all ranks.
+#: The attribute for the number that a parameter got under `Init`, the same on all ranks.
 NUMBER = "_onefold_init_number"
-#: Where it keeps this rank's interval.
+#: The attribute for this rank's interval of the values.
 _VALUES = "_onefold_init_values"
-#: A mark on one that stays whole.
+#: The attribute that marks a parameter that stays whole.
 _STAYS = "_onefold_init_stays"
 _numbers = itertools.count()
 
-#: What is answered without values.
+#: Operations that need no values.
 _QUESTIONS = words(
     """
     shape ndim dtype device layout requires_grad requires_grad_ is_leaf is_meta is_cuda is_cpu grad
@@ -52,17 +52,17 @@ _QUESTIONS = words(
     ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
     """
 )
-#: What gives another tensor of the same elements: a stand-in as well.
+#: Operations that give another tensor of the same elements. Their result is a stand-in, too.
 _FOLLOWS = words("data detach to float half bfloat16 double cpu cuda type_as")
 
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 
-#: What gathers parameters for whoever makes a model now; None outside `Init`.
+#: The function of the active `Init` that gathers parameters; empty outside `Init`.
 gathers: list[Callable[[Sequence[nn.Parameter]], None]] = []
 
 
 class _Divided:
-    """See the table of this file."""
+    """The base of divided parameters and stand-ins: decides what each use does (see the table)."""
 
     __slots__ = ()
 
@@ -91,11 +91,11 @@ class _Divided:
 
 
 class StandIn(_Divided, Tensor):
-    """What `detach()`, `.data` and `to()` give of a divided parameter: its face, without values."""
+    """The result of `detach()`, `.data` or `to()` of a divided parameter: shape and dtype only."""
 
 
 class DividedParameter(_Divided, nn.Parameter):
-    """See the table of this file. A parameter gets this class, and loses it again."""
+    """The class of a parameter while it is divided. It is `nn.Parameter` again once it is whole."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
@@ -112,7 +112,10 @@ class DividedParameter(_Divided, nn.Parameter):
 
 
 class Intervals:
-    """The keeper of divided parameters (see runtime/state/materialize.py)."""
+    """The keeper of divided parameters (see runtime/state/materialize.py).
+
+    `onefold.shard` calls `give_up` just before it lays a unit out.
+    """
 
     def give_up(self, params: Sequence[nn.Parameter]) -> None:
         gather(params)
@@ -126,8 +129,9 @@ _KEPT = Intervals()
 
 
 def gather(params: Sequence[nn.Parameter]) -> None:
-    """Make them whole on every rank. Rank 0's values count, also where it was given others by
-    `p.data = value`. Collective.
+    """Make the parameters whole on every rank, with rank 0's values. Collective.
+
+    If rank 0 has replaced a parameter by `p.data = value`, its new values are broadcast.
     """
     replaced = agreed([not isinstance(p, DividedParameter) for p in params])
     for param, is_replaced in zip(params, replaced, strict=True):
@@ -145,15 +149,13 @@ def gather(params: Sequence[nn.Parameter]) -> None:
 
 
 def number(param: nn.Parameter) -> None:
-    """Number it in the order in which all ranks make parameters."""
+    """Give the parameter its number. All ranks make parameters in the same order."""
     param.__dict__.setdefault(NUMBER, next(_numbers))
     param.__dict__[KEEPER] = _KEPT
 
 
 def can_divide(param: nn.Parameter) -> bool:
-    """Whether it is a plain parameter with values here; others stay whole until they are laid
-    out.
-    """
+    """Whether it is a plain parameter with values here. Others stay whole until `onefold.shard`."""
     return type(param) is nn.Parameter and _STAYS not in param.__dict__ and _has_values(param)
 
 
@@ -163,13 +165,14 @@ def _has_values(param: nn.Parameter) -> bool:
 
 
 def stays(param: nn.Parameter) -> None:
-    """It is not to be divided."""
+    """Mark a parameter that must not be divided."""
     param.__dict__[_STAYS] = True
 
 
 def divide(param: nn.Parameter, source: int) -> None:
-    """Keep this rank's interval of `source`'s values; all of them, of what is not divided.
-    Collective.
+    """Keep this rank's interval of the values that rank `source` has. Collective.
+
+    A parameter that cannot be divided gets all of `source`'s values.
     """
     if isinstance(param, DividedParameter):
         return
@@ -193,7 +196,11 @@ def divide(param: nn.Parameter, source: int) -> None:
 
 
 def keep(param: nn.Parameter, values: Tensor | None) -> None:
-    """Keep this rank's interval of its own values, or of those that it had. Local."""
+    """Divide a whole parameter without communication.
+
+    Args:
+        values: this rank's interval; None cuts it from the values that the parameter has here.
+    """
     if not can_divide(param):
         return
     if values is None:
@@ -206,13 +213,13 @@ def keep(param: nn.Parameter, values: Tensor | None) -> None:
 
 
 def values_of(param: nn.Parameter) -> Tensor | None:
-    """This rank's interval; None if the parameter is whole here."""
+    """Return this rank's interval; None if the parameter is whole here."""
     values: Tensor | None = param.__dict__.get(_VALUES)
     return values
 
 
 def stand_in(param: nn.Parameter, values: Tensor, count: int | None = None) -> None:
-    """Keep `values` aside, and one element in place of the whole."""
+    """Keep this rank's interval `values` in an attribute, and one element as the data."""
     param.__dict__[_VALUES] = values
     param.__dict__[KEEPER] = _KEPT
     if count is not None:
@@ -223,7 +230,7 @@ def stand_in(param: nn.Parameter, values: Tensor, count: int | None = None) -> N
 
 
 def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give it another dtype, whole or divided."""
+    """Give a parameter, whole or divided, another dtype."""
     values = values_of(param)
     if values is None:
         param.data = param.data.to(dtype)
@@ -232,7 +239,7 @@ def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
-    """`source`'s values to all ranks, over the accelerator where the backend knows nothing else."""
+    """Broadcast `source`'s values, by way of the accelerator if the backend needs that."""
     there = tensor.to(_wire(tensor.device)).contiguous()
     dist.broadcast(as_bytes(there), src=source)
     if there is not tensor:
@@ -240,20 +247,20 @@ def broadcast(tensor: Tensor, source: int) -> None:
 
 
 def agreed(mine: Sequence[bool]) -> list[bool]:
-    """Rank 0's answers, on every rank."""
+    """Return rank 0's answers on every rank."""
     said = torch.tensor(list(mine), dtype=torch.uint8, device=_wire(torch.device("cpu")))
     dist.broadcast(said, src=0)
     return [bool(answer) for answer in said.tolist()]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The same memory, of a dtype that every backend sends."""
+    """View the same memory as bytes, which every backend can send."""
     flat = tensor.detach().reshape(-1)
     return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
 def _wire(device: torch.device) -> torch.device:
-    """Where the backend takes what lies on `device`."""
+    """Return the device from which the backend can send a tensor on `device`."""
     if device.type == "cpu" and available() and dist.get_backend() == "nccl":
         return default_device()
     return device
@@ -269,7 +276,7 @@ def _gathered(values: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """One element of that shape; NaN rather than a number of no meaning."""
+    """Return one element, expanded to the shape; NaN, so that a use by mistake shows."""
     value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(shape)
 
@@ -284,7 +291,7 @@ def _set_data(param: DividedParameter, value: Tensor) -> None:
 
 
 def _follow(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """A stand-in of what `func` gives of one element."""
+    """Apply `func` to the one element, and return the result as a stand-in."""
     with torch._C.DisableTorchFunctionSubclass():
         one = tensor.detach().as_subclass(Tensor).as_strided((), ())
         made = func(one, *args, **kwargs)
@@ -292,7 +299,7 @@ def _follow(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _among(given: Any) -> Iterator[nn.Parameter]:
-    """The divided parameters among arguments."""
+    """Yield the divided parameters among arguments."""
     if isinstance(given, DividedParameter):
         yield given
     elif isinstance(given, dict):
@@ -313,7 +320,7 @@ def _refuse(what: str, args: Any) -> NoReturn:
 
 
 def shapes(params: Sequence[nn.Parameter]) -> str:
-    """These parameters, for a message."""
+    """Describe the parameters for a message, by their shapes."""
     sizes = [str(tuple(p.shape)) for p in params]
     some = ", ".join(sizes[:3]) + (", ..." if len(sizes) > 3 else "")
     return f"{'a parameter' if len(sizes) == 1 else f'{len(sizes)} parameters'} of shape {some}"

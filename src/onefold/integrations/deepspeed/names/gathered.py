@@ -1,16 +1,17 @@
-"""`zero.GatheredParameters`, before the engine and behind it.
+"""`zero.GatheredParameters`, for parameters with and without an engine.
 
-| a parameter                      | on a rank   | inside `GatheredParameters`          |
-|----------------------------------|-------------|--------------------------------------|
-| made under `Init`, no engine yet | an interval | whole, rank 0's values               |
-| of an engine, divided            | an interval | whole, in master precision           |
-| with all others of its engine    | an interval | whole, in the dtype it computes in   |
-| in a forward or backward pass    |             | as it is: it is gathered when used   |
-| any other                        | whole       | as it is                             |
+| a parameter                             | before      | inside `GatheredParameters`         |
+|-----------------------------------------|-------------|-------------------------------------|
+| made under `Init`, no engine yet        | an interval | whole, rank 0's values              |
+| sharded by an engine                    | an interval | whole, in master precision          |
+| sharded, given with all of its engine's | an interval | whole, in the compute dtype         |
+| inside a forward or backward pass       |             | unchanged: it is gathered when used |
+| any other                               | whole       | unchanged                           |
 
-On leaving, the values of `modifier_rank` are everybody's, and masters are gathered for it; without
-one, what was changed is dropped. A model whose parameters are all inside sends nothing in its forward
-passes: ranks may generate texts of different lengths.
+With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every
+rank takes the values of that rank. Without one, changes are dropped. A forward pass inside
+communicates nothing if all parameters of the model were given, so ranks may generate texts of
+different lengths.
 """
 
 from __future__ import annotations
@@ -39,14 +40,17 @@ _WRITTEN = "_onefold_written_inside"
 
 
 class _Early:
-    """What a rank kept of a parameter that no engine has."""
+    """What a rank keeps of a parameter without an engine: its interval, shape and dtype."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self.values, self.shape, self.dtype = divided.values_of(param), param.shape, param.dtype
 
     def put_back(self, param: nn.Parameter, source: int | None, written: bool) -> None:
-        """Divide it again: the values of rank `source`, those that an inner context has kept, or
-        the former ones.
+        """Divide the parameter again.
+
+        Args:
+            source: the rank whose values are kept; None keeps no changes of this context.
+            written: whether a nested context has written the parameter. Its changes are kept.
         """
         same = param.shape == self.shape and param.dtype == self.dtype
         if source is not None:
@@ -60,7 +64,7 @@ class _Early:
 
 
 class GatheredParameters:
-    """Inside, the parameters are whole on every rank. Collective.
+    """Make parameters whole on every rank inside the context. Collective.
 
     Args:
         params: a parameter, several, or a module. Those that are whole already are left alone.
@@ -70,7 +74,8 @@ class GatheredParameters:
 
     Raises:
         ValueError: on leaving: a sharded parameter was given another shape.
-        NotImplementedError: `modifier_rank` with parameters that rest on NVMe or encoded.
+        RuntimeError: `modifier_rank` inside a forward or backward pass of the model.
+        NotImplementedError: `modifier_rank` with parameters that are stored on NVMe or encoded.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class GatheredParameters:
             self._gather(engine, entries)
 
     def _gather(self, engine: Engine, entries: list[Entry]) -> None:
-        """Make these plain whole parameters."""
+        """Turn sharded parameters into plain whole ones."""
         if self.modifier_rank is not None:
             _refuse_unwritable(entries)
         if engine.unset:
@@ -161,8 +166,9 @@ class GatheredParameters:
 
 
 def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
-    """Those that are not whole everywhere, each once, in an order that all ranks share: callers
-    may have collected them in a set.
+    """Return the parameters that some rank does not hold whole, each once.
+
+    The order is the same on all ranks, even if callers have collected them in a set.
     """
     given: Iterable[Any] = (
         params.parameters()
@@ -192,7 +198,7 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
 
 
 def _entry_of(param: Any) -> Entry | None:
-    """What its engine knows of it; None if it has none."""
+    """Return the engine's entry of a parameter; None if it has no engine."""
     known = getattr(param, "__dict__", {}).get("_onefold_entry")
     entry: Entry | None = known() if known is not None else None
     return entry
@@ -204,7 +210,7 @@ def _number(param: nn.Parameter) -> tuple[int, int]:
 
 
 def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]]]:
-    """The engines of these parameters, in the order of their first, with the entries of each."""
+    """Group parameters by engine, in the order of each engine's first parameter."""
     entries: dict[int, tuple[Engine, list[Entry]]] = {}
     for param in params:
         entry = _entry_of(param)
@@ -216,7 +222,7 @@ def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]
 
 
 def _by_flat(entries: list[Entry]) -> Iterator[tuple[Any, list[Entry]]]:
-    """What is gathered at once."""
+    """Group entries by flat buffer. The parameters of one buffer are gathered together."""
     flats: dict[int, tuple[Any, list[Entry]]] = {}
     for entry in entries:
         flats.setdefault(id(entry.flat), (entry.flat, []))[1].append(entry)
@@ -258,8 +264,8 @@ def _say(param: nn.Parameter, status: ZeroParamStatus) -> None:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing: a parameter that another module's forward pass uses is gathered when it is used."""
+    """Do nothing: a parameter is gathered when any module's forward pass uses it."""
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing; see `register_external_parameter`."""
+    """Do nothing; see `register_external_parameter`."""

@@ -1,4 +1,4 @@
-"""`zero.Init`: a model is made by every rank, and each keeps its part of what rank 0 made."""
+"""`zero.Init`: every rank makes the model, and keeps its part of rank 0's values."""
 
 from __future__ import annotations
 
@@ -18,39 +18,43 @@ from onefold.integrations.deepspeed.names.trl_digest import digest_by_parameter
 from onefold.integrations.deepspeed.setup import join
 from onefold.recipe import COMPUTE_DTYPES
 
-#: Bytes of parameters that a rank may hold whole while a model is made; one that is larger is held
-#: alone.
+#: Bytes of parameters that a rank may hold whole while a model is made. A parameter above the limit
+#: is the only whole one.
 LIMIT = 64 << 20
-#: References to a tensor's memory that are not another tensor's: its own, and that of who counts.
+#: References to the storage of a tensor that nobody else views: the tensor's own reference, and
+#: that of the storage object through which `_is_free` counts.
 _OWN_REFERENCES = 2
 
 
 class Init:
-    """Inside, a model is made as ever, and no rank holds it whole: of what rank 0 made each rank
-    keeps an interval.
+    """Make a model that no rank holds whole: each rank keeps an interval of rank 0's values.
 
-    | while a model is made                         | on each rank                                    |
-    |-----------------------------------------------|-------------------------------------------------|
-    | a parameter is new                            | whole, until `LIMIT` bytes are                  |
-    | more than that is whole                       | all but the newest are divided, rank 0's values |
-    | code reads or writes a divided one (`apply`)  | it is gathered, and counts as new               |
-    | somebody holds a view of one (on rank 0)      | it stays whole meanwhile                        |
-    | the end of the context                        | all are divided, in the configuration's dtype   |
+    | while a model is made                          | on each rank                                   |
+    |------------------------------------------------|------------------------------------------------|
+    | a parameter is new                             | it stays whole                                 |
+    | more than `LIMIT` bytes are whole              | all but the newest are divided                 |
+    | code uses a divided parameter (as `apply` may) | it is gathered, and counts as new              |
+    | rank 0 holds a view of a parameter             | it stays whole as long as the view exists      |
+    | the context ends                               | all are divided, in the configuration's dtype  |
 
-    Every rank runs the same code inside: divisions are collective, and ranks that do not come to the
-    same raise (rendezvous.py). Parameters of another class than `nn.Parameter`, those on the meta
-    device, and those that a weight is made of by torch's parametrizations (weight_norm) stay as they
-    are: who reads such a weight gathers nothing. What may be done with divided parameters is in
-    divided.py; `initialize` takes them over unit by unit.
+    Dividing and gathering are collective, so every rank must run the same code inside. Ranks that
+    do different things raise (rendezvous.py). These parameters are never divided:
+
+    - parameters of another class than `nn.Parameter`, and those on the meta device;
+    - the sources of torch's parametrizations (weight_norm), because reading the computed weight
+      would not gather them.
+
+    divided.py lists what may be done with divided parameters. `initialize` takes them over unit by
+    unit.
 
     Args:
-        module: a model that is made already: it is treated as if it had been made inside.
-        config_dict_or_path, config: the configuration, of which the precision counts. "auto" counts
-            as not set.
+        module: a model that exists already. It is treated as if it had been made inside.
+        config_dict_or_path, config: the configuration. Only its precision is used; "auto" counts as
+            not set.
         dtype: the dtype of parameters; None takes the configuration's, fp32 if it has none.
         enabled: False does nothing.
-        mem_efficient_linear, remote_device, pin_memory, data_parallel_group, mpu, others: accepted;
-            where state rests is the recipe's affair.
+        mem_efficient_linear, remote_device, pin_memory, data_parallel_group, mpu, others: accepted
+            without effect; the recipe says where state is stored.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class Init:
                 self._end()
 
     def __enter__(self) -> Init:
-        # Of two contexts the outer one does the work
+        # Of nested contexts, only the outermost does the work
         self.enabled = self.enabled and not divided.gathers
         if self.enabled:
             self._register = register = nn.Module.register_parameter
@@ -115,7 +119,7 @@ class Init:
             self._made, self._whole = {}, []
 
     def _note(self, param: nn.Parameter, stays: bool = False) -> None:
-        """A module has a parameter: if it is new, it is whole, and may go unless it `stays`."""
+        """Note a parameter that a module has registered. With `stays` it is never divided."""
         if id(param) in self._made or divided.NUMBER in param.__dict__ or param.is_meta:
             return
         self._made[id(param)] = param
@@ -126,18 +130,19 @@ class Init:
             self._add([param])
 
     def _gather(self, params: Sequence[nn.Parameter]) -> None:
-        """Code uses divided parameters while the model is made."""
+        """Gather divided parameters that code uses while the model is made."""
         rendezvous(lambda: f"a constructor reads or changes {divided.shapes(params)}", params)
         divided.gather(params)
         self._add(params)
 
     def _add(self, params: Sequence[nn.Parameter]) -> None:
-        """These are whole now, and stay so; others may have to go."""
+        """Count `params` as whole; divide older ones if more than `LIMIT` bytes are whole now."""
         self._whole += params
         if sum(_bytes(p) for p in self._whole) <= LIMIT + self._stuck:
             return
         rendezvous(lambda: "parameters are divided, to make others", self._whole)
-        # Whoever has a view of its memory may still write there: rank 0's values count
+        # A constructor that holds a view of a parameter may still write through it. Rank 0 decides
+        # for all, because its values are the ones that are kept.
         free = divided.agreed([_is_free(p) for p in self._whole])
         last = {id(p) for p in params}
         kept = []
@@ -150,7 +155,7 @@ class Init:
         self._stuck = sum(_bytes(p) for p in kept if id(p) not in last)
 
     def _end(self) -> None:
-        """Divide what is whole, and cast all."""
+        """Divide the parameters that are still whole, and cast all."""
         digest_by_parameter()
         if not _alone():
             rendezvous(lambda: "the model has been made", list(self._made.values()))
@@ -172,7 +177,7 @@ def _bytes(param: nn.Parameter) -> int:
 
 
 def _is_free(param: nn.Parameter) -> bool:
-    """Whether no other tensor has its memory."""
+    """Whether no other tensor shares the parameter's storage."""
     if not divided.can_divide(param):
         return False
     references: int = torch._C._storage_Use_Count(param.untyped_storage()._cdata)
@@ -182,5 +187,8 @@ def _is_free(param: nn.Parameter) -> bool:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, *args: Any, **kwargs: Any
 ) -> Callable[..., Tensor]:
-    """`fn` itself: `Init` changes no constructor of torch. transformers reads and replaces it."""
+    """Return `fn` unchanged: `Init` patches none of torch's constructors.
+
+    The name exists because transformers reads and replaces it.
+    """
     return fn

@@ -1,4 +1,7 @@
-"""Leaf modules: noted on the module, where libraries look. Units are the recipe's."""
+"""Leaf modules of stage 3: a mark on the module, which libraries read.
+
+The mark does not change how Onefold forms units.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import nn
 
 
 def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
-    """Note on the module that it is one unit."""
+    """Mark the module as a leaf, or remove the mark."""
     module._z3_leaf = flag  # type: ignore[assignment]
 
 
@@ -35,7 +38,7 @@ def _set_where(
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Note the modules of these classes, given by class or by name, as leaves; returns them."""
+    """Mark the modules of these classes, given by class or by name, as leaves, and return them."""
     wanted = tuple(leaf_module_classes)
 
     def fits(name: str, module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The logger, and messages of some ranks."""
+"""The logger, and messages that only some ranks print."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ logger = logging.getLogger("DeepSpeed")
 
 
 def log_dist(message: str, ranks: Any = None, level: int = logging.INFO) -> None:
-    """Log on these ranks; None or -1 is all of them."""
+    """Log on these ranks; None, or a list with -1 in it, means all ranks."""
     if ranks is None or -1 in ranks or get_rank() in ranks:
         logger.log(level, message)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Print the message and the memory in use, in GiB, on the first rank; without `force` nothing."""
+    """Print the message and the memory in use, in GiB, on the first rank, if `force` is true."""
     if not force or get_rank():
         return
     used = total_host_memory() - free_host_memory()
@@ -36,5 +36,5 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 def instrument_w_nvtx(func: _F) -> _F:
-    """The function as it is: torch's profiler names what it calls."""
+    """Return the function unchanged: torch's profiler already names the operators."""
     return func

@@ -1,4 +1,4 @@
-"""The schedules, made by hand."""
+"""DeepSpeed's schedules as constructors, for scripts that make one without a configuration."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The names of DeepSpeed's own optimizers: torch's, whose step on the host is as good.
+"""The names of DeepSpeed's own optimizers, served by torch's optimizers and Onefold's Lion.
 
-accelerate hands over the parameter groups of the optimizer that the user made, with all of its
-options. Those that the class here does not have are left out.
+accelerate passes the parameter groups of the optimizer that the user made, with all their options.
+Options that the class here does not have are dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from onefold.integrations.deepspeed.lion import Lion
 
 
 def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any]]:
-    """Parameter groups with those of their options that are in `options`."""
+    """Return the parameter groups without the options that are not in `options`."""
     listed = list(params)
     if listed and not isinstance(listed[0], dict):
         listed = [{"params": listed}]
@@ -55,7 +55,7 @@ def DeepSpeedCPUAdam(
     adamw_mode: bool = True,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW`, or `Adam` where `adamw_mode` is false.
+    """Return a `torch.optim.AdamW`, or an `Adam` if `adamw_mode` is false.
 
     Raises:
         NotImplementedError: `bias_correction` is false.
@@ -75,7 +75,7 @@ def FusedAdam(
     amsgrad: bool = False,
     set_grad_none: bool = True,
 ) -> torch.optim.Optimizer:
-    """`torch.optim.AdamW`, or `Adam` where `adam_w_mode` is false.
+    """Return a `torch.optim.AdamW`, or an `Adam` if `adam_w_mode` is false.
 
     Raises:
         NotImplementedError: `bias_correction` is false.
@@ -99,7 +99,7 @@ def DeepSpeedCPUAdagrad(
     amsgrad: bool = False,
     fp32_optimizer_states: bool = True,
 ) -> torch.optim.Optimizer:
-    """`torch.optim.Adagrad`.
+    """Return a `torch.optim.Adagrad`.
 
     Raises:
         NotImplementedError: `amsgrad` is true.
@@ -112,7 +112,7 @@ def DeepSpeedCPUAdagrad(
 
 
 class DeepSpeedCPULion(Lion):
-    """Lion, over groups that may have options of other optimizers."""
+    """Lion. Options of other optimizers in the parameter groups are dropped."""
 
     def __init__(
         self,
@@ -127,4 +127,4 @@ class DeepSpeedCPULion(Lion):
 
 
 class FusedLion(DeepSpeedCPULion):
-    """The same, under its other name."""
+    """`DeepSpeedCPULion` under DeepSpeed's name for the GPU."""

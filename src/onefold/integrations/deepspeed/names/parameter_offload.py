@@ -1,7 +1,8 @@
-"""What callers ask of parameters and of the optimizer at stage 3: status, and hooks to take off.
+"""What callers read from parameters and the optimizer at stage 3: status, and hooks to remove.
 
-TRL takes DeepSpeed's hooks off the model before it generates inside `GatheredParameters`, and puts
-them on again. Here the gathered model sends nothing by itself, so that there is nothing to take off.
+TRL removes DeepSpeed's hooks from the model before it generates inside `GatheredParameters`, and
+registers them again afterwards. Onefold's gathered model communicates nothing, so no hook has to be
+removed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import onefold
 
 
 class ZeroParamStatus(Enum):
-    """What `param.ds_status` may be: whole, divided, on its way."""
+    """The values of `param.ds_status`: whole, sharded, being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -24,28 +25,28 @@ class ZeroParamStatus(Enum):
 
 
 def mark(model: nn.Module) -> None:
-    """Say of each parameter of a model at stage 3 that it is divided."""
-    # A parameter that was saved for the backward pass comes back there as a plain tensor, whole.
-    # TRL's fused losses ask it for its status, too.
+    """Set `ds_status` and the attributes beside it on the parameters of a model at stage 3."""
+    # TRL's fused losses also ask plain tensors for a status: a parameter that was saved for the
+    # backward pass comes back as a plain tensor, whole.
     Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for entry in onefold.engine_of(model).entries:
         said: dict[str, Any] = entry.param.__dict__
         divided = "onefold" in said and said["onefold"].sharded
         said["ds_status"] = ZeroParamStatus.NOT_AVAILABLE if divided else ZeroParamStatus.AVAILABLE
         said["ds_active_sub_modules"] = set()
-        if divided:  # scripts take this for a sign that they have to gather
+        if divided:  # scripts gather the parameters that have a ds_id
             said["ds_id"] = entry.number
     for module in model.modules():
         module.__dict__["ds_external_parameters"] = _none
 
 
 def _none() -> tuple[()]:
-    """Parameters of other modules that a module uses: none has to be told."""
+    """Return no external parameters: modules do not have to register the ones they use."""
     return ()
 
 
 class ParameterCoordinator:
-    """The order of gathers. Each forward pass goes by what it does, so none is out of date."""
+    """Stands in for DeepSpeed's trace of gathers. Onefold keeps no trace that could be outdated."""
 
     def is_invalid_trace(self) -> bool:
         return True
@@ -55,11 +56,11 @@ class ParameterCoordinator:
 
 
 class ParameterOffload:
-    """`optimizer.parameter_offload`.
+    """The object that callers find as `optimizer.parameter_offload`.
 
     Attributes:
-        forward_hooks, backward_hooks: handles that may be removed: none.
-        param_coordinator: see there.
+        forward_hooks, backward_hooks: handles of hooks that TRL removes; always empty.
+        param_coordinator: a `ParameterCoordinator`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -81,4 +82,4 @@ class ParameterOffload:
         return module
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Nothing: no hook was taken off."""
+        """Do nothing: no hook was removed."""

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpointing, which is torch's."""
+"""`deepspeed.checkpointing`: activation checkpointing by torch.utils.checkpoint."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _configured = [False]
 
 
 def configure_checkpointing(mpu_: Any = None, deepspeed_config: Any = None, **options: Any) -> None:
-    """Noted, no more: `checkpoint` is torch's. Options that ask for something are said once.
+    """Record that checkpointing was configured, and warn about options that have no effect.
 
     Raises:
-        NotImplementedError: `mpu_`.
+        NotImplementedError: `mpu_` is given.
     """
     if mpu_ is not None:
         raise NotImplementedError(
@@ -38,9 +38,9 @@ def checkpointing_is_configured() -> bool:
 
 
 def reset_checkpointing() -> None:
-    """Nothing: no buffers are kept between steps."""
+    """Do nothing: no buffers are kept between steps."""
 
 
 def checkpoint(function: Any, *args: Any) -> Any:
-    """`torch.utils.checkpoint.checkpoint` of the function, non-reentrant."""
+    """Call the function under torch's non-reentrant `torch.utils.checkpoint.checkpoint`."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)

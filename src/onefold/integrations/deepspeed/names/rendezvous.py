@@ -1,12 +1,11 @@
-"""A rendezvous of all ranks before they exchange parameters that no engine has: each has come to the
-same.
+"""Check that all ranks are about to do the same with parameters that no engine has yet.
 
     rank 0   reads a weight ──► rendezvous 7: "a constructor reads"    ─┐
     rank 1   end of Init    ──► rendezvous 7: "the model has been made" ─┴─► they differ: both raise
 
-The ranks count in the rendezvous store, so that a rank that came to something else is noticed before
-a collective waits for it. The last one that comes says whether all said the same; a rank that leaves
-by an error says so in place of it.
+Each rank reports what it is about to do to the process group's store, before the collective that
+would otherwise hang. The last rank to arrive compares the reports and writes the verdict. A rank
+that leaves by an error writes its error in place of the verdict.
 """
 
 from __future__ import annotations
@@ -24,23 +23,24 @@ from torch import nn
 from onefold.comm import StallError
 from onefold.comm.stall import GRACE
 
-#: A rendezvous has the same number on every rank: each rank has come to all those before it.
+#: The next rendezvous's number. It is the same on every rank, because no rank can skip one.
 _count = itertools.count()
 _SAME, _DIFFER, _LEFT = b"same", b"differ", b"left:"
 
 
 class RendezvousError(StallError):
-    """Ranks did not do the same with parameters that were made under `zero.Init`."""
+    """Ranks did different things with parameters that were made under `zero.Init`."""
 
 
 def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None:
-    """Every rank has come to the same, with parameters of the same shapes.
+    """Wait until every rank is about to do the same, with parameters of the same shapes.
 
     Args:
-        doing: what this rank is about to do, for the message.
+        doing: returns what this rank is about to do. It is compared, and quoted in the message.
 
     Raises:
-        RendezvousError: on every rank that has come: another one does something else, or has failed.
+        RendezvousError: on every rank that arrived: another rank does something else, has failed,
+            or did not arrive in time.
     """
     world = dist.get_world_size()
     if world == 1 or dist.get_backend() == "fake":
@@ -52,7 +52,7 @@ def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None
     if store.add(f"{place}/all", 1) == world:
         alike = store.add(f"{place}/{same}", 0)
         store.set(f"{place}/go", _SAME if alike == world else _DIFFER)
-        # All have read what was said before
+        # Every rank is here, so every rank has read the previous verdict
         for name in (same, "all", "go"):
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 store.delete_key(f"onefold/init/{number - 1}/{name}")
@@ -68,7 +68,7 @@ def rendezvous(doing: Callable[[], str], params: Sequence[nn.Parameter]) -> None
 
 
 def leave(error: BaseException) -> None:
-    """This rank comes no more: those that wait for it are told."""
+    """Tell the ranks that wait for this one that it ended with an error."""
     alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
     if alone or isinstance(error, RendezvousError):
         return
@@ -78,7 +78,10 @@ def leave(error: BaseException) -> None:
 
 
 def _face(param: nn.Parameter) -> Any:
-    """Not its dtype: rank 0 alone may have given it values of another one."""
+    """Return what is compared of a parameter: its shape.
+
+    The dtype is left out, because rank 0 alone may have loaded values of another dtype.
+    """
     lazy = isinstance(param, nn.parameter.UninitializedParameter)
     return None if lazy else tuple(param.shape)
 
@@ -101,7 +104,7 @@ def _wait(store: Any, key: str, doing: Callable[[], str]) -> bytes:
 
 
 def _patience() -> timedelta:
-    """What the process group was given for a collective."""
+    """Return the process group's timeout for a collective."""
     group = dist.distributed_c10d._get_default_group()
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
@@ -111,7 +114,7 @@ def _patience() -> timedelta:
 
 
 def _different(store: Any, place: str, mine: str) -> str:
-    """The sentence, with what each rank is about to do."""
+    """Return the error message, with what each rank is about to do."""
     rank, world = dist.get_rank(), dist.get_world_size()
     said = {rank: mine}
     with contextlib.suppress(RuntimeError):

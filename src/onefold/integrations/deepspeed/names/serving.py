@@ -1,12 +1,10 @@
-"""`serve`: from here on `import deepspeed` finds Onefold's modules, in this process and nowhere
-else.
+"""`serve`: make `import deepspeed` find Onefold's modules, in this process only.
 
     import deepspeed.zero  ->  sys.meta_path[0], a `Finder`  ->  a `ServedModule` with the table's names
     importlib.metadata.version("deepspeed")  ->  the same `Finder`  ->  "0.18.1+onefold"
 
-transformers and accelerate decide once, when they are imported, whether there is a DeepSpeed. So
-this has to come before them. No file of that name is installed, and other processes are as they
-were.
+transformers and accelerate look for DeepSpeed once, when they are imported. `serve` must be called
+before that. It installs no files, and other processes are unaffected.
 """
 
 from __future__ import annotations
@@ -31,13 +29,15 @@ from onefold.integrations.deepspeed.names.table import (
 
 NAME = "deepspeed"
 _HERE = "onefold.integrations.deepspeed.names"
-#: They look for DeepSpeed when they are imported.
+#: Packages that look for DeepSpeed when they are imported.
 _BEFORE = ("transformers", "accelerate")
 
 
 class ServedModule(ModuleType):
-    """One module under `deepspeed`. Names are found when they are first asked for; what is set
-    stays set.
+    """One module under `deepspeed`.
+
+    Each name is looked up in the table at its first use, and then stored on the module. Attributes
+    that other code sets are kept.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -52,7 +52,7 @@ class ServedModule(ModuleType):
             return found
         if full in modules():
             return importlib.import_module(full)
-        if name.startswith("__") and name.endswith("__"):  # Python's own questions
+        if name.startswith("__") and name.endswith("__"):  # names that Python itself looks up
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise AttributeError(_no(full))
 
@@ -62,7 +62,7 @@ class ServedModule(ModuleType):
 
 
 def _no(full: str) -> str:
-    """The sentence for a name that is not served."""
+    """Return the error message for a name that is not served."""
     why = refusal(full)
     return (
         f"{full} is not served here: {why}."
@@ -81,7 +81,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class _Distribution(importlib.metadata.Distribution):
-    """What `importlib.metadata` says of `deepspeed`."""
+    """The metadata that `importlib.metadata` finds for `deepspeed`."""
 
     def read_text(self, filename: str) -> str | None:
         if filename != "METADATA":
@@ -93,7 +93,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 class Finder(importlib.metadata.DistributionFinder):
-    """Answers for `deepspeed` and what is below it, and for nothing else."""
+    """Finds `deepspeed` and the modules below it, and no others."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -101,7 +101,8 @@ class Finder(importlib.metadata.DistributionFinder):
         if fullname not in modules():
             if not fullname.startswith(f"{NAME}."):
                 return None
-            # Without `name=`: by that, `from deepspeed import x` knows an error to pass over
+            # The error has no `name=`: with one, `from deepspeed import x` would swallow it and
+            # show its own message instead.
             raise ModuleNotFoundError(_no(fullname))
         return importlib.machinery.ModuleSpec(
             fullname, _Loader(), origin="onefold", is_package=True
@@ -123,10 +124,10 @@ def serve(say: bool = True) -> None:
     """Serve the name `deepspeed` in this process. A second call does nothing.
 
     Args:
-        say: print the line that says who serves, on the first rank.
+        say: print one line on the first rank, which says that Onefold serves the name.
 
     Raises:
-        RuntimeError: DeepSpeed itself is loaded, or transformers or accelerate are.
+        RuntimeError: DeepSpeed, transformers or accelerate was imported before.
     """
     if serving():
         return

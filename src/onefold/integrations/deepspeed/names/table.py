@@ -1,16 +1,17 @@
-"""Names under `deepspeed`: {module: {name: where it is found}}, and the names that are refused.
+"""The names under `deepspeed`: which are served, and which are refused.
 
-"init:Init" is `Init` in the file `init` of this package; "torch.distributed:barrier" has a dot, and
-is a name of another package. Modules without a row of their own are there because their children
-are. Nothing is imported before it is asked for.
+`SERVED` is {module: {name: location}}. "init:Init" means `Init` in `init.py` of this package. A
+location with a dot before the colon, such as "torch.distributed:barrier", and the location "torch",
+mean another package. Parents of these modules exist without a row of their own. Nothing is imported
+before it is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: What `deepspeed.__version__` and the package's metadata say. From 0.18.2 on, accelerate would ask
-#: for sequence parallelism.
+#: The version in `deepspeed.__version__` and the package's metadata. With 0.18.2 or later,
+#: accelerate would use sequence parallelism, which is not served.
 VERSION = "0.18.1+onefold"
 
 _ENGINE = "onefold.integrations.deepspeed:DeepSpeedEngine"
@@ -195,7 +196,7 @@ _INSIDE = "it is inside DeepSpeed's engine; Onefold's has no such part"
 _LOOP = "monitors and profilers are not part of Onefold; log from your loop"
 _TILES = "Recipe.zero(tile=...) computes large weights in tiles, with the model as it is"
 
-#: Known and refused: {name: why}. A name that begins so is refused as well.
+#: Known names that are refused: {name: why}. Every name below one of them is refused as well.
 REFUSED: Mapping[str, str] = {
     "deepspeed.DeepSpeedConfig": _CONFIG,
     "deepspeed.DeepSpeedHybridEngine": _GENERATION,
@@ -214,7 +215,7 @@ REFUSED: Mapping[str, str] = {
     "deepspeed.inference": _GENERATION,
     "deepspeed.init_inference": _GENERATION,
     "deepspeed.linear": (
-        "adapters are peft's; frozen weights rest encoded by Recipe.zero(frozen=...)"
+        "use peft's adapters; Recipe.zero(frozen=...) stores frozen weights encoded"
     ),
     "deepspeed.module_inject": _GENERATION,
     "deepspeed.moe": _OTHER_AXES,
@@ -250,18 +251,18 @@ REFUSED: Mapping[str, str] = {
 
 
 def refusal(name: str) -> str | None:
-    """Why the full name, or the module that it is in, is refused; None if it is not."""
+    """Return why the full name, or a module that contains it, is refused; None if it is not."""
     known = (row for row in REFUSED if name == row or name.startswith(f"{row}."))
     return next((REFUSED[row] for row in known), None)
 
 
 def modules() -> frozenset[str]:
-    """Every module that can be imported: those of the table, and what they lie in."""
+    """Return all modules that can be imported: those of the table, and their parents."""
     parts = (name.split(".") for name in SERVED)
     return frozenset(".".join(p[: n + 1]) for p in parts for n in range(len(p)))
 
 
 def is_served(name: str) -> bool:
-    """Whether the full name is a module, or a name in one."""
+    """Whether the full name is a served module, or a name in one."""
     module, _, last = name.rpartition(".")
     return name in modules() or last in SERVED.get(module, {})

@@ -1,15 +1,16 @@
 """`deepspeed.initialize`, as transformers, accelerate, TRL and Lightning call it.
 
-`onefold.initialize` refuses a configuration that leaves the training open. Here the callers fill it
-in, and some of it arrives late or in odd forms. So it is read more loosely:
+`onefold.initialize` refuses a configuration that leaves open what is trained. These libraries fill
+the configuration in themselves, partly late and in irregular forms. So this function is more
+permissive:
 
-| they give                                            | here                                                  |
-|------------------------------------------------------|-------------------------------------------------------|
-| "zero_optimization.x": v at the top level            | counts where the section itself says nothing of x     |
-| "auto" for what does not decide the training         | counts as not set                                     |
-| a model in training mode and no optimizer            | an engine that only computes, as for reference models |
-| the very dict that they keep                         | is left as it was                                     |
-| a model that another engine has, to evaluate or train | is taken over from that engine                       |
+| the caller gives                              | here                                                         |
+|-----------------------------------------------|--------------------------------------------------------------|
+| "zero_optimization.x": v at the top level     | used, unless the section "zero_optimization" sets x itself   |
+| "auto" for what does not decide the training  | counts as not set                                            |
+| a model in training mode, without optimizer   | an engine that only computes, such as for a reference model  |
+| a dict that the caller goes on using          | read as a copy; the caller's dict stays unchanged            |
+| a model that another engine already has       | the new engine takes it over                                 |
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ class _OfAnEngine(type):
 
 
 class DeepSpeedOptimizer(metaclass=_OfAnEngine):
-    """What the optimizer of an engine is an instance of: it is torch's own, of any class."""
+    """The class of which every engine's optimizer counts as an instance, for `isinstance`.
+
+    The optimizers themselves are torch's, of any class.
+    """
 
 
 def initialize(
@@ -62,7 +66,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """See `onefold.initialize`, and the table of this file.
+    """Make an engine, as `onefold.initialize` does, with the differences in this file's table.
 
     Raises:
         ValueError: the configuration or the arguments contradict themselves, or leave open what is
@@ -79,7 +83,7 @@ def initialize(
     given = tidied(loaded(chosen_config(args, config, config_params)))
     chosen = list(model_parameters) if model_parameters is not None else None
     if optimizer is None and not chosen and _is_open(given.get("optimizer")):
-        # A model that is not trained, with the configuration of one that is
+        # A model that is only evaluated, given the configuration of one that is trained
         given = {k: v for k, v in given.items() if k not in ("optimizer", "scheduler")}
     if optimizer is None and "optimizer" not in given:
         given = {k: v for k, v in given.items() if not (k in BATCH and is_unset(v))}
@@ -105,7 +109,7 @@ def initialize(
         must_train=False,
         again=True,
     )
-    made[0].keeps_gradients = True  # callbacks of Trainer look at them after the step
+    made[0].keeps_gradients = True  # callbacks of Trainer read gradients after the step
     if made[0].zero_optimization_stage() < 3:
         _give_whole_state_dicts(made[0])
     else:
@@ -122,8 +126,10 @@ def initialize(
 
 
 def _spare_lightning(model: nn.Module) -> None:
-    """Lightning's DeepSpeedStrategy asks for the states of model and optimizer at each checkpoint,
-    and throws them away: the engine writes them. It is given none, and nothing is gathered.
+    """Keep Lightning's DeepSpeedStrategy from gathering state that it does not use.
+
+    At each checkpoint it asks for the states of model and optimizer and discards them, because the
+    engine writes them. It gets empty dicts instead.
     """
     strategy: Any = getattr(getattr(model, "_trainer", None), "strategy", None)
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
@@ -132,8 +138,9 @@ def _spare_lightning(model: nn.Module) -> None:
 
 
 def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
-    """Below stage 3 callers take `module.state_dict()` for the whole model: it is, on rank 0, and
-    empty on the others. Every rank must call it.
+    """Make `module.state_dict()` return the whole model on rank 0, and an empty dict on the others.
+
+    Below stage 3, callers expect the whole model there. Every rank must call it.
     """
     ref, dtype = weakref.ref(engine.module), engine.compute_dtype()
     plain = type(engine.module).state_dict
@@ -149,8 +156,10 @@ def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
 
 
 def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
-    """`save_pretrained` of transformers and peft, which scripts call on every rank with a state dict
-    that is whole on rank 0 and empty here: an empty file would take the place of rank 0's.
+    """Keep `save_pretrained` of transformers and peft from writing on ranks other than 0.
+
+    Scripts call it on every rank with a state dict that is whole on rank 0 and empty elsewhere.
+    Without this, the empty dict's file would replace the one that rank 0 has written.
     """
     module = engine.module
     plain = getattr(type(module), "save_pretrained", None)
@@ -162,7 +171,8 @@ def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
         model, state = ref(), kwargs.get("state_dict")
         assert model is not None
         if state is None and asks:
-            # It asks the model, as often as rank 0's does, and each answer is collective
+            # save_pretrained calls model.state_dict(), which is collective: this rank must call it
+            # as often as rank 0 does, and discards the files.
             with tempfile.TemporaryDirectory() as aside:
                 return plain(model, aside, *args, **{**kwargs, "push_to_hub": False})
         return (
@@ -175,7 +185,7 @@ def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
 
 
 def tidied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy, with the odd forms of the table of this file made regular."""
+    """Return a copy without the dotted top-level keys whose section sets the same value itself."""
     out: dict[str, Any] = copy.deepcopy(dict(config))
     for name in [name for name in out if isinstance(name, str) and "." in name]:
         *outer, last = name.split(".")

@@ -1,8 +1,8 @@
-"""TRL's digest of a model's weights (`hash_module`, for `precompute_ref_log_probs`), of a model that
-was made under `zero.Init`: one parameter at a time is whole.
+"""TRL's digest of a model's weights, for models that were made under `zero.Init`.
 
-The digest is the one of the whole model, so that log probabilities that were computed under DDP are
-found again. Every rank takes it, as TRL has it.
+TRL takes the digest (`hash_module`) for `precompute_ref_log_probs`. Here one parameter at a time is
+gathered for it. The digest equals that of the whole model, so TRL finds log probabilities that were
+computed under DDP. As in TRL, every rank computes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _WHERE = ("trl.trainer.utils", "trl.trainer.dpo_trainer", "trl.trainer.kto_train
 
 
 class _Whole:
-    """A parameter, for who asks for its values with `cpu()`."""
+    """Stands in for a parameter: `cpu()` gathers it and returns its whole values."""
 
     def __init__(self, param: nn.Parameter) -> None:
         self._param = param
@@ -32,7 +32,7 @@ class _Whole:
 
 
 class _Values:
-    """A module, for who asks for its `state_dict()`."""
+    """Stands in for a module: its `state_dict()` holds a `_Whole` for each parameter."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -46,7 +46,7 @@ class _Values:
 
 
 def digest_by_parameter() -> None:
-    """From now on TRL's digest knows such models, wherever TRL is loaded."""
+    """Replace `hash_module` in the loaded modules of TRL by one that knows divided parameters."""
     for where in _WHERE:
         host = sys.modules.get(where)
         plain = getattr(host, _NAME, None)

@@ -4,8 +4,8 @@
     runs/a/zero_to_fp32.py   python runs/a/zero_to_fp32.py runs/a OUTPUT
     runs/a/global_step300/   Onefold's checkpoint, or DeepSpeed's
 
-Lightning's converter asks for two files of DeepSpeed's and unpickles them. Of Onefold's checkpoints
-it gets what it looks for in them, from memory.
+Lightning's converter asks for two of DeepSpeed's files and unpickles them. For an Onefold
+checkpoint it gets in-memory files with the entries that it reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is
 from onefold.recipe.options import bytes_of
 
 _LATEST = "latest"
-#: An output that ends so is a file; any other is a folder.
+#: An output with one of these suffixes is a file; any other is a folder.
 _FILES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
 
@@ -42,15 +42,17 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The whole model in fp32 from a checkpoint folder, Onefold's or DeepSpeed's, without ranks.
+    """Return the whole model in fp32 from a checkpoint of Onefold or DeepSpeed, in one process.
 
     Args:
-        tag: the folder in it; None takes the one that the file `latest` names.
-        exclude_frozen_parameters: leave out parameters that took no gradient.
-        lazy_mode: accepted; everything is read.
+        tag: the checkpoint's folder in `checkpoint_dir`; None takes the one that the file `latest`
+            names.
+        exclude_frozen_parameters: leave out parameters that were not trained.
+        lazy_mode: accepted without effect; all values are read.
 
     Raises:
-        CheckpointError: nothing there that can be read, or it does not say what was frozen.
+        CheckpointError: there is no checkpoint that can be read, or it does not say which
+            parameters were frozen.
     """
     with _opened(checkpoint_dir, tag) as source:
         out: dict[str, torch.Tensor] = {}
@@ -63,7 +65,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load that whole model into a plain one, on the host; returns it."""
+    """Load a checkpoint's whole model into an unsharded `model` on the host, and return it."""
     model = model.cpu()
     model.load_state_dict(
         get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
@@ -79,17 +81,20 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write the whole model in fp32: one file, or several of at most `max_shard_size` bytes and an
-    index. No more than one of them is in memory at a time.
+    """Write a checkpoint's whole model in fp32, to one file or to several files and an index.
+
+    No more than one file's values are in memory at a time.
 
     Args:
-        output_dir: a folder, for pytorch_model.bin or model.safetensors; or a file, if it ends so.
-        max_shard_size: bytes, or a text such as "5GB"; None for one file.
+        output_dir: a folder, for pytorch_model.bin or model.safetensors; or a file, if the name
+            ends in .bin, .pt, .pth, .ckpt or .safetensors.
+        max_shard_size: the most bytes in a file, also as a text such as "5GB"; None for one file.
         safe_serialization: write safetensors, instead of pickles for `torch.load`.
-        checkpoint_dir, tag, exclude_frozen_parameters: as above.
+        checkpoint_dir, tag, exclude_frozen_parameters: see
+            `get_fp32_state_dict_from_zero_checkpoint`.
 
     Raises:
-        CheckpointError: as above.
+        CheckpointError: see `get_fp32_state_dict_from_zero_checkpoint`.
     """
     target = Path(output_dir)
     single = target.suffix in _FILES
@@ -120,8 +125,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> Any:
-    """What `torch.load` reads as DeepSpeed's file of model states: its own, by name; of Onefold's
-    checkpoint the client state and the counts, without the module.
+    """Return what `torch.load` takes for DeepSpeed's file of model states.
+
+    For a DeepSpeed checkpoint this is the file's path. For an Onefold checkpoint it is an in-memory
+    file with the client state and the counts of steps, and an empty module.
     """
     folder = Path(checkpoint_dir)
     if is_deepspeed(folder):
@@ -137,8 +144,10 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
-    """What `torch.load` reads as DeepSpeed's files of optimizer states: its own, by name; of
-    Onefold's checkpoint one that says the stage, without states.
+    """Return what `torch.load` takes for DeepSpeed's files of optimizer states.
+
+    For a DeepSpeed checkpoint these are the files' paths. For an Onefold checkpoint it is one
+    in-memory file with the stage, without states.
     """
     folder = Path(checkpoint_dir)
     if is_deepspeed(folder):
@@ -150,7 +159,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """`zero_to_fp32.py` in the folder of checkpoints: the arguments of DeepSpeed's."""
+    """Run `zero_to_fp32.py`, with the arguments of DeepSpeed's script of that name."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py", description="Write the whole model of a checkpoint in fp32."
     )
@@ -171,7 +180,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A parameter or buffer of a checkpoint. `names`: all it goes by."""
+    """A parameter or buffer of a checkpoint.
+
+    Attributes:
+        names: all its names; more than one if it is tied.
+    """
 
     item: Item
     names: tuple[str, ...]
@@ -212,7 +225,11 @@ def _tensors(source: Source, without_frozen: bool) -> list[_Tensor]:
 
 
 def _frozen_in(source: Source) -> frozenset[str]:
-    """Parameters that took no gradient. Raises: CheckpointError: it does not say."""
+    """Return the names of frozen parameters.
+
+    Raises:
+        CheckpointError: the checkpoint does not say which parameters were frozen.
+    """
     if isinstance(source, DeepSpeedSource):
         return source.frozen_names
     if (said := _said_by_engine(source)) and said["engine"].get("frozen_names") is not None:
@@ -234,9 +251,7 @@ def _frozen_in(source: Source) -> frozenset[str]:
 
 
 def _said_by_engine(source: Source) -> dict[str, Any] | None:
-    """What an engine has put into its checkpoint (see checkpoints.py); None if none has saved
-    it.
-    """
+    """Return the `extra` of an engine's checkpoint (see checkpoints.py); None for any other."""
     extra = source.value("extra") if isinstance(source, FolderSource) else None
     own = isinstance(extra, dict) and extra.keys() == {"engine", "client_state"}
     return extra if own else None
@@ -250,13 +265,13 @@ def _pickled(value: Any) -> io.BytesIO:
 
 
 def _write(state: dict[str, torch.Tensor], path: Path, safe: bool) -> None:
-    """Under another name first: the file is whole or absent."""
+    """Write to a temporary name and rename it, so that the file is complete or absent."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if safe:
             from safetensors.torch import save_file
 
-            # The format holds no two names of one memory
+            # safetensors refuses tensors that share memory: tied weights are written twice
             save_file({name: value.clone() for name, value in state.items()}, aside)
         else:
             torch.save(state, aside)
