@@ -49,7 +49,7 @@ def rank(config: Path) -> int:
 
 
 def agent(file: Path, said: str, arguments: list[str]) -> int:
-    """Check the configuration in `file`, print `said`, and run torchrun's agent until they end.
+    """Check the configuration in `file`, print `said`, run torchrun's agent until its ranks end.
     Returns the exit status.
     """
     # A handler that does nothing: the ranks would inherit SIG_IGN, but not a handler
