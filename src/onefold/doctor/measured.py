@@ -83,7 +83,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class PassPoint:
-    """The work and the seconds of a module's forward and backward pass. See `onefold.doctor.fit`."""
+    """The work and seconds of a module's forward and backward pass. See `onefold.doctor.fit`."""
 
     dtype: str
     kernels: Kernels

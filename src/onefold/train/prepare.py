@@ -64,7 +64,7 @@ def parameter_groups(
     no_decay: frozenset[str],
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Return up to two optimizer groups, with and without weight decay, without frozen parameters."""
+    """Return up to two optimizer groups: with and without weight decay. Leaves out frozen ones."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named_parameters:
