@@ -1,6 +1,6 @@
 """Room `cli`: the command `onefold`.
 
-main ─► interrupt (Ctrl-C ends at once) ─► options, what can be told without torch ─► torch and the rest of Onefold
+main ─► listen (Ctrl-C ends at once) ─► options, checks that need no torch ─► torch and the rest of Onefold
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`onefold checkpoint inspect|verify|export|reshard|diff`: what can be done with a checkpoint
-without ranks, a model or a GPU.
+"""`onefold checkpoint inspect|verify|export|reshard|diff`: work with a checkpoint without ranks, a
+model or a GPU.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "flo
 
 
 class Part(enum.Enum):
-    """What can be compared by itself; see `onefold.inspection.diff.KINDS_OF`."""
+    """The parts that can be compared by themselves; see `onefold.inspection.diff.KINDS_OF`."""
 
     WEIGHTS, OPTIMIZER, REST, RANDOM = "weights", "optimizer", "rest", "random"
 
@@ -270,8 +270,8 @@ def diff_command(
 
 @contextlib.contextmanager
 def _told(as_json: bool) -> Iterator[None]:
-    """What a person can mend ends in one sentence and status 2; Ctrl-C in status 130, with nothing
-    left behind.
+    """Report an error that the user can fix in one sentence, with status 2. Ctrl-C ends the command
+    with status 130 and leaves no files.
     """
     import onefold.inspection.diff
     import onefold.inspection.reshard  # noqa: F401, torch is imported before Ctrl-C becomes an exception
@@ -302,8 +302,8 @@ def _opened(path: Path) -> Iterator[Source]:
 
 @contextlib.contextmanager
 def _bar(title: str, total: int | None, as_json: bool) -> Iterator[Callable[..., object]]:
-    """A progress bar where somebody watches: call it with (bytes since the last call, bytes in all
-    if that is news).
+    """Show a progress bar in a terminal. Yields a function to call with (bytes since the last call,
+    total bytes if they have changed).
     """
     if as_json or not sys.stderr.isatty():
         yield lambda done, of=None: None
@@ -325,7 +325,7 @@ def _bar(title: str, total: int | None, as_json: bool) -> Iterator[Callable[...,
 
 
 class _Total:
-    """(done, to do) as steps of a bar."""
+    """Converts calls with (bytes done, bytes in all) to steps of a progress bar."""
 
     def __init__(self, advance: Callable[..., object]) -> None:
         self._advance, self.done = advance, 0
@@ -351,7 +351,7 @@ def _written(
 
 
 def _made(source: Source) -> dict[str, Any]:
-    """How and when a checkpoint was made: for people, never compared."""
+    """Return how and when a checkpoint was made. It is shown to people, and never compared."""
     from onefold.checkpoint.folder_source import FolderSource
 
     if not isinstance(source, FolderSource):
@@ -374,7 +374,7 @@ def _error(text: str) -> Exception:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses and what is in them, as JSON has it."""
+    """Convert dataclasses and their contents to values for JSON."""
     from dataclasses import fields, is_dataclass
 
     if is_dataclass(value) and not isinstance(value, type):

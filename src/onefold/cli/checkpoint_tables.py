@@ -1,4 +1,4 @@
-"""Checkpoints in words and tables, for people."""
+"""Print checkpoints as words and tables, for people."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from onefold.inspection.summary import Listed, Summary, TensorSummary
 from onefold.inspection.verify import Examination
 from onefold.plan.tables import _print, count
 
-#: Problems and differences shown; --json has them all.
+#: The most problems and differences that are shown; --json has them all.
 MOST = 40
-#: What else is compared in each part, beside its tensors.
+#: What is compared in each part besides its tensors.
 VALUES = {
     "weights": "",
     "optimizer": "parameter groups, step counts",
@@ -33,7 +33,7 @@ def _console() -> Console:
 
 
 def _show(out: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """A table, of which a header is shown where a column has a name; see `plain_table`."""
+    """Make a table, with a header if a column has a name; see `plain_table`."""
     table = plain_table(title, *columns)
     table.show_header = any(columns)
     for row in rows:
@@ -42,7 +42,7 @@ def _show(out: Console, title: str, columns: Sequence[str], rows: Iterable[Seque
 
 
 def show_list(root: Path, found: Sequence[Listed]) -> None:
-    """A folder of checkpoints, and the end of those that are not whole."""
+    """Print a folder's checkpoints, and what is wrong with those that are not whole."""
     out = _console()
     title = f"checkpoints in {escape(str(root))}, the newest first"
     table = plain_table(title, "name", " step", "saved", " ranks", " size", "")
@@ -58,7 +58,7 @@ def show_list(root: Path, found: Sequence[Listed]) -> None:
 
 
 def show_summary(summary: Summary, tensors: Sequence[TensorSummary] | None) -> None:
-    """All of a checkpoint; its tensors one by one if they are given."""
+    """Print the summary of a checkpoint, and its tensors one by one if they are given."""
     out = _console()
     step = f"step {summary.step}" if summary.step is not None else "no step given"
     out.print(
@@ -107,7 +107,7 @@ def _tensor(t: TensorSummary) -> tuple[str, ...]:
 
 
 def show_verdict(verdict: Examination, seconds: float) -> None:
-    """Whole, or all that is not."""
+    """Print that a checkpoint is whole, or everything that is wrong with it."""
     out = _console()
     name = escape(str(verdict.folder))
     read = (
@@ -128,7 +128,7 @@ def show_verdict(verdict: Examination, seconds: float) -> None:
 
 
 def show_written(target: Path, files: Sequence[str], nbytes: int, seconds: float) -> None:
-    """Where the new folder is, and what is in it."""
+    """Print where the new folder is, and its files."""
     out = _console()
     out.print(
         f"wrote {escape(str(target))}: {_plural(len(files), 'file')}, {_bytes(nbytes)} in"
@@ -139,7 +139,7 @@ def show_written(target: Path, files: Sequence[str], nbytes: int, seconds: float
 def show_difference(
     found: Difference, made: Sequence[Mapping[str, Any]], parts: Sequence[str]
 ) -> None:
-    """Each part's verdict, then every difference."""
+    """Print each part's verdict, then every difference."""
     out = _console()
     for which, m in zip(("first", "second"), made, strict=True):
         facts = ", ".join(
@@ -197,7 +197,7 @@ def _figures(d: TensorDifference) -> tuple[str, ...]:
 
 
 def _shortened(files: Mapping[str, int], most: int = 24) -> list[tuple[str, int]]:
-    """All of a few files; of very many the first and the last."""
+    """Return all files if they are few, else the first and the last ones."""
     listed = list(files.items())
     if len(listed) <= most:
         return listed

@@ -1,5 +1,5 @@
-"""`onefold doctor`: what this machine has, with --calibrate what it can do, and with --check
-whether Onefold is right on it.
+"""`onefold doctor`: show what this machine has. With --calibrate, measure what it can do; with
+--check, check that Onefold works correctly on it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _refuse(
     disk: Path | None,
     quick: bool,
 ) -> None:
-    """Raise CalibrationError for options that mean nothing together."""
+    """Raise CalibrationError for options that cannot be combined."""
     from onefold.doctor.calibration import CalibrationError
 
     if file is not None and not (check and as_json):
@@ -150,7 +150,9 @@ def _refuse(
 
 
 def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> int:
-    """Check and show; the exit status. With a launcher rank 0 shows, the others answer 0."""
+    """Run the checks and show the results. Returns the exit status.
+    Under a launcher, rank 0 shows the results and the other ranks return 0.
+    """
     import os
     import shlex
     import time
@@ -199,7 +201,9 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
 
 
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
-    """The calibration, and a note on it. One that was asked for by name must be good."""
+    """Load the calibration. Returns it, or None, and a note about it.
+    `asked`: the user named the file, so an unusable one raises CalibrationError.
+    """
     from onefold.doctor.calibration import Calibration, CalibrationError
 
     try:

@@ -1,5 +1,5 @@
-"""What `onefold doctor --calibrate` does before and after its ranks measure: how many, at which
-sizes, and the file.
+"""`onefold doctor --calibrate` around the measuring ranks: choose their numbers and the sizes,
+measure, and save the file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from onefold.doctor.identity import this_machine
 from onefold.doctor.measure import says
 from onefold.wording import readable
 
-#: Bytes of host memory that a rank takes before it measures anything: torch and its libraries.
+#: Bytes of host memory that a rank takes before it measures, for torch and its libraries.
 RANK_BYTES = 400 * MIB
 
 
@@ -37,13 +37,13 @@ def measure_machine(
     """Measure this machine and save the figures at `path`.
 
     Args:
-        found: what `doctor_facts.facts` says.
+        found: the result of `doctor_facts.facts`.
         ranks: numbers of ranks as the user gave them, "1,2,4"; None chooses.
         disk: the folder whose disk is measured.
         silent: show no progress.
 
     Raises:
-        CalibrationError: something given cannot be.
+        CalibrationError: an argument is impossible here.
         MeasurementError, Stopped: see `measure_with_ranks`.
     """
     if "RANK" in os.environ:
@@ -89,10 +89,10 @@ def measure_machine(
 
 
 def parse_ranks(given: str, found: dict[str, Any]) -> list[int]:
-    """ "1,2,4" as numbers of ranks, ascending.
+    """Parse numbers of ranks such as "1,2,4". Returns them ascending.
 
     Raises:
-        CalibrationError: not such a list, or more ranks than the machine has GPUs or memory for.
+        CalibrationError: it is no such list, or the machine lacks GPUs or memory for so many ranks.
     """
     try:
         counts = sorted({int(part) for part in given.split(",")})
@@ -119,19 +119,19 @@ def parse_ranks(given: str, found: dict[str, Any]) -> list[int]:
 
 
 def default_ranks(most: int) -> list[int]:
-    """1, 2, about the root of twice `most`, and `most`: between them figures are interpolated."""
+    """Return 1, 2, about the root of twice `most`, and `most`. Figures between are interpolated."""
     return sorted({c for c in (1, 2, 1 << round(log2(2 * most) / 2), most) if c <= most})
 
 
 def threads_of(counts: list[int], cores: int) -> dict[int, int]:
-    """Threads of one rank by number of ranks, as `onefold train` gives them."""
+    """Return {number of ranks: threads of one rank}, as `onefold train` sets them."""
     asked = os.environ.get("OMP_NUM_THREADS", "")
     fixed = int(asked) if asked.isdigit() else 0
     return {count: fixed or max(1, cores // count) for count in counts}
 
 
 class Progress:
-    """A bar on standard error in a terminal, else one line, or nothing if silent."""
+    """A progress bar on standard error in a terminal, else one line; nothing if silent."""
 
     def __init__(self, total: int, counts: list[int], silent: bool) -> None:
         self.total, self.counts, self.silent = total, counts, silent
@@ -139,7 +139,7 @@ class Progress:
         self.task: Any = None
 
     def say(self, text: str) -> None:
-        """The next thing begins."""
+        """Show that the next measurement begins."""
         if self.bar is not None:
             advance = 1 if self.bar.tasks[0].description else 0
             self.bar.update(self.task, advance=advance, description=text)
@@ -167,10 +167,10 @@ class Progress:
 
 
 def _others() -> Callable[[], float]:
-    """Begin to watch; what is returned says which share of all processors' time others took since,
-    0.0 where the system does not tell.
+    """Watch other programs from now on. Returns a function that gives the share of all processors'
+    time that they have taken since, 0.0 if the system does not tell.
 
-    Others are whoever is neither this process nor one of its children that have ended.
+    Other programs are all processes but this one and its children that have ended.
     """
 
     def spent() -> tuple[float, float]:
@@ -204,17 +204,17 @@ def _half_dtypes(device: str) -> tuple[str, ...]:
 
 
 def _free_for_a_rank(found: dict[str, Any], ranks: int) -> int:
-    """Bytes for one rank's buffers: of its GPU, or its part of the host's memory."""
+    """Return the bytes free for one rank's buffers, on its GPU or as its share of the host."""
     if found["device"] == "cuda":
         return int(min(gpu["free"] for gpu in found["gpus"][:ranks]))
     return max(0, int(found["memory"]["free"]) // ranks - RANK_BYTES)
 
 
 def _check_writable(path: Path) -> None:
-    """Before a minute's work: can its result be written?
+    """Check that the result can be written, before it takes a minute to measure.
 
     Raises:
-        CalibrationError: it cannot.
+        CalibrationError: it cannot be written.
     """
     if path.is_dir():
         raise CalibrationError(

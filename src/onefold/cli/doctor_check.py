@@ -1,21 +1,21 @@
-"""`onefold doctor --check`: ranks are started, asked check by check, and ended; a rank that stands
-still or dies is a row of the table.
+"""`onefold doctor --check`: start ranks, run the checks on them one by one, and end the ranks. A
+rank that hangs or dies becomes a row of the table.
 
-    alone                                 under a launcher of N ranks
+    without a launcher                    under a launcher of N ranks
     this process ── store, minder         rank 0 ── store (or the launcher's), minder, coordinator
         ├── rank 0                            └── rank 0 of the check
         └── rank 1                        rank 1 ── minder ── rank 1 of the check      ...
 
-Checks run in child processes, which leave their outcomes in a store. A generation of them runs one
-check after another in one process group. Where a check raised, stood still past its limit, or lost
-a rank, the generation is ended and the next one goes on with the check behind it. A launcher's
-ranks start one child each, on their own device, for the same reason.
+Checks run in child processes, which put their outcomes into a store. A generation of child
+processes runs one check after another in one process group. If a check raises, exceeds its time
+limit, or loses a rank, the generation is ended, and a new one continues with the next check. Under
+a launcher, each of its ranks starts one child on its own device for the same reason.
 
-| machine              | generation of checks that any number of ranks can run | of checks between ranks           |
+| machine              | ranks for checks that one rank can run                | ranks for checks between ranks    |
 |----------------------|-------------------------------------------------------|-----------------------------------|
 | no GPU               | 2 ranks on gloo                                       | the same                          |
 | one GPU              | 1 rank                                                | 2 ranks on gloo that share it     |
-| several GPUs         | a rank a GPU on NCCL                                  | the same                          |
+| several GPUs         | one rank per GPU on NCCL                              | the same                          |
 | under a launcher     | its ranks                                             | the same                          |
 """
 
@@ -57,13 +57,13 @@ SCHEMA = "onefold-check/1"
 RANK_MODULE = "onefold.cli.doctor_checks"
 #: Seconds between two looks at ranks and store.
 INTERVAL = 0.05
-#: Seconds that the other ranks get once one has raised or ended.
+#: Seconds that the other ranks get to finish once one has raised or ended.
 GRACE = 3.0
 #: Seconds after which no further check begins.
 BUDGET = 110.0
-#: Seconds that ranks get to write down where they stand, and minders to end theirs.
+#: Seconds that ranks get to write their stacks, and minders to end their children.
 LAST_WORDS, ENDING = 0.5, 15.0
-#: Environment variables that a report tells of, by how they begin.
+#: Prefixes of the environment variables that a report lists.
 TOLD = (
     "NCCL_",
     "TORCH_NCCL_",
@@ -78,7 +78,7 @@ TOLD = (
 
 @dataclass(frozen=True)
 class Cast:
-    """Ranks that run checks: how many, on what, and the names of the checks."""
+    """A set of ranks, and the names of the checks that they run."""
 
     ranks: int
     device: str
@@ -89,7 +89,9 @@ class Cast:
 def casts_of(
     device: str, gpus: int, ranks: int | None, checks: Sequence[Check] = CHECKS
 ) -> list[Cast]:
-    """Who runs what on this machine, by the table of this module. `ranks` None chooses."""
+    """Return which ranks run which checks on this machine, by the module's table.
+    `ranks`: None chooses.
+    """
     names = tuple(check.name for check in checks)
     if device == "cpu":
         return [Cast(ranks or 2, "cpu", "gloo", names)]
@@ -104,12 +106,12 @@ def casts_of(
 
 @dataclass
 class Minder(Children):
-    """The child processes of this process: one for each of `ranks`, started anew for each
+    """The child processes of this process: one for each of `ranks`, started anew in each
     generation.
 
     Attributes:
-        address: host and port of the store. ranks: None for all of a generation.
-        environment: what a child finds in its own, by its rank and the number of ranks.
+        address: host and port of the store. ranks: None for all ranks of a generation.
+        environment: returns a child's environment, given its rank and the number of ranks.
     """
 
     address: tuple[str, int] = field(kw_only=True)
@@ -118,17 +120,17 @@ class Minder(Children):
     module: str = field(default=RANK_MODULE, kw_only=True)
 
     def start(self, generation: int, world: int) -> None:
-        """One child for each rank of mine, or for all of `world`."""
+        """Start one child for each of `ranks`, or for each rank of `world`."""
         for rank in range(world) if self.ranks is None else self.ranks:
             arguments = (*self.address, generation, rank, os.getpid())
             self.start_one(rank, self.module, arguments, self.environment(rank, world))
 
     def ended(self) -> dict[int, str]:
-        """How those ended that have."""
+        """Return {rank: how it ended} of the children that have ended."""
         return {rank: self.how(rank, " (memory may have run out)") for rank in self.statuses()}
 
     def stands(self) -> dict[int, str]:
-        """Where those stand that still run, on their main thread."""
+        """Return {rank: current line of its main thread} of the children that still run."""
         running = self.running.keys() - self.statuses().keys()
         for rank in running:
             self.running[rank].send_signal(WHERE)
@@ -137,7 +139,7 @@ class Minder(Children):
 
 
 class Checking:
-    """The coordinator: takes generations of ranks through their checks and makes a row of each."""
+    """The coordinator: runs generations of ranks through the checks, and makes a row per check."""
 
     def __init__(
         self,
@@ -154,7 +156,9 @@ class Checking:
         self.deadline = time.monotonic() + BUDGET
 
     def rows(self, casts: Sequence[Cast]) -> list[Outcome]:
-        """A row of every check, in order, and one of each cast that did not start."""
+        """Run all checks. Returns a row for each check, in order, after a row for each cast that
+        did not start.
+        """
         known = {check.name: check for check in CHECKS}
         rows: dict[str, Outcome] = {}
         failed = []
@@ -183,7 +187,7 @@ class Checking:
         return [*failed, *(rows[check.name] for check in CHECKS if check.name in rows)]
 
     def _generation(self, cast: Cast, waiting: Sequence[Check]) -> tuple[Outcome, list[Outcome]]:
-        """Start ranks and take them as far as they get; (how they started, their rows)."""
+        """Start ranks and run checks as far as possible. Returns (outcome of the start, rows)."""
         number, self.generation = self.generation, self.generation + 1
         names = tuple(check.name for check in waiting)
         node = self.per_node(cast.ranks)
@@ -204,10 +208,10 @@ class Checking:
             self._over(number, cast.ranks, "done")
 
     def _row(self, number: int, check: Check, ranks: int) -> Outcome:
-        """Wait for all ranks' outcomes of a check, no longer than it may take.
+        """Wait for all ranks' outcomes of a check, up to its time limit.
 
         Raises:
-            Stopped: a signal came.
+            Stopped: a signal arrived.
         """
         self.said(check.name)
         begun = time.monotonic()
@@ -217,7 +221,7 @@ class Checking:
         while len(found) < ranks and time.monotonic() < deadline:
             if self.arrived:
                 raise Stopped(self.arrived[0])
-            ended = self._lost(number, ranks)  # before the look at what they may have left
+            ended = self._lost(number, ranks)  # before the store: a rank may write, then end
             for rank in range(ranks):
                 left = key(number, check.name, rank)
                 if rank not in found and self.store.check([left]):
@@ -231,7 +235,7 @@ class Checking:
         if missing:
             where = self._over(number, ranks, "hung")
             wrong = Outcome(check.name, WRONG, "", check.advice, seconds, ended=True)
-            if lost:  # what others raise then is that its connections have closed
+            if lost:  # the others raise only because the lost rank's connections closed
                 found = {rank: outcome for rank, outcome in found.items() if not outcome.ended}
                 found |= {rank: replace(wrong, said=how) for rank, how in lost.items()}
             elif not any(outcome.ended for outcome in found.values()):
@@ -241,7 +245,9 @@ class Checking:
         return merge(check, found, ranks)
 
     def _lost(self, number: int, ranks: int) -> dict[int, str]:
-        """Ranks whose process has ended, and how; of others' children what their minders say."""
+        """Return {rank: how it ended} of ended ranks. For the children of other minders, take what
+        those minders wrote into the store.
+        """
         lost = self.minder.ended()
         for rank in range(ranks) if self.minder.ranks is not None else ():
             if rank not in lost and self.store.check([f"{number}/ended/{rank}"]):
@@ -249,7 +255,7 @@ class Checking:
         return lost
 
     def _over(self, number: int, ranks: int, how: str) -> dict[int, str]:
-        """End a generation, once; where those stood that still ran, if it hung."""
+        """End a generation, unless it has ended. If it hung, return where its ranks were."""
         if self.store.check([f"{number}/over"]):
             return {}
         self.store.set(f"{number}/over", how)
@@ -271,16 +277,16 @@ def check_here(
     say: Callable[[str], None],
     module: str = RANK_MODULE,
 ) -> list[Outcome]:
-    """Check this machine with ranks of its own.
+    """Check this machine with ranks that this process starts.
 
     Args:
-        found: what `doctor_facts.facts` says.
+        found: the result of `doctor_facts.facts`.
         ranks: how many; None chooses.
-        say: called with what is checked next.
+        say: called with the name of the next check.
 
     Raises:
-        CalibrationError: more ranks than GPUs that each take one.
-        Stopped: a signal came; every rank is ended.
+        CalibrationError: each rank needs a GPU, and there are too few.
+        Stopped: a signal arrived; every rank is ended.
     """
     import torch.distributed as dist
 
@@ -313,11 +319,11 @@ def check_here(
 def check_with_launcher(
     found: Mapping[str, Any], say: Callable[[str], None], module: str = RANK_MODULE
 ) -> list[Outcome]:
-    """Check with the ranks that torchrun or another launcher has started; this process is one of
-    them. [] on all but rank 0.
+    """Check with the ranks that torchrun or another launcher has started, one of which is this
+    process. Returns the rows on rank 0, [] on the others.
 
     Raises:
-        Stopped: a signal came; this rank's child is ended.
+        Stopped: a signal arrived; this rank's child is ended.
     """
     import torch.distributed as dist
 
@@ -343,7 +349,8 @@ def check_with_launcher(
             return checking.rows([Cast(world, device, backend, names)])
         finally:
             board.set("end", "")
-            deadline = time.monotonic() + ENDING  # the store is this process's, or goes with it
+            # Wait for the other ranks: the store may end with this process
+            deadline = time.monotonic() + ENDING
             while time.monotonic() < deadline and not all(
                 board.check([f"left/{r}"]) for r in range(1, world)
             ):
@@ -351,7 +358,7 @@ def check_with_launcher(
 
 
 def _mind(board: Any, minder: Minder, rank: int, arrived: list[int]) -> None:
-    """A launcher's rank other than 0: one child for each generation, until rank 0 ends it."""
+    """Run one child per generation on a launcher's rank other than 0, until rank 0 says to end."""
     number = 0
     try:
         while True:
@@ -381,7 +388,7 @@ def _mind(board: Any, minder: Minder, rank: int, arrived: list[int]) -> None:
 
 @contextlib.contextmanager
 def _at_work() -> Iterator[tuple[list[int], Path]]:
-    """(signals that arrive inside, a folder that goes afterwards)"""
+    """Yield (signals that arrive inside the context, a temporary folder)."""
     with (
         noted_signals() as arrived,
         tempfile.TemporaryDirectory(prefix="onefold-check-", ignore_cleanup_errors=True) as name,
@@ -390,7 +397,7 @@ def _at_work() -> Iterator[tuple[list[int], Path]]:
 
 
 def _folder_of_all(stack: contextlib.ExitStack) -> str:
-    """A folder in the working folder, which several nodes share as a rule."""
+    """Make a temporary folder in the working folder, which several nodes usually share."""
     made = partial(
         tempfile.TemporaryDirectory, prefix=".onefold-check-", ignore_cleanup_errors=True
     )
@@ -402,7 +409,7 @@ def _folder_of_all(stack: contextlib.ExitStack) -> str:
 
 
 def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
-    """A training's environment, and what makes kernels give the same bits again."""
+    """Return the environment of a training, with settings that make kernels repeatable."""
     ours = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     if device == "cpu":
         ours["TRITON_INTERPRET"] = "1"  # before anything imports Triton
@@ -410,7 +417,7 @@ def _environment(folder: Path, device: str, ranks: int) -> dict[str, str]:
 
 
 def _line_of(said: str) -> str:
-    """The innermost line of the found thread, libraries left out, as faulthandler wrote it."""
+    """Return the current thread's innermost line outside libraries, from faulthandler's output."""
     current = said.rpartition("Current thread")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', current)
     library = re.compile(r"/(site|dist)-packages/|/lib/python3")
@@ -424,7 +431,7 @@ def _line_of(said: str) -> str:
 def report_of(
     found: Mapping[str, Any], rows: Sequence[Outcome], command: str, seconds: float
 ) -> dict[str, Any]:
-    """What goes into the JSON."""
+    """Return the report for the JSON."""
     import torch
 
     nccl = torch.cuda.nccl.version() if found["cuda"] and torch.cuda.is_available() else None

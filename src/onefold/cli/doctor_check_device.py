@@ -1,17 +1,17 @@
 """Checks of how steps use the device: bytes at rest, no waiting, overlap.
 
-Communication hides behind computing as far as a device lets one see it:
+Whether communication is hidden behind compute is measured as far as the device allows:
 
 | where                   | what is measured                                                   | wrong if           |
 |-------------------------|--------------------------------------------------------------------|--------------------|
-| everywhere              | gathers that were launched while what precedes them was computed   | none               |
+| everywhere              | gathers that were launched while an earlier unit was computing     | none               |
 | an accelerator, N ranks | waits of the compute stream for moves, by timing events around     | under LEAST hidden |
 |                         | them, with overlap and with overlap=False                          |                    |
-| an accelerator, 1 rank  | copies of parameters from the host that had a kernel beside them,  | under LEAST hidden |
+| an accelerator, 1 rank  | copies of parameters from the host that ran beside a kernel,       | under LEAST hidden |
 |                         | in a trace of torch's profiler                                     |                    |
 
-On a CPU, where the ranks' own threads move the bytes, seconds tell of the load on the machine and
-decide nothing.
+On a CPU the ranks' own threads move the bytes. Seconds there depend on the load of the machine, so
+they decide nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from onefold.shard import engine_of
 
 
 def memory_at_rest(here: Here, findings: Findings) -> str:
-    """Between steps: what tensors hold and what the ledger says, against the formula, within 1 MiB.
+    """Compare the bytes of tensors and of the ledger between steps with the formula, within 1 MiB.
 
         fp32    stage 0: P + 2P    stages 1, 2: P + 2P/N          stage 3: P/N + 2P/N
         bf16    stage 0: P/2 + 3P  stages 1, 2: P/2 + (P + 2P)/N  stage 3: (P + 2P)/N
@@ -53,7 +53,7 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
     with P bytes of parameters in fp32, padding included, and two moments.
     """
     gc.collect()
-    # What is there by now is looked at no more: two looks a case would take longer than its steps
+    # Leave existing objects out of later collections, which would take longer than the steps
     gc.freeze()
     before = _held(here)
     for precision in PRECISIONS:
@@ -94,7 +94,7 @@ def memory_at_rest(here: Here, findings: Findings) -> str:
 
 
 def _held(here: Here) -> int:
-    """Bytes of the allocator, or on a CPU of every tensor that Python can reach."""
+    """Return the allocator's bytes; on a CPU, the bytes of every tensor that Python can reach."""
     gc.collect()
     figures = memory_figures(here.device)
     if figures is not None:
@@ -111,7 +111,7 @@ def _held(here: Here) -> int:
 
 
 def no_synchronization(here: Here, findings: Findings) -> str:
-    """Steps in which CUDA raises where the host would wait for the device."""
+    """Run steps in a mode in which CUDA raises if the host would wait for the device."""
     if not has_streams(here.device):
         raise LeftOut(
             "a CPU has no streams: nothing runs behind the host, and it has nothing to wait for"
@@ -146,14 +146,14 @@ def _step_without_waiting(here: Here, findings: Findings, name: str, recipe: Rec
             except RuntimeError as error:
                 if "synchroniz" not in str(error):
                     raise
-                # The step is half done: no more can be asked of these ranks
+                # The step is half done, so these ranks cannot run further checks
                 raise RuntimeError(f"{name}: {error}") from error
     findings.figures[name] = "no wait"
 
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Inside, CUDA raises where it would make the host wait."""
+    """Make CUDA raise where it would make the host wait, inside the context."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -161,21 +161,21 @@ def _refusing() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-#: Width, blocks, and token ids of a step: on an accelerator large enough for computing to take as
-#: long as moving.
+#: Width, blocks, and shape of a step's token ids. On an accelerator the model is so large that
+#: compute takes as long as the moves.
 SIZES = {"cpu": (128, 6, (2, 16)), "cuda": (2048, 8, (8, 512))}
 STEPS = 3
-#: Of the model whose memory is looked at: weights of 6 MB, 1 MiB being what may differ.
+#: Width and blocks of the model whose memory is checked. Its weights take 6 MB; 1 MiB may differ.
 WIDE, DEEP = 256, 6
 MIB = 1 << 20
-#: The least share of communication that must be hidden on an accelerator to be called overlap.
+#: The least share of communication on an accelerator that must be hidden.
 LEAST = 0.1
-#: Stretches of time: (start, end).
+#: Spans of time: (start, end).
 Spans = list[tuple[float, float]]
 
 
 def overlap(here: Here, findings: Findings) -> str:
-    """Stage 3 with overlap and without; on a lone accelerator copies beside computing."""
+    """Compare stage 3 with and without overlap; on a single accelerator, check its copies."""
     if here.world > 1:
         return _between_ranks(here, findings)
     if not has_streams(here.device):
@@ -190,7 +190,7 @@ def _model(here: Here, recipe: Recipe) -> Any:
 
 
 def _step(here: Here, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """A step that leaves its loss alone."""
+    """Run a step without reading its loss."""
     *_, ids = SIZES["cuda" if has_streams(here.device) else "cpu"]
     model(torch.full(ids, number % VOCABULARY, device=here.device)).backward()
     optimizer.step()
@@ -239,11 +239,11 @@ def _between_ranks(here: Here, findings: Findings) -> str:
 
 
 def launched_early(seen: Recording) -> tuple[int, int]:
-    """(gathers that were launched before the computing of another unit had ended, which then ended
-    before they were waited for; all)
+    """Return (number of gathers launched early, number of all gathers).
 
-    The outermost unit computes from the first block to the last: its computing ends behind every
-    wait, and counts for none.
+    A gather is early if another unit was still computing when it was launched, and finished before
+    the gather was waited for. The outermost unit never counts as that other unit: it computes until
+    the last block ends, which is after every wait.
     """
     spans = [(w.unit, w.end) for w in seen.work if w.kind == "compute"]
     gathers = [
@@ -289,7 +289,7 @@ def _between_tiers(here: Here, findings: Findings) -> str:
 
 
 def judge(findings: Findings, hidden: float, what: str) -> None:
-    """Note that too little is hidden."""
+    """Note an error if too little is hidden."""
     findings.expect(
         hidden >= LEAST,
         f"{hidden:.0%} {what} are hidden behind computing, expected {LEAST:.0%} or more",
@@ -297,7 +297,7 @@ def judge(findings: Findings, hidden: float, what: str) -> None:
 
 
 def split(events: Sequence[Any]) -> tuple[Spans, Spans]:
-    """(copies and messages, other kernels) of a profiler's events, in microseconds."""
+    """Split a profiler's events into (copies and messages, other kernels), in microseconds."""
     moving: Spans = []
     computing: Spans = []
     for event in events:
@@ -310,5 +310,5 @@ def split(events: Sequence[Any]) -> tuple[Spans, Spans]:
 
 
 def shared(a: Spans, b: Spans) -> float:
-    """How long both were under way."""
+    """Return for how long both `a` and `b` were running."""
     return covered(a) + covered(b) - covered([*a, *b])

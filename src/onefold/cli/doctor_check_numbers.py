@@ -1,8 +1,8 @@
-"""Checks of single operations: torch's collectives against arithmetic, Onefold's sums against sums
-in rank order, Triton's kernels against torch's operations.
+"""Checks of single operations: torch's collectives against sums on the host, Onefold's sums against
+sums in rank order, Triton's kernels against torch's operations.
 
-Every rank can make every other rank's numbers, so each computes on the host what must arrive.
-Kernels run on the device, or on a CPU in Triton's interpreter.
+Every rank can generate every other rank's numbers, so each computes the expected result on the
+host. Kernels run on the device, or on a CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from onefold.quant import kernel_check, kernels
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
-#: Elements that each rank contributes; the last is large enough for the algorithms that NCCL takes
-#: for much data.
+#: Elements that each rank contributes. The last is large enough for NCCL's algorithms for large
+#: data.
 NUMELS = {"cpu": (1, 1000, 1 << 16), "cuda": (1, 1000, 1 << 22)}
 DTYPES = (torch.float32, torch.bfloat16)
-#: Elements of the parameters whose gradients are summed: nothing divides them.
+#: Elements of the parameters whose gradients are summed. They do not divide by numbers of ranks.
 PARAMETERS = (1, 63, 4097, 30011)
 
 
 def values(
     numel: int, rank: int, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> torch.Tensor:
-    """What a rank contributes: [numel], of many magnitudes, so that a sum's order shows."""
+    """Return a rank's contribution, [numel]. Its values have many magnitudes, so that sums in
+    another order have other bits.
+    """
     generator = torch.Generator().manual_seed(1 + 7919 * rank + 104729 * seed)
     found = torch.randn(numel, generator=generator) * torch.exp2(
         torch.randint(-8, 8, (numel,), generator=generator)
@@ -43,7 +45,7 @@ def values(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether both hold the same bytes, wherever they are."""
+    """Whether both hold the same bytes, on any device."""
     a, b = a.detach().cpu().contiguous(), b.detach().cpu().contiguous()
     return (
         a.shape == b.shape
@@ -53,7 +55,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
-    """The sum in rank order in fp32; of groups of `inner` ranks first, if they are given."""
+    """Return the sum in rank order in fp32. With `inner`, add up groups of `inner` ranks first."""
     inner = inner or len(parts)
     groups = [parts[i : i + inner] for i in range(0, len(parts), inner)]
     if len(groups) > 1:
@@ -65,7 +67,7 @@ def ordered(parts: list[torch.Tensor], inner: int = 0) -> torch.Tensor:
 
 
 def collectives(here: Here, findings: Findings) -> str:
-    """Each collective that Onefold uses, on gloo and on the device's own backend."""
+    """Check each collective that Onefold uses, on gloo and on the device's own backend."""
     where = [("gloo", torch.device("cpu"))]
     if here.device.type != "cpu":
         where.append((here.backend, here.device))
@@ -87,9 +89,9 @@ def _name(dtype: torch.dtype) -> str:
 def _moves(
     here: Here, backend: str, device: torch.device, numel: int, dtype: torch.dtype
 ) -> Iterator[tuple[str, bool]]:
-    """(collective, whether what it brought is right)"""
+    """Run each collective. Yields (its name, whether its result is right)."""
     n, rank = here.world, here.rank
-    every = [values(numel * n, r, dtype) for r in range(n)]  # of rank r, a part for each rank
+    every = [values(numel * n, r, dtype) for r in range(n)]  # rank r's values, a part per rank
     mine = every[rank].to(device)
     start = slice(numel * rank, numel * (rank + 1))
 
@@ -102,7 +104,7 @@ def _moves(
     dist.all_to_all_single(received, mine)
     yield "all-to-all", same_bits(received, torch.cat([part[start] for part in every]))
 
-    if backend == "gloo":  # what the engine uses there
+    if backend == "gloo":  # the engine uses sends and receives on gloo
         after, before = torch.empty(numel, dtype=dtype, device=device), (rank - 1) % n
         works = [dist.irecv(after, before), dist.isend(mine[:numel].contiguous(), (rank + 1) % n)]
         for work in works:
@@ -125,7 +127,7 @@ def _moves(
 
 
 def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> bool:
-    """Whether a sum of `parts`, times `scale`, is right within rounding in any order."""
+    """Whether `found` is the sum of `parts` times `scale`, within the rounding of any order."""
     wide = torch.stack([part.double() for part in parts])
     unit = torch.finfo(found.dtype).eps
     room = len(parts) * unit * wide.abs().sum(0) * scale
@@ -133,7 +135,7 @@ def near(found: torch.Tensor, parts: list[torch.Tensor], scale: float = 1.0) -> 
 
 
 class Probe(nn.Module):
-    """The loss is Σ wᵢ·cᵢ with the rank's own c, so gradients are known."""
+    """A model whose loss is Σ wᵢ·cᵢ with the rank's own c. Its gradients are therefore known."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +148,7 @@ class Probe(nn.Module):
 
 
 class Part(nn.Module):
-    """One parameter, [numel], zero at first."""
+    """One parameter, [numel], which starts as zeros."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -159,7 +161,7 @@ class Part(nn.Module):
 
 
 def ordered_sums(here: Here, findings: Findings) -> str:
-    """Reductions at every stage, to the bit, and that the next gather brings the step."""
+    """Check reductions at every stage to the bit, and that the next gather has the new weights."""
     for stage in range(4):
         _reduced(here, findings, Recipe.zero(stage), is_ordered_mean)
     findings.figures |= {"stages": 4, "elements": sum(PARAMETERS)}
@@ -170,7 +172,7 @@ def ordered_sums(here: Here, findings: Findings) -> str:
 
 
 def native_sums(here: Here, findings: Findings) -> str:
-    """`reduce="native"` within rounding; on gloo its own reduce-scatter."""
+    """Check `reduce="native"` within rounding; on gloo, check gloo's own reduce-scatter."""
     if here.backend != "gloo":
         for stage in range(1, 4):
             _reduced(
@@ -204,7 +206,7 @@ def native_sums(here: Here, findings: Findings) -> str:
 
 
 def is_ordered_mean(found: torch.Tensor, parts: list[torch.Tensor], inner: int = 0) -> bool:
-    """The bits of a mean in rank order, 1/N times each part or times their sum."""
+    """Whether `found` has the bits of a mean in rank order: 1/N times each part, or their sum."""
     factor = 1 / len(parts)
     return same_bits(found, ordered(parts, inner) * factor) or same_bits(
         found, ordered([part * factor for part in parts], inner)
@@ -217,7 +219,9 @@ def _reduced(
     recipe: Recipe,
     right: Callable[[torch.Tensor, list[torch.Tensor], int], bool],
 ) -> None:
-    """Two steps of SGD from zero at rate 1: the weights are the negated mean gradients."""
+    """Check a step of SGD from zero with learning rate 1: the weights become the negated mean
+    gradients. A second pass then checks that it gathers those weights.
+    """
     model: Any = onefold.shard(Probe().to(here.device), recipe)
     engine = engine_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -236,7 +240,7 @@ def _reduced(
             right(-weight, every[i], inner),
             f"stage {recipe.stage}: the mean gradient of {numel:,} elements is wrong",
         )
-    model(mine, stepped).backward()  # gathers what was stepped
+    model(mine, stepped).backward()  # gathers the stepped weights
     optimizer.zero_grad()
     for numel, part in zip(PARAMETERS, model.parts, strict=True):
         findings.expect(
@@ -247,7 +251,7 @@ def _reduced(
 
 
 def kernels_run_here(device: torch.device) -> str:
-    """Why they cannot be compared on this device; "" if they can."""
+    """Say why kernels cannot be compared on this device; "" if they can."""
     if importlib.util.find_spec("triton") is None:
         return (
             "Triton is not installed: torch's operations encode and add up, to the same bits but"
@@ -264,12 +268,12 @@ def kernels_run_here(device: torch.device) -> str:
 
 
 def kernels_and_operations(here: Here, findings: Findings) -> str:
-    """Every codec that has kernels, and the sums of reductions, with both."""
+    """Compare kernels with torch's operations, for every codec with kernels and for sums."""
     reason = kernels_run_here(here.device)
     if reason:
         raise LeftOut(reason)
     interpreted = here.device.type == "cpu"
-    # The interpreter takes a thousand times as long
+    # The interpreter takes a thousand times as long, so it gets fewer blocks
     blocks = kernel_check.BLOCKS[:1] if interpreted else kernel_check.BLOCKS
     for what in kernel_check.sum_differences(here.device):
         findings.expect(False, f"sums differ: {what}")

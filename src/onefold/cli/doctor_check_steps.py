@@ -1,8 +1,8 @@
-"""Checks by training a small model: stages with each other and with DDP, groups, state on the host,
-checkpoints.
+"""Checks that train a small model: compare stages with each other and with DDP; groups, offloaded
+state, checkpoints.
 
-The model's sizes divide by nothing, so that intervals of ranks cut through parameters and every
-flat buffer has padding.
+The model's sizes do not divide by the number of ranks. Intervals of ranks therefore cut through
+parameters, and every flat buffer has padding.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from onefold.shard import engine_of
 
 VOCABULARY, WIDTH, HIDDEN, BLOCKS = 97, 44, 90, 4
 BATCH, TOKENS = 2, 16
-#: Steps of a training, micro-batches of a step, the norm to which gradients are clipped.
+#: Steps of a training, micro-batches per step, and the norm to which gradients are clipped.
 STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.5
 RATE = 1e-2
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
-#: Relative differences allowed to another order of sums: of losses and norms, and of what the
-#: training changed.
+#: Relative differences that another order of sums may cause: (of losses and norms, of the change in
+#: weights).
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 0.1)}
 
 
 class Block(nn.Module):
-    """[..., width] → [..., width]: a norm and two layers, added to what came."""
+    """[..., width] → [..., width]: a norm and two layers with a residual connection."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -68,14 +68,14 @@ class Small(nn.Module):
 
 
 def small(here: Here, **sizes: int) -> Small:
-    """The same weights on every rank and every call, made on the host."""
+    """Make the model on the host, with the same weights on every rank and in every call."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
         return Small(**sizes).to(here.device)
 
 
 def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.Tensor:
-    """Token ids of one micro-batch of one rank."""
+    """Return the token ids of one micro-batch of one rank."""
     of = here.rank if rank is None else rank
     generator = torch.Generator().manual_seed((step * 10 + micro) * 4099 + of)
     return torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=generator).to(here.device)
@@ -83,7 +83,7 @@ def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.T
 
 @dataclass
 class Trained:
-    """Losses of this rank's micro-batches, norms of steps, whole weights (rank 0 only)."""
+    """The losses of this rank's micro-batches, the norms of steps, and whole weights on rank 0."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Trained:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """The optimizer of every training here."""
+    """Make the optimizer that every training here uses."""
     return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1)
 
 
@@ -100,7 +100,7 @@ def accumulated(
     batches: Sequence[torch.Tensor],
     no_sync: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = onefold.no_sync,
 ) -> list[torch.Tensor]:
-    """Losses of a step's micro-batches, whose gradients are added up and synchronized in the last."""
+    """Run a step's micro-batches, of which the last synchronizes gradients. Returns the losses."""
     losses = []
     for number, ids in enumerate(batches, 1):
         with contextlib.nullcontext() if number == len(batches) else no_sync(model):
@@ -111,7 +111,7 @@ def accumulated(
 
 
 def batches(here: Here, step: int, count: int = MICRO_BATCHES) -> list[torch.Tensor]:
-    """The micro-batches of this rank at a step."""
+    """Return this rank's micro-batches of a step."""
     return [batch(here, step, micro) for micro in range(count)]
 
 
@@ -122,7 +122,7 @@ def one_step(
     step: int,
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """(losses of the micro-batches, the gradients' norm), on the device."""
+    """Run a step. Returns (losses of the micro-batches, norm of the gradients), on the device."""
     losses = accumulated(model, batches(here, step, micro_batches))
     norm = onefold.clip_grad_norm_(model, CLIP)
     optimizer.step()
@@ -143,7 +143,7 @@ def train(here: Here, recipe: Recipe, micro_batches: int = MICRO_BATCHES) -> Tra
 
 
 class Cast(nn.Module):
-    """A model whose parameters are fp32 and whose passes compute in `dtype`."""
+    """A model with fp32 parameters that computes in `dtype`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class Cast(nn.Module):
 
 
 def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHES) -> Trained:
-    """The same training with DistributedDataParallel and fp32 states. Collective."""
+    """Train `Small` in the same way with DistributedDataParallel and fp32 states. Collective."""
     model = small(here)
     ddp = DistributedDataParallel(Cast(model, COMPUTE_DTYPES[precision]))
     optimizer, found = adamw(model), Trained()
@@ -176,7 +176,7 @@ def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHE
 
 
 def bits_differ(a: Trained, b: Trained) -> str:
-    """What differs, to the bit; "" for nothing."""
+    """Say what differs in any bit; "" for nothing."""
     parts = []
     if a.losses != b.losses:
         parts.append(f"losses, by up to {_relative(a.losses, b.losses):.1e}")
@@ -191,12 +191,14 @@ def bits_differ(a: Trained, b: Trained) -> str:
 
 
 def _unlike(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of the expected weights that are not there, or with other bits."""
+    """Return the names of expected weights that are missing or have other bits."""
     return [n for n, w in expected.items() if n not in found or not same_bits(found[n], w)]
 
 
 def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
-    """Relative differences: the largest of numbers; of weights, by what training changed."""
+    """Return relative differences: the largest one of losses and of norms, and the norm of the
+    difference in weights ÷ the norm of their change in training.
+    """
     moved = 0.0
     if b.weights:
         begin = small(here).state_dict()
@@ -216,13 +218,13 @@ def distance(here: Here, a: Trained, b: Trained) -> dict[str, float]:
 
 
 def expect_same(findings: Findings, what: str, a: Trained, b: Trained) -> bool:
-    """Note what of two trainings differs, to the bit."""
+    """Note what differs in any bit between two trainings."""
     differs = bits_differ(a, b)
     return findings.expect(not differs, f"{what} differ in {differs}")
 
 
 def expect_near(findings: Findings, what: str, apart: dict[str, float], precision: str) -> None:
-    """Note that `apart` is over the rounding of `precision`. NaN is."""
+    """Note where `apart` exceeds the rounding of `precision`, or is NaN."""
     numbers, moved = ROUNDING[precision]
     room = {"losses": numbers, "norms": numbers, "weights": moved}
     over = [
@@ -246,10 +248,11 @@ def _relative(a: list[float], b: list[float]) -> float:
 
 
 def stages(here: Here, findings: Findings) -> str:
-    """Stages 0 to 3 to the bit, and DDP within rounding, in fp32 and bf16.
+    """Compare stages 0 to 3 to the bit, and with DDP within rounding, in fp32 and bf16.
 
-    Gradients of several micro-batches are added up before they are reduced (at the boundary) or
-    after it (every micro-batch): each of the two has bits of its own.
+    Gradients of several micro-batches are added up either before they are reduced (at the boundary)
+    or after (reduced every micro-batch). The two orders give different bits, so each is compared by
+    itself.
     """
     for precision in PRECISIONS:
         at_the_boundary = [
@@ -286,7 +289,7 @@ def stages(here: Here, findings: Findings) -> str:
 
 
 def two_levels(here: Here, findings: Findings) -> str:
-    """Recipes over groups with each other, with all ranks, and their bytes between groups."""
+    """Compare recipes over groups with each other and with DDP, and count bytes between groups."""
     inner = here.per_node if here.per_node < here.world else here.world // 2
     if here.world < 4 or here.world % inner or inner < 2:
         raise LeftOut(
@@ -314,7 +317,7 @@ def two_levels(here: Here, findings: Findings) -> str:
 
     sent = _sent_in_a_step(here, recipes["stage 3"])["between"]
     flat = sum(_sent_in_a_step(here, Recipe.zero(3, group=here.world)).values())
-    # A flat move sends to each of N − 1 ranks what groups send to one rank of each of the others.
+    # A flat move sends a part to each of N − 1 ranks; groups send it to one rank per other group.
     due = flat * (here.world // inner - 1) // (here.world - 1)
     findings.figures |= {"group": inner, "bytes between groups": sent, "formula": due}
     findings.expect(
@@ -328,7 +331,7 @@ def two_levels(here: Here, findings: Findings) -> str:
 
 
 def _sent_in_a_step(here: Here, recipe: Recipe) -> dict[str, int]:
-    """Bytes that this rank sends in a step, by link."""
+    """Return the bytes that this rank sends in a step, by link."""
     model = onefold.shard(small(here), recipe)
     optimizer, engine = adamw(model), engine_of(model)
     for step in range(2):
@@ -349,7 +352,7 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 
 
 def offload(here: Here, findings: Findings) -> str:
-    """State on the host with each other to the bit, and with the device."""
+    """Compare recipes with state on the host, with each other to the bit and with the device."""
     for precision in PRECISIONS:
         plain = train(here, Recipe.zero(3, precision=precision))
         kept = train(here, Recipe.zero(3, precision=precision, offload_activations="cpu"))
@@ -377,7 +380,9 @@ def offload(here: Here, findings: Findings) -> str:
 
 
 def save_and_reload(here: Here, findings: Findings) -> str:
-    """Steps behind `save_async`; the load at another stage is what was there at the call."""
+    """Save with `save_async`, go on training, and load at another stage. The loaded state must be
+    that of the moment of the call.
+    """
     path = Path(here.folder) / "checkpoint"
     if here.rank == 0:
         (Path(here.folder) / "seen").touch()

@@ -1,9 +1,8 @@
-"""What `onefold doctor --check` asks of a machine: the rows of its table, and what one rank answers
-to a row.
+"""The checks of `onefold doctor --check`, and the code with which one rank runs them.
 
 A check is a function of `Here` and `Findings`, called on every rank at once. It notes figures and
-what is wrong, and returns the sentence that stands beside "ok". It raises `LeftOut`, on all ranks
-alike and before its first collective, where it cannot run.
+errors, and returns the sentence to show with "ok". If it cannot run, it raises `LeftOut` on all
+ranks, before its first collective.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     import torch
 
 OK, WRONG, LEFT_OUT = "ok", "wrong", "left out"
-#: What is wrong in at most so many sentences of one rank; the count of the others is told.
+#: The most errors of one rank that are shown. Of the others only the number is shown.
 MOST = 4
 
 
 class LeftOut(Exception):
-    """This check cannot run here; the text says why."""
+    """A check cannot run here; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,10 @@ class Check:
 
     Attributes:
         name: in the first column.
-        ranks: the fewest ranks that it means anything on.
+        ranks: the fewest ranks on which it makes sense.
         run: "module:function" in this package, imported by the ranks.
-        advice: what to do where it found something.
-        limit: seconds that it may take on all ranks; then they are ended.
+        advice: what to do if it finds an error.
+        limit: seconds that it may take on all ranks; then the ranks are ended.
     """
 
     name: str
@@ -56,7 +55,7 @@ class Check:
 
     @property
     def function(self) -> Callable[[Here, Findings], str]:
-        """Imported now."""
+        """The function, which is imported now."""
         module, _, name = self.run.partition(":")
         found = getattr(importlib.import_module(f"onefold.cli.{module}"), name)
         return cast(Callable[[Here, Findings], str], found)
@@ -124,10 +123,10 @@ class Here:
     """Where a check runs.
 
     Attributes:
-        device: of this rank, with its index. backend: what moves its tensors between ranks, "gloo"
-            or "nccl".
-        per_node: ranks of a node as the launcher says. folder: one that all ranks of this node see
-            and that goes with the check.
+        device: of this rank, with its index. backend: moves its tensors between ranks, "gloo" or
+            "nccl".
+        per_node: ranks of a node, by the launcher. folder: a temporary folder that all ranks of
+            this node see.
     """
 
     rank: int
@@ -158,7 +157,7 @@ class Here:
 
 @dataclass
 class Findings:
-    """What a check notes on one rank: figures for the JSON, and what is wrong."""
+    """What a check notes on one rank: figures for the JSON, and errors."""
 
     figures: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -172,14 +171,14 @@ class Findings:
 
 @dataclass
 class Outcome:
-    """What became of a check, on one rank or (after `merge`) on all.
+    """The result of a check, on one rank or (after `merge`) on all.
 
     Attributes:
-        status: OK, WRONG or LEFT_OUT. said: one or a few sentences. advice: what to do; "" where
-            nothing need be done.
-        ended: what the ranks did next cannot be trusted: one of them raised, was ended, or stood
-            still.
-        ranks: {rank: its status} where the ranks differ.
+        status: OK, WRONG or LEFT_OUT. said: one or a few sentences. advice: what to do, "" for
+            nothing.
+        ended: a rank raised, was ended, or hung, so these ranks cannot run further checks.
+        where: the line at which a rank hung.
+        ranks: {rank: its status}, if the ranks differ.
     """
 
     name: str
@@ -193,18 +192,18 @@ class Outcome:
     ranks: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values that `Outcome(**d)` reads back."""
+        """Return plain values that `Outcome(**d)` takes."""
         return asdict(self)
 
 
 def answer(check: Check, here: Here) -> Outcome:
-    """Run a check on this rank. Whatever it raises becomes the outcome."""
+    """Run a check on this rank. An exception becomes part of the outcome."""
     from onefold.comm.launching import by_torch
 
     findings, begun = Findings(), time.perf_counter()
     ended, said = False, ""
-    # On a CPU kernels run in Triton's interpreter, for their own check: trainings there use torch's
-    # operations.
+    # On a CPU, only the check of kernels runs them (in Triton's interpreter). The other checks use
+    # torch's operations, as trainings on a CPU do.
     interpreted = here.device.type == "cpu" and check.name != "kernels"
     try:
         with by_torch() if interpreted else contextlib.nullcontext():
@@ -225,17 +224,17 @@ def answer(check: Check, here: Here) -> Outcome:
 
 
 def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome:
-    """One row of what the ranks answered: wrong if any is; otherwise left out if any is. The lowest
-    such rank speaks.
+    """Merge the ranks' outcomes into one row: wrong if any is wrong, else left out if any is. The
+    text is that of the lowest such rank.
 
     Args:
-        ranks: how many there are, where some did not answer; 0: as many as answered.
+        ranks: how many ranks there are, if some did not answer; 0 for as many as answered.
     """
     first = next(
         (s for s in (WRONG, LEFT_OUT) if any(o.status == s for o in outcomes.values())), OK
     )
     speaks = min(rank for rank, o in outcomes.items() if o.status == first)
-    # A rank that raised in the middle leaves the others waiting: what they then say comes from it.
+    # If a rank raises in the middle of a check, the others stall. Prefer the rank that raised.
     speaks = min(
         (rank for rank, o in outcomes.items() if o.ended and not o.said.startswith("StallError")),
         default=speaks,
@@ -254,7 +253,7 @@ def merge(check: Check, outcomes: dict[int, Outcome], ranks: int = 0) -> Outcome
 
 
 def _told(error: BaseException, characters: int = 400) -> str:
-    """What was raised, and the innermost line of Onefold's that it went through."""
+    """Describe an exception and the innermost line of Onefold in its traceback."""
     text = " ".join(str(error).split())
     text = text if len(text) <= characters else text[: characters - 1] + "…"
     frames = traceback.extract_tb(error.__traceback__)
@@ -263,22 +262,21 @@ def _told(error: BaseException, characters: int = 400) -> str:
     return f"{type(error).__name__}: {text} ({''.join(at) or 'no traceback'})"
 
 
-#: In front of all keys: a launcher's store holds others.
+#: Prefix of all keys, because a launcher's store also holds others' keys.
 PREFIX = "onefold-check"
-#: Seconds after which a collective of the process group gives up; a check's limit comes first.
+#: Timeout of the process group's collectives in seconds. It is longer than a check's limit.
 STALL = 60.0
-#: The signal by which a rank is asked where it stands: it writes its stacks to standard error.
+#: The signal at which a rank writes its stacks to standard error.
 WHERE = signal.SIGUSR1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a generation of ranks does.
+    """The task of a generation of ranks.
 
     Attributes:
-        ranks: how many there are. device: "cpu" or "cuda". backend: what moves tensors of the
-            device.
-        per_node: ranks of a node. checks: their names, in order. folder: for checkpoints.
+        ranks: how many there are. device: "cpu" or "cuda". backend: moves the device's tensors.
+        per_node: ranks of a node. checks: names of the checks, in order. folder: for checkpoints.
     """
 
     ranks: int
@@ -289,7 +287,7 @@ class Plan:
     folder: str
 
     def encoded(self) -> str:
-        """As text, which `decoded` reads."""
+        """Return the plan as text, which `decoded` reads."""
         return json.dumps(vars(self))
 
     @staticmethod
@@ -299,12 +297,12 @@ class Plan:
 
 
 def key(generation: int, check: str, rank: int) -> str:
-    """Where a rank's outcome of a check is left."""
+    """Return the store's key of a rank's outcome of a check."""
     return f"{generation}/{check}/{rank}"
 
 
 def main(host: str, port: int, generation: int, rank: int, parent: int) -> None:
-    """Run the plan, and end this process at once: nobody waits for its process group."""
+    """Run the plan, and end this process at once, without waiting for its process group."""
     end_with_parent(parent)
     faulthandler.register(WHERE, all_threads=True)
     try:
@@ -336,12 +334,12 @@ def _run(host: str, port: int, generation: int, rank: int) -> None:
         leave(outcome)
         if outcome.ended:
             break
-    # Whoever leaves first would break the others' connections
+    # Wait for the end of the generation: leaving earlier would break the others' connections
     store.wait([f"{generation}/over"], timedelta(hours=1))
 
 
 def begin(plan: Plan, rank: int, store: Any) -> Here:
-    """Take a device, meet the others, and hear of each of them once by both backends."""
+    """Take a device, join the process group, and run one all-reduce on each backend."""
     import torch
     import torch.distributed as dist
 
@@ -364,6 +362,6 @@ def begin(plan: Plan, rank: int, store: Any) -> Here:
 
 
 if __name__ == "__main__":
-    # By its name: checks raise the `LeftOut` of that module, not of this one
+    # Import this module by name, so that its `LeftOut` is the class that the checks raise
     rank = importlib.import_module("onefold.cli.doctor_checks")
     rank.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))

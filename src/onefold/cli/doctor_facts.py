@@ -1,4 +1,4 @@
-"""What this machine has, without measuring anything, and the doctor's figures as tables."""
+"""Collect what this machine has, without measuring, and show the doctor's figures as tables."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton"
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Everything as plain values; sizes in bytes.
+    """Return the facts about this machine as plain values; sizes in bytes.
 
     Args:
-        device: "auto", "cpu" or "cuda": what ranks would compute on.
+        device: where ranks would compute, "auto", "cpu" or "cuda".
 
     Raises:
         TrainError: cuda was asked for and torch finds no GPU.
@@ -103,7 +103,7 @@ SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def show_facts(console: Console, facts: dict[str, Any]) -> None:
-    """What the machine has."""
+    """Print what the machine has."""
     cpu, memory, ranks = facts["cpu"], facts["memory"], facts["ranks"]
     table = _table("This machine", ["", ""])
     for name, text in (
@@ -121,7 +121,7 @@ def show_facts(console: Console, facts: dict[str, Any]) -> None:
 
 
 def show_calibration(console: Console, found: Calibration) -> None:
-    """What the machine was measured to do."""
+    """Print the machine's calibration."""
     took = f"{found.took_s:.0f} s{', quick' if found.quick else ''}"
     console.print(
         f"\nMeasured {found.measured_at[:16].replace('T', ' ')} UTC on {escape(found.device_name)}"
@@ -135,7 +135,7 @@ def show_calibration(console: Console, found: Calibration) -> None:
 
 
 def show_checks(console: Console, report: dict[str, Any]) -> None:
-    """What `onefold doctor --check` found, a row a check."""
+    """Print the results of `onefold doctor --check`, one row per check."""
     table = _table("Checks", ["", "", "seconds", "found"])
     count: Counter[str] = Counter()
     for row in report["checks"]:

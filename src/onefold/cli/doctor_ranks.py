@@ -1,9 +1,9 @@
-"""Ranks that the doctor starts, watches and ends; and the ranks of a calibration, whose figures are
-brought back. Whatever happens, no process and no file is left.
+"""Start, watch and end the doctor's ranks, and run a calibration with ranks. No process and no file
+is left, whatever happens.
 
-Each rank of a calibration is `python -m onefold.cli.doctor_ranks FOLDER RANK`. They meet through a file in FOLDER.
-Rank 0 says on its standard output what is measured next, a line each, and leaves the figures in
-FOLDER.
+Each rank of a calibration is `python -m onefold.cli.doctor_ranks FOLDER RANK`. The ranks rendezvous
+through a file in FOLDER. Rank 0 prints on its standard output what is measured next, one line each,
+and writes the figures into FOLDER.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ RENDEZVOUS = 120.0
 
 
 class MeasurementError(RuntimeError):
-    """A rank failed; the message holds the last it said."""
+    """A rank failed. The message ends with the last line that the rank printed."""
 
 
 class Stopped(Exception):
-    """A signal asked to stop; everything is cleaned up. `number` is the signal's."""
+    """A signal asked to stop, and everything is cleaned up. `number` is the signal's number."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,10 +50,10 @@ class Stopped(Exception):
 
 @dataclass
 class Children:
-    """Ranks as child processes, each in a session of its own: a Ctrl-C reaches this process only.
+    """Ranks as child processes. Each has its own session, so a Ctrl-C reaches this process only.
 
     Attributes:
-        folder: for what they write.
+        folder: for the files of their output.
     """
 
     folder: Path
@@ -62,7 +62,7 @@ class Children:
     def start_one(
         self, rank: int, module: str, arguments: Sequence[object], environment: Mapping[str, str]
     ) -> None:
-        """`python -m module ARGUMENTS` as that rank."""
+        """Start `python -m module ARGUMENTS` as that rank."""
         with self.output(rank).open("wb") as out, self._errors(rank).open("wb") as errors:
             self.running[rank] = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, arguments)], env=environment,
@@ -70,20 +70,22 @@ class Children:
             )  # fmt: skip
 
     def output(self, rank: int) -> Path:
-        """Its standard output."""
+        """Return the file with the rank's standard output."""
         return self.folder / f"rank-{rank}.out"
 
     def said(self, rank: int) -> str:
-        """Its standard error."""
+        """Return the text of the rank's standard error."""
         return self._errors(rank).read_text(encoding="utf-8", errors="replace")
 
     def statuses(self) -> dict[int, int]:
-        """Exit statuses of those that have ended."""
+        """Return {rank: exit status} of the ranks that have ended."""
         found = {rank: child.poll() for rank, child in self.running.items()}
         return {rank: status for rank, status in found.items() if status is not None}
 
     def how(self, rank: int, killed: str = "") -> str:
-        """How a rank ended, and the last that it said. `killed`: added where SIGKILL ended it."""
+        """Say how a rank ended, with the last line that it printed.
+        `killed`: text to add if SIGKILL ended it.
+        """
         status, lines = self.statuses()[rank], self.said(rank).strip().splitlines()
         how = f"ended with status {status}"
         if status < 0:
@@ -92,7 +94,7 @@ class Children:
         return f"{how}: {lines[-1] if lines else 'it said nothing'}"
 
     def end(self) -> None:
-        """Leave no child."""
+        """Kill all children and wait for them."""
         for child in self.running.values():
             if child.poll() is None:
                 with contextlib.suppress(OSError):
@@ -108,11 +110,11 @@ class Children:
 def measure_with_ranks(
     sizes: Sizes, threads: Mapping[int, int], device: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Start as many ranks as the greatest number in `threads`, and return {"at": [...],
-    "host_link": ...} as rank 0 wrote it.
+    """Start as many ranks as the greatest number in `threads`, and return rank 0's result, {"at":
+    [...], "host_link": ...}.
 
     Args:
-        threads: of one rank on a CPU, by number of ranks at work.
+        threads: {number of ranks at work: threads of one rank on a CPU}.
         say: called with what is measured next.
 
     Raises:
@@ -148,7 +150,9 @@ def measure_with_ranks(
 
 
 def _watch(ranks: Children, arrived: list[int], say: Callable[[str], None]) -> None:
-    """Until all ranks are done, one failed, or a signal came; passes on rank 0's lines."""
+    """Wait until all ranks are done or a signal arrives, and pass rank 0's lines to `say`.
+    Raises MeasurementError if a rank failed.
+    """
     with ranks.output(0).open(encoding="utf-8", errors="replace") as progress:
         while not arrived:
             statuses = ranks.statuses()
@@ -171,7 +175,7 @@ def _watch(ranks: Children, arrived: list[int], say: Callable[[str], None]) -> N
 
 
 def main(folder: Path, rank: int) -> None:
-    """Measure with the others, and end this process at once: nobody waits for its group."""
+    """Measure with the other ranks, and end this process at once, without waiting for its group."""
     try:
         job = json.loads((folder / JOB).read_text(encoding="utf-8"))
         end_with_parent(job["parent"])

@@ -1,11 +1,12 @@
-"""Reference steps of a calibration: the engine itself trains a small transformer, made of blocks
-whose passes were measured alone.
+"""Reference steps of a calibration: the engine trains a small transformer made of blocks that were
+also measured alone.
 
     sum of parts   passes ▒▒▒▒▒▒▒▒▒▒▒▒  moves ▒▒▒  optimizer ▒            each measured alone, again and again
     a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
-What lies between the two is the software's efficiency (`onefold.doctor.calibration`), here measured
-rather than assumed. It is measured in this room because a plan knows no running engine.
+The gap between the two is the software's efficiency (`onefold.plan.efficiency`), which is measured
+here instead of assumed. The code is in this room because `plan` must not run the engine, and
+`doctor` must not import `plan`.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from onefold.recipe import Recipe
 from onefold.recipe.options import Precision
 
 PRECISION: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-#: Stages that are measured: one that keeps parameters whole, one that gathers them. A lone rank
-#: does the same at both.
+#: Stages that are measured: one that keeps parameters whole, one that gathers them. A single rank
+#: does the same work at both.
 STAGES = (0, 3)
 #: Micro-batches of a step; all but the last under `onefold.no_sync`.
 MICRO_BATCHES = 2
-#: Steps before any counts (optimizer states are made, the order of units is learned), and steps of
-#: a round that count.
+#: Warm-up steps (they make optimizer states and record the order of units), and steps of a round
+#: that count.
 WARMUP, COUNTED = 2, 3
 
 
@@ -65,7 +66,7 @@ class Reference(nn.Module):
 
 
 class Training:
-    """A reference model under the engine at one stage, ready to step."""
+    """A sharded reference model at one stage, ready to step."""
 
     def __init__(
         self, bench: Bench, members: Any, dtype: str, stage: int, hidden: int, tokens: int
@@ -84,7 +85,7 @@ class Training:
         self.ranks = bench.group.size
 
     def step(self) -> None:
-        """One optimizer step."""
+        """Run one optimizer step."""
         for number in range(1, MICRO_BATCHES + 1):
             last = number == MICRO_BATCHES
             with contextlib.nullcontext() if last else onefold.no_sync(self.model):
@@ -93,7 +94,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def point(self, seconds: float) -> StepPoint:
-        """What such a step computes and sends, and the seconds that it took."""
+        """Return what such a step computes and sends, with the seconds that it took."""
         units = units_of(self.shape, self.recipe, self.ranks)
         sent = wire(units, self.recipe, MICRO_BATCHES)
         calls = calls_of(units, self.recipe, MICRO_BATCHES)
@@ -120,18 +121,18 @@ class Training:
 
 @lru_cache(maxsize=64)
 def _kernels(dtype: str, hidden: int, tokens: int, device: torch.device) -> Kernels:
-    """What runs in one pass of the reference model."""
+    """Return the work of one forward and backward pass of the reference model."""
     model = Reference(hidden).to(device=device, dtype=getattr(torch, dtype))
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
     return count(lambda: model(ids).backward())
 
 
 def take_steps(bench: Bench, members: Any) -> tuple[StepPoint, ...]:
-    """Reference steps at every size and dtype, the stages in turns. Collective over the bench's
-    ranks.
+    """Run reference steps at every size and dtype, alternating between the stages.
+    Collective over the bench's ranks.
 
     Args:
-        members: the process group of these ranks, None for a lone process.
+        members: the process group of these ranks, None for a single process.
     """
     out = []
     for dtype in bench.sizes.dtypes:
@@ -146,5 +147,5 @@ def take_steps(bench: Bench, members: Any) -> tuple[StepPoint, ...]:
                 mine = sorted(seconds[i :: len(trained)])
                 out.append(training.point(mine[len(mine) // 2]))
             del trained, training
-            gc.collect()  # the engines' groups close before others open
+            gc.collect()  # close the engines' groups before new ones open
     return tuple(out)

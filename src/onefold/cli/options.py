@@ -1,4 +1,4 @@
-"""What the commands share: options made from tables, and how a refusal is told."""
+"""Helpers that the commands share: make options from tables, report errors and exit."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def option(
     words: Any = None,
     known: str = "",
 ) -> Any:
-    """An option of a command, for `Annotated`.
+    """Make a command's option, for `Annotated`.
 
     Args:
-        flags: how it is written, where that does not follow from the parameter's name.
-        shown: the help shows its default.
-        words: the type of its values. Many `Literal` ones stand behind the description, where the
-            help wraps them; the names of options keep their room.
-        known: what the help ends with.
+        flags: the option's names, if they do not follow from the parameter's name.
+        shown: whether the help shows the default.
+        words: the type of its values. A long list of `Literal` values goes after the description,
+            where the help can wrap it; that leaves room for the names of options.
+        known: text at the end of the help.
     """
     choices = typing.get_args(words) if typing.get_origin(words) is Literal else ()
     listed = ", ".join(map(str, choices))
@@ -49,12 +49,12 @@ def option(
 
 
 class _NarrowHelp(TyperCommand):
-    """A command whose help leaves out the `--no-` form of switches. With a column for that form, a
-    terminal of 80 columns has no room for the names themselves.
+    """A command whose help leaves out the `--no-` form of switches. With a column for that form,
+    the names of options would not fit in a terminal of 80 columns.
     """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See click."""
+        """Write the help. See click."""
         shown = copy.copy(self)
         shown.params = [copy.copy(parameter) for parameter in self.params]
         for one in shown.params:
@@ -63,8 +63,8 @@ class _NarrowHelp(TyperCommand):
 
 
 def with_readable_help(part: typer.Typer) -> None:
-    """Give the commands of `part` the class above, and paragraphs that the terminal wraps: typer
-    keeps the line ends of a docstring.
+    """Give the commands of `part` the class `_NarrowHelp`, and join the lines of each paragraph.
+    typer would keep the line ends of a docstring, and the terminal could not wrap them.
     """
     for command in part.registered_commands:
         assert command.callback is not None
@@ -80,11 +80,11 @@ def with_readable_help(part: typer.Typer) -> None:
 def parameter(
     name: str, kind: Any, text: str, panel: str, default: Any = None, both: bool = True
 ) -> inspect.Parameter:
-    """An option that is None where it was not given.
+    """Make an option that is None if it was not given.
 
     Args:
-        default: what then holds, for the help.
-        both: a switch can be taken back: --no-NAME.
+        default: the value that then holds, for the help.
+        both: whether a switch also has the form --no-NAME.
     """
     flag = name.replace("_", "-")
     flags = [f"--{flag}/--no-{flag}" if kind is bool and both else f"--{flag}"]
@@ -96,7 +96,7 @@ def parameter(
 
 
 def recipe_parameter(row: Option, both: bool = True) -> inspect.Parameter:
-    """The option of one row of the table; `both` as of `parameter`."""
+    """Make the option of one row of the recipe's table. `both`: see `parameter`."""
     names = [str(choice) for choice in choices_of(row.type)]
     kind: Any = str
     if names:
@@ -109,7 +109,7 @@ def recipe_parameter(row: Option, both: bool = True) -> inspect.Parameter:
 
 
 def with_parameters(function: Command, added: Iterable[inspect.Parameter]) -> Command:
-    """Give `function`, which takes them as **keywords, the signature that typer reads."""
+    """Add the parameters to the signature that typer reads. `function` takes them as **keywords."""
     kinds = typing.get_type_hints(function, include_extras=True)
     own = [
         p.replace(annotation=kinds[p.name])
@@ -125,11 +125,10 @@ def with_parameters(function: Command, added: Iterable[inspect.Parameter]) -> Co
 
 
 def asked_of(words: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `Recipe.zero` that the options of a command say; what is as usual is left
-    out.
+    """Convert a command's options to arguments of `Recipe.zero`, without those at their default.
 
     Raises:
-        ValueError: a word that an option cannot have.
+        ValueError: an option cannot have that value.
     """
     found = {}
     for name, word in words.items():
@@ -148,7 +147,7 @@ def asked_of(words: Mapping[str, Any]) -> dict[str, Any]:
 def refuse(
     error: Exception | str, as_json: bool, code: int = 2, kind: str = "", **beside: Any
 ) -> NoReturn:
-    """Say what was wrong, on stderr and, with --json, as a line of JSON; end with that status."""
+    """Report an error on stderr and, with --json, as a line of JSON; exit with status `code`."""
     if as_json:
         said = {"event": "error", "kind": kind or type(error).__name__, "message": str(error)}
         print(json.dumps({**beside, **said}))
@@ -157,7 +156,7 @@ def refuse(
 
 
 def stopped(number: int, undone: str, as_json: bool = False) -> NoReturn:
-    """Say which signal ended the command and what is left undone; end with its status."""
+    """Report which signal stopped the command, and exit with its status."""
     text = f"stopped by {signal.Signals(number).name}; nothing was {undone}."
     if as_json:
         print(json.dumps({"event": "error", "kind": "Stopped", "message": text}))

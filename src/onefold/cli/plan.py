@@ -1,5 +1,5 @@
-"""`onefold plan`: will it fit, how fast will it go, which stage is needed. Answers in seconds, for
-a model of any size.
+"""`onefold plan`: does a model fit, how fast does it train, and which stage does it need. Answers
+in seconds, for a model of any size.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Offload = Literal[
     "auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"
 ]
 _MODEL, _MACHINE, _JOB = "What is trained", "On what", "How"
-#: Bytes below which a budget cannot be meant.
+#: Fewer bytes than this cannot be what the user meant.
 _FEWEST = 1 << 14
 
 
@@ -104,7 +104,7 @@ def plan(
         show(found)
     try:
         ran = _simulated(found, wanted, rank, trace) if simulate else None
-    except (ValueError, OSError) as error:  # the plan stands all the same
+    except (ValueError, OSError) as error:  # report the plan together with the error
         _refuse(error, as_json, **found.to_json())
     if as_json:
         simulation = (
@@ -133,22 +133,22 @@ plan_command = with_parameters(
 
 
 def _refuse(error: Exception, as_json: bool, **beside: Any) -> NoReturn:
-    """In the words of the command line."""
+    """Report an error in the words of the command line, and exit."""
     name, _, rest = str(error).partition("=")
     if name in _OPTION_OF:
         refuse(f"{_OPTION_OF[name]} {rest}", as_json, kind=type(error).__name__, **beside)
     refuse(error, as_json, **beside)
 
 
-#: Fields of a job that a message may begin with, and the option that they are here.
+#: {field of a job that begins a message: the command's option}
 _OPTION_OF = {
     "seq": "--seq", "micro_batch": "--micro-batch", "global_batch": "--global-batch", "lora_rank": "--lora", "optimizer": "--optimizer",
 }  # fmt: skip
 
 
 def _refuse_few_bytes(options: dict[str, Any], words: dict[str, Any]) -> None:
-    """A number without a unit is a number of bytes, and so few of them were meant to be something
-    else.
+    """Raise ValueError for too few bytes. A number without a unit means bytes, and a very small one
+    was probably meant in another unit.
     """
     wanted = {
         "offload_optimizer": "give a share of at most 1 such as 0.6, or at least",
@@ -166,8 +166,8 @@ def _refuse_few_bytes(options: dict[str, Any], words: dict[str, Any]) -> None:
 
 
 def _with_host(machine: Any, memory: str | None, disk: str | None) -> Any:
-    """The machine with other memory and disk beside its devices. Raises ValueError for what is no
-    number of bytes.
+    """Return the machine with the given host memory and disk space.
+    Raises ValueError if one is not a number of bytes.
     """
     both = (("memory", "--host-memory", memory), ("nvme", "--disk-space", disk))
     given = {name: float(bytes_of(flag, text)) for name, flag, text in both if text is not None}
@@ -193,7 +193,7 @@ def _subject(model: str | None, params: str | None) -> str | float:
 
 
 def _number(given: str) -> float:
-    """7.5e9, 7.5B or 7,500,000,000 as a number."""
+    """Parse a number such as 7.5e9, 7.5B or 7,500,000,000."""
     plain = given.strip().replace(",", "").replace("_", "").upper()
     unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(plain[-1:], 1.0)
     try:
@@ -205,7 +205,7 @@ def _number(given: str) -> float:
 
 
 def _check_machine(context: typer.Context, here: bool) -> None:
-    """An option of the other kind of machine would be silently ignored."""
+    """Raise ValueError for options of the other kind of machine, which would be ignored."""
     idle = ("gpus", "per_node", "gpu", "link", "machines") if here else ("ranks",)
     given = [
         f"--{name.replace('_', '-')}"

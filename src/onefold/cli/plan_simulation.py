@@ -1,5 +1,5 @@
-"""`onefold plan --simulate`: the recommended scheme run by the real engine as one rank of N, beside
-what was planned.
+"""`onefold plan --simulate`: run the recommended scheme with the real engine as one rank of N, and
+compare it with the plan.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from onefold.recipe.rows import NODE
 from onefold.simulation.result import Event, Simulation
 from onefold.simulation.simulate import simulate
 
-#: Micro-batches that are simulated of a longer step: the others do what the one in the middle does.
+#: The most micro-batches to simulate. In a longer step the others are like the middle one.
 MICRO_BATCHES = 3
-#: Tokens of a sample where no time is asked for: what the engine holds and sends does not depend on
-#: them.
+#: The most tokens of a sample in a simulation without times. What the engine holds and sends does
+#: not depend on them.
 UNTIMED = 128
 _ENDS = 8
-#: Units that are named by their exposed communication.
+#: How many units with the most exposed communication are listed.
 _UNITS = 5
 
 
 def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
-    """The scheme that `plan` shows in detail as rank `rank`: the recommended one, if anything fits.
-    Timed where the machine has streams.
+    """Simulate as rank `rank` the scheme that `plan` shows in detail: the recommended one, if any
+    fits. It is timed if the machine has streams.
 
     Args:
-        model: what the plan was asked for: its code runs, if it has any.
+        model: the model that the plan was asked for. Its code runs, if it has any.
 
     Raises:
-        ValueError: the scheme cannot run, or no code runs without values.
+        ValueError: the scheme cannot run, or the model's code needs values.
     """
     candidate = plan.shown
     scheme = candidate.scheme
     recipe = scheme.recipe(plan.job)
-    # Nobody launches a simulation on nodes
+    # A simulation has no launcher that tells the nodes, so give their size in ranks
     if recipe.group in (None, NODE) and plan.machine.nodes > 1:
         recipe = recipe.replace(group=plan.machine.local)
     elif recipe.group == NODE:
@@ -74,10 +74,10 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
 
 
 def write_trace(found: Simulation, scheme: Scheme, path: Path) -> Path:
-    """The timeline of `scheme` as a file for Perfetto.
+    """Write the timeline of `scheme` as a file for Perfetto.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no timeline.
     """
     from onefold.observe.chrome import write_simulated
 
@@ -94,7 +94,7 @@ def write_trace(found: Simulation, scheme: Scheme, path: Path) -> Path:
 
 
 def show_timeline(found: Simulation, candidate: Candidate) -> None:
-    """Print where the step's time goes by the timeline, beside the plan's figures."""
+    """Print where the step's time goes in the timeline, next to the plan's figures."""
     timeline = found.timeline
     if timeline is None:
         return
@@ -135,7 +135,7 @@ def _ms(seconds: float) -> str:
 
 
 def show_simulation(found: Simulation, scheme: Scheme) -> None:
-    """Print what was planned and what the engine's ledgers said, line by line, and both ends of the
+    """Print the plan and the engine's ledgers line by line, and the first and last events of the
     step.
     """
     out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())

@@ -1,4 +1,4 @@
-"""Tables of the commands, without lines, as people read them in a terminal."""
+"""The commands' tables in a terminal, without lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from rich.table import Table
 
 
 def plain_table(title: str, *columns: str) -> Table:
-    """Names to the left, figures (columns that begin with a space) to the right."""
+    """Make a table. Columns that begin with a space hold figures and are aligned to the right."""
     found = Table(title=title, title_justify="left", box=None, padding=(0, 2))
     for name in columns:
         found.add_column(

@@ -1,5 +1,5 @@
-"""`onefold train`: its options are the fields of `TrainConfig`, so that each is written, checked
-and described once.
+"""`onefold train`. Its options are the fields of `TrainConfig`, so each is declared, checked and
+described once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from onefold.train.config import OPTIONS, TrainConfig, read_options
 from onefold.train.output import run_of
 from onefold.wording import TrainError
 
-#: The field that opens each panel of the help, in the order of `TrainConfig`. The options of the
-#: recipe follow the second panel, under those of their table.
+#: {first field of a panel: title of the panel in the help}, in the order of `TrainConfig`. The
+#: recipe's options come before `micro_batch`, in the panels of their own table.
 PANELS = {
     "model": "What is trained, on what",
     "lora": "Adapters instead of the whole model",
@@ -58,16 +58,16 @@ def train(
         code = _train(given, config_file)
     except TrainError as error:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # What holds here holds on the first rank of this machine, too: torchrun ends this one
-            # when that has spoken
+            # The first rank of this machine raises the same error. Wait, so that it reports the
+            # error first and torchrun then ends this rank
             time.sleep(1.0)
         refuse(error, bool(given.get("json")), kind="TrainError")
     raise typer.Exit(code)
 
 
 def _train(given: dict[str, Any], config_file: Path | None) -> int:
-    """See `onefold.train.early` for the order: what can be told without torch is told before torch
-    is imported.
+    """Check the options, and launch the run or join it as a rank. Checks that need no torch come
+    before torch is imported; see `onefold.train.early`.
     """
     from onefold.processes.host import from_slurm, joins
     from onefold.train.early import check_batch, check_early
@@ -79,7 +79,7 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
         os.environ.setdefault(name, value)
     if not joins(os.environ):
         return launch(config)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun, and of no use without it
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: end if torchrun ends
         end_with_parent()
     check_batch(config, int(os.environ["WORLD_SIZE"]))
     claim = (
@@ -94,7 +94,7 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
 
 
 def _parameter(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """The option of a field that is the run's own."""
+    """Make the option of a field of `TrainConfig` that is not one of the recipe's options."""
     kinds = [kind for kind in _alternatives(field.annotation) if kind is not types.NoneType]
     kind = kinds[0] if len(kinds) == 1 else str
     if kind not in (bool, int, float) and typing.get_origin(kind) is not Literal:
@@ -105,7 +105,7 @@ def _parameter(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
 
 
 def _alternatives(kind: Any) -> list[Any]:
-    """The members of a union, each without what `Annotated` adds."""
+    """Return the members of a union, without `Annotated`."""
     if typing.get_origin(kind) is Annotated:
         return _alternatives(typing.get_args(kind)[0])
     if typing.get_origin(kind) in (types.UnionType, typing.Union):

@@ -1,3 +1,4 @@
-"""Room `doctor`: what a machine can do, measured, kept in a file and asked. Knows no plan and no
-training: `onefold doctor` measures, the plan asks.
+"""Room `doctor`: measure what a machine can do, keep the figures in a file, and answer questions
+about them. `onefold doctor` measures and the plan asks. This room depends on neither plan nor
+training.
 """

@@ -1,4 +1,4 @@
-"""Ranks that time things together."""
+"""Time calls on several ranks together."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from onefold.comm import CollectiveContext, Group
 from onefold.device import synchronize
 from onefold.doctor.benchmark_blocks import Sizes
 
-#: Seconds that one timing lasts at least, so that neither the clock's own cost nor the ranks'
-#: waking up shows.
+#: The fewest seconds of one timing, so that the cost of the clock and of waking ranks up is small.
 SHORTEST = 0.004
-#: Timings of a point over all rounds, of which the median counts.
+#: The fewest timings of a point, over all rounds; their median counts.
 REPEATS = 3
 
 
 @dataclass
 class Bench:
-    """One rank of a group that measures together: what it times is timed on all ranks at once, from
-    the first's begin to the last's end.
+    """One rank of a group that measures together. It times a call on all ranks at once, from the
+    first rank's begin to the last rank's end.
 
-    [Note: the group's seconds] A step ends when its last rank does. Where ranks outnumber cores,
-    the system lets some run to their end before it lets others begin: each then sees a processor of its own on its own clock (4 ranks on
-    2 cores: 0.5 to 0.9 of the time that passes for all). The ranks of a calibration are on one
-    machine and read one clock, so their begins and ends can be compared.
+    [Note: the group's seconds] A step ends when its last rank does. With more ranks than cores, the
+    system may run some ranks to their end before others begin. Each rank's own clock then shows the
+    time of an undisturbed processor (4 ranks on 2 cores: 0.5 to 0.9 of the group's time). The ranks
+    of a calibration are on one machine and read one clock, so begins and ends can be compared.
     """
 
     group: Group
@@ -39,7 +38,7 @@ class Bench:
         return CollectiveContext(move, "calibration", 0, "doctor")
 
     def together(self) -> None:
-        """Until all ranks are here and this one's device has finished."""
+        """Wait until this rank's device has finished and all ranks are here. Collective."""
         self.synchronize()
         self._every([0.0])
 
@@ -47,8 +46,8 @@ class Bench:
         synchronize(self.device)
 
     def span(self, call: Callable[[], object], count: int = 1) -> tuple[float, float]:
-        """(begin, end) of `count` calls in a row on this rank, which begins when all are there.
-        Collective.
+        """Time `count` calls in a row on this rank, once all ranks are here.
+        Returns (begin, end) in seconds. Collective.
         """
         self.together()
         begin = time.perf_counter()
@@ -58,20 +57,20 @@ class Bench:
         return begin, time.perf_counter()
 
     def group_seconds(self, spans: Sequence[tuple[float, float]]) -> list[float]:
-        """Seconds that passed for the group in each span, the same on all ranks. Collective; see
-        [Note: the group's seconds].
+        """Return the group's seconds of each span, the same on all ranks. Collective; see [Note:
+        the group's seconds].
         """
         every = self._every([time for span in spans for time in span])
         begins, ends = every[:, 0::2].min(dim=0).values, every[:, 1::2].max(dim=0).values
         return [float(seconds) for seconds in ends - begins]
 
     def greatest(self, value: float) -> float:
-        """The greatest of all ranks' values. Collective."""
+        """Return the greatest of all ranks' values. Collective."""
         return float(self._every([value]).max())
 
     def seconds(self, call: Callable[[], object]) -> float:
-        """Median seconds of `call` for the group: the first call is not counted, then as many as
-        the sizes' budget has room for.
+        """Return the group's median seconds of `call`. The first call does not count; then it is
+        called as often as the budget of `Sizes` allows.
 
         All ranks make the same number of calls, so `call` may be a collective.
         """
@@ -88,7 +87,7 @@ class Bench:
         return statistics.median(self.group_seconds(spans)) / count
 
     def _every(self, values: Sequence[float]) -> torch.Tensor:
-        """[ranks, len(values)] float64 on the host. Collective; waits for all."""
+        """Gather all ranks' values: [ranks, len(values)] float64 on the host. Collective."""
         mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
         return torch.stack(
             [

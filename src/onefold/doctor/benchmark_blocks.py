@@ -1,14 +1,13 @@
-"""What a calibration measures: sizes for a minute's work, for a few seconds', and never more than
-the memory there is; two kinds of transformer block, and a chain of what stands between matrix
-products.
+"""The benchmark of a calibration: its sizes, and the modules that it measures. It takes about a
+minute, or a few seconds with `quick`, and fits in the memory there is.
 
-| module    | like                  | because                                                                              |
+| module    | like                  | why it is measured                                                                   |
 |-----------|-----------------------|--------------------------------------------------------------------------------------|
 | `Block`   | GPT-2, few operations | large fused products: the least time that a block's FLOPs take                       |
 | `Gated`   | Llama, by hand        | equal FLOPs in many operations: norms, rotations, gates as models' own code has them |
-| `Chain`   | neither               | operations without products, so that their cost can be told from the products'       |
+| `Chain`   | neither               | operations without products, to tell their cost from that of products                |
 
-All are code of our own: no model that a plan is asked about is among them.
+The modules are written for the benchmark: none is a model that a plan may be asked about.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ import torch.nn.functional as F
 from torch import nn
 
 KIB, MIB = 1 << 10, 1 << 20
-#: Blocks and vocabulary of the model that takes the reference steps.
+#: Blocks and vocabulary of the model that the reference steps train.
 REFERENCE_BLOCKS, REFERENCE_VOCABULARY = 4, 2048
-#: Width of a `Gated` block's feed-forward, in halves of its own width.
+#: Width of a `Gated` block's feed-forward, in halves of the block's width.
 GATED_HALVES = 5
 
 
@@ -36,16 +35,16 @@ class Sizes:
         dtypes: compute dtypes.
         matrices: (m, n, k) of `F.linear` of [m, k] with [n, k].
         blocks: (hidden, tokens) of a transformer block.
-        copy_bytes: of a copy within memory; the largest is well beyond the caches.
+        copy_bytes: bytes of a copy within memory; the largest is far larger than the caches.
         optimizer_numels: elements of a shard that AdamW steps.
-        move_bytes: of the whole buffer that is gathered or reduced.
-        overlap_bytes: of the gather that runs beside matrix products.
-        disk_bytes: of the file that is written and read.
+        move_bytes: bytes of the whole buffer that is gathered or reduced.
+        overlap_bytes: bytes of the gather that runs beside matrix products.
+        disk_bytes: bytes of the file that is written and read.
         budget_s: seconds a point may take beyond its least number of repeats, over all rounds.
         rounds: how often everything is measured; the median of the rounds counts.
         gated, chains: (hidden, tokens) of gated blocks and of chains of small operations.
-        steps: (hidden, tokens) of the reference steps: far apart in tokens for each weight, which
-            tells passes from gradients.
+        steps: (hidden, tokens) of the reference steps. Their ratios of tokens to weights are far
+            apart, which tells the cost of passes from that of gradients.
     """
 
     dtypes: tuple[str, ...]
@@ -66,15 +65,15 @@ class Sizes:
     def for_device(
         cls, device: str, quick: bool = False, half: tuple[str, ...] = ("bfloat16",)
     ) -> Sizes:
-        """Sizes for "cpu" or "cuda"; `half` are the 16-bit dtypes beside float32."""
+        """Return sizes for "cpu" or "cuda". `half`: 16-bit dtypes to measure besides float32."""
         large = replace(_GPU if device == "cuda" else _CPU, dtypes=("float32", *half))
         return large._fewer() if quick else large
 
     def within(self, free_bytes: int) -> Sizes:
-        """Without the sizes whose buffers would take more than half of `free_bytes`, the memory
+        """Leave out the sizes whose buffers need more than half of `free_bytes`, the memory that is
         free for one rank.
 
-        The smallest of each kind stays: a machine that has no room for that has none for torch
+        The smallest size of each kind stays: a machine without memory for that could not run torch
         either.
         """
         room = free_bytes // 2
@@ -97,8 +96,8 @@ class Sizes:
         return replace(self, **kept, steps=steps, overlap_bytes=overlap)
 
     def _fewer(self) -> Sizes:
-        """A rough picture in a few seconds: the shapes in the middle, the smaller messages, a short
-        budget.
+        """Return sizes for a rough picture in a few seconds: medium shapes, smaller messages, a
+        short budget.
         """
         middle = len(self.matrices) // 2
         return replace(
@@ -117,8 +116,8 @@ class Sizes:
 def _matrices(
     squares: tuple[int, ...], tokens: tuple[int, ...], hidden: tuple[int, ...], vocab: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """Squares; then, for every width and number of tokens, the products of a transformer: qkv, up,
-    down; and the head.
+    """Return (m, n, k) of square products; of a transformer's products (qkv, up, down) at every
+    width and number of tokens; and of the head's.
     """
     shapes = [(s, s, s) for s in squares]
     for h in hidden:
@@ -162,16 +161,16 @@ _GPU = Sizes(
 
 
 def reference_bytes(hidden: int, tokens: int) -> int:
-    """About what a reference step takes on one rank: weights, gradients, masters, moments and a
-    gather, activations, logits.
+    """Estimate the bytes of a reference step on one rank: weights, gradients, master weights,
+    moments, a gather, activations, logits.
     """
     numel = 11 * hidden * hidden * REFERENCE_BLOCKS + 2 * REFERENCE_VOCABULARY * hidden
     return 24 * numel + 4 * tokens * (80 * hidden * REFERENCE_BLOCKS + 3 * REFERENCE_VOCABULARY)
 
 
 class Block(nn.Module):
-    """A transformer block of the common kind: attention and a feed-forward of four times the width,
-    each behind a layer norm.
+    """A common transformer block: attention and a feed-forward of four times the width, each after
+    a layer norm.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -194,8 +193,8 @@ class Block(nn.Module):
 
 
 def block_flops(hidden: int, tokens: int) -> int:
-    """Model FLOPs of a block's forward and backward pass over one sequence: 6 a parameter and
-    token, and 12·h·s a token for attention.
+    """Return the model FLOPs of a block's forward and backward pass over one sequence: 6 per
+    parameter and token, plus 12·h·s per token for attention.
 
     PaLM (2022), appendix B, for one layer of 12·h² parameters; causal masking is not deducted.
     """
@@ -203,7 +202,7 @@ def block_flops(hidden: int, tokens: int) -> int:
 
 
 class RootMeanSquare(nn.Module):
-    """A norm by hand, in fp32."""
+    """An RMS norm written out in single operations, in fp32."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -216,8 +215,8 @@ class RootMeanSquare(nn.Module):
 
 
 class Gated(nn.Module):
-    """A transformer block as Llama's: separate projections, half as many heads for keys and values,
-    rotations, a gated feed-forward.
+    """A transformer block like Llama's: separate projections, half as many heads for keys and
+    values, rotary embeddings, a gated feed-forward.
     """
 
     def __init__(self, hidden: int) -> None:
@@ -248,7 +247,7 @@ class Gated(nn.Module):
         return x_BTH + self.down(F.silu(self.gate(normed)) * self.up(normed))
 
     def _angles(self, tokens: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines by place and dimension, each [tokens, width]."""
+        """Return cosines and sines by position and dimension, each [tokens, width]."""
         half = torch.arange(self.width // 2, device=like.device, dtype=torch.float32)
         angles = torch.outer(
             torch.arange(tokens, device=like.device, dtype=torch.float32),
@@ -259,8 +258,8 @@ class Gated(nn.Module):
 
 
 def gated_flops(hidden: int, tokens: int) -> int:
-    """As `block_flops`, of a `Gated` block with an even number of heads: 3·h² parameters for
-    attention, three matrices of h·ffn.
+    """Return the same as `block_flops` for a `Gated` block with an even number of heads: 3·h²
+    parameters for attention, three matrices of h·ffn.
     """
     return (
         6 * (3 * hidden * hidden + 3 * hidden * (hidden * GATED_HALVES // 2)) * tokens
@@ -274,13 +273,13 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _repeated(x: torch.Tensor, times: int) -> torch.Tensor:
-    """Each head `times` times."""
+    """Repeat each head `times` times."""
     b, heads, t, width = x.shape
     return x[:, :, None].expand(b, heads, times, t, width).reshape(b, heads * times, t, width)
 
 
 class Chain(nn.Module):
-    """What models do between their matrix products, without any: [T, H] → scalar."""
+    """The operations that models run between matrix products: [T, H] → scalar."""
 
     def __init__(self, hidden: int, tokens: int) -> None:
         super().__init__()

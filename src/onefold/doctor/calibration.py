@@ -1,12 +1,12 @@
-"""What a machine was measured to do, and questions to it: what do these operations cost, how long
-does this gather take?
+"""A calibration: the figures measured on a machine, with answers such as how long operations or a
+gather take there.
 
     onefold doctor --calibrate ──► measure.py on N ranks ──► Calibration ──► ~/.cache/onefold/doctor.json
                                                                   │
                                                plan --here: pass_seconds, seconds_for, ...
 
-Every rate is that of one rank while `ranks` ranks of this machine are at work: ranks on a CPU share
-its memory and its cores, so a figure is worth nothing without their number. Between two measured
+Every rate is that of one rank while `ranks` ranks of this machine are at work. Ranks on a CPU share
+its memory and cores, so a figure means nothing without the number of ranks. Between two measured
 numbers of ranks, values are interpolated.
 """
 
@@ -32,7 +32,7 @@ from onefold.doctor.kernels import Kernels
 from onefold.doctor.measured import ADAMW_BYTES, AtRanks, Disk, HostLink, decode
 
 KIND, VERSION = "onefold-calibration", 1
-#: Days after which a file says that it is old: drivers, kernels and neighbours change.
+#: Days after which a calibration counts as stale: drivers, kernels and other programs change.
 FRESH_DAYS = 90
 #: Share of the processors above which other programs make figures doubtful.
 BUSY = 0.15
@@ -40,27 +40,27 @@ T = TypeVar("T")
 
 
 class CalibrationError(ValueError):
-    """A calibration that is not there, cannot be read, is from elsewhere, or does not hold what it
-    is asked; says what to do.
+    """A calibration is missing, unreadable, from another machine, or lacks the figure asked for.
+    The message says what to do.
     """
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One machine, measured.
+    """The measured figures of one machine.
 
     Attributes:
         identity: the machine; see `Identity`.
         device, device_name: "cpu" or "cuda", and its name.
         backend: of the moves, "gloo" or "nccl".
-        device_bytes: memory of one GPU, or what the ranks on a CPU share.
+        device_bytes: memory of one GPU, or the memory that the ranks on a CPU share.
         host_bytes: memory of the host.
         measured_at: UTC, ISO 8601.
         took_s: seconds the measurement took.
-        quick: fewer and smaller sizes were measured: a rough picture.
-        at: by number of ranks, ascending.
-        busy: share of the processors' time, 0 to 1, that other programs took meanwhile: they make
-            every figure too low.
+        quick: fewer and smaller sizes were measured, for a rough picture.
+        at: the figures by number of ranks, ascending.
+        busy: share of the processors' time, 0 to 1, that other programs took meanwhile. It makes
+            every rate too low.
     """
 
     identity: Identity
@@ -107,8 +107,8 @@ class Calibration:
         return tuple(dict.fromkeys(p.dtype for a in self.at for p in a.matrices))
 
     def peak_rate(self, dtype: str = "float32", ranks: int = 1) -> float:
-        """FLOP/s of the best matrix product measured: the denominator of MFU on a machine without a
-        data sheet.
+        """Return the FLOP/s of the fastest measured matrix product, the denominator of MFU on a
+        machine without a data sheet.
         """
         self.check_dtype(dtype)
         return self.between(
@@ -116,8 +116,8 @@ class Calibration:
         )
 
     def block_rate(self, hidden: int, tokens: int, dtype: str = "float32", ranks: int = 1) -> float:
-        """Model FLOP/s of a transformer block's forward and backward pass (convention:
-        `BlockPoint`).
+        """Return the model FLOP/s of a transformer block's forward and backward pass, as
+        `BlockPoint` counts FLOPs.
         """
         self.check_dtype(dtype)
         place = (float(hidden), float(tokens))
@@ -129,11 +129,11 @@ class Calibration:
         )
 
     def knows_passes(self, dtype: str) -> bool:
-        """Whether operations have a price here: this file is not older than `PassPoint`."""
+        """Whether passes in `dtype` were measured. Old calibrations have none."""
         return all(any(p.dtype == dtype for p in a.passes) for a in self.at)
 
     def pass_seconds(self, kernels: Kernels, dtype: str = "float32", ranks: int = 1) -> float:
-        """Seconds of passes that consist of `kernels`, by what each part of them costs here; see
+        """Return the seconds of passes that consist of `kernels`, by the costs of each part; see
         `Costs`.
 
         Raises:
@@ -147,7 +147,7 @@ class Calibration:
         return self.between(ranks, lambda a: a.costs[dtype].seconds(kernels))
 
     def once(self, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-        """What `make` works out from these figures, once for a `key`."""
+        """Return the result of `make`, computed once per `key` and then cached."""
         if key not in self._answers:
             self._answers[key] = make()
         found: T = self._answers[key]
@@ -158,19 +158,19 @@ class Calibration:
         return {}
 
     def copy_rate(self, ranks: int = 1) -> float:
-        """Bytes per second, read and written ones counted, of a large copy within memory."""
+        """Return the bytes per second of a large copy within memory, bytes read plus written."""
         return self.between(ranks, lambda a: max(a.copies)[0] / max(a.copies)[1])
 
     def optimizer_seconds(self, numel: int, ranks: int = 1) -> float:
-        """Seconds of a fused AdamW step over a flat fp32 shard of `numel` elements."""
+        """Return the seconds of a fused AdamW step over a flat fp32 shard of `numel` elements."""
         return self.between(ranks, lambda a: a.curves["optimizer"].seconds(numel * ADAMW_BYTES))
 
     def seconds_for(self, move: str, nbytes: float, ranks: int) -> float:
-        """Seconds of one move of which each rank sends `nbytes` payload bytes, as the traffic
-        ledger counts them.
+        """Return the seconds of a move in which each rank sends `nbytes` payload bytes, as the
+        traffic ledger counts them.
 
-        A buffer of B bytes is B·(N-1)/N of payload to gather or to reduce-scatter, twice that to
-        all-reduce.
+        For a buffer of B bytes on N ranks, a gather or reduce-scatter sends B·(N-1)/N of payload,
+        and an all-reduce twice that.
 
         Raises:
             CalibrationError: an unknown move, or a number of ranks that was not measured.
@@ -179,19 +179,19 @@ class Calibration:
         return self._move(move, ranks, lambda a: a.curves[move].seconds(nbytes))
 
     def fit(self, move: str, ranks: int) -> Fit:
-        """latency + bytes/bandwidth for one move, over all measured sizes."""
+        """Return latency + bytes/bandwidth of one move, fitted to all measured sizes."""
         latency = self._move(move, ranks, lambda a: a.curves[move].fit.latency_s)
         per_byte = self._move(move, ranks, lambda a: 1 / a.curves[move].fit.bytes_per_s)
         return Fit(latency, 1 / per_byte if per_byte else math.inf)
 
     def hidden(self, ranks: int) -> float:
-        """Share of a move, 0 to 1, that vanishes behind compute; see `Overlap`. 1 for one rank,
-        which moves nothing.
+        """Return the share of a move, 0 to 1, that is hidden behind compute; see `Overlap`.
+        1 for a single rank, which moves nothing.
         """
         return self.between(ranks, lambda a: a.overlap.hidden if a.overlap else 1.0)
 
     def _move(self, move: str, ranks: int, value: Callable[[AtRanks], float]) -> float:
-        """A lone rank moves nothing."""
+        """Return `value` at that number of ranks, 0 for a single rank, which moves nothing."""
         if move not in MOVES:
             raise CalibrationError(f"unknown move {move!r}: expected one of {', '.join(MOVES)}.")
         if ranks == 1:
@@ -201,8 +201,8 @@ class Calibration:
     def between(
         self, ranks: int, value: Callable[[AtRanks], float], among: list[AtRanks] | None = None
     ) -> float:
-        """`value` at that number of ranks: as measured, or on the line between its neighbours over
-        log(ranks).
+        """Return `value` at that number of ranks: as measured, else interpolated linearly in
+        log(ranks) between its neighbours.
         """
         known = list(self.at) if among is None else among
         low = max((a for a in known if a.ranks <= ranks), key=lambda a: a.ranks, default=None)
@@ -232,12 +232,14 @@ class Calibration:
     # -- the file ----------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `Calibration.from_json` reads back."""
+        """Return a plain dictionary that `Calibration.from_json` reads."""
         return {"kind": KIND, "version": VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, values: Any) -> Calibration:
-        """Raises: CalibrationError naming the key that is missing or holds something else."""
+        """Read what `to_json` returned.
+        Raises CalibrationError that names the missing or wrong key.
+        """
         if not isinstance(values, dict) or values.get("kind") != KIND:
             raise CalibrationError(
                 f'this is no calibration: expected "kind": "{KIND}", as onefold doctor --calibrate'
@@ -257,7 +259,7 @@ class Calibration:
         return found
 
     def save(self, path: str | Path | None = None) -> Path:
-        """Write the file whole or not at all, and return where: `default_path()` unless told.
+        """Write the file completely or not at all, and return its path. Default: `default_path()`.
 
         Raises:
             CalibrationError: the folder cannot be written.
@@ -289,7 +291,7 @@ class Calibration:
             anywhere: also accept a file that was measured on another machine.
 
         Raises:
-            CalibrationError: there is none, it cannot be read, or it is from another machine.
+            CalibrationError: the file does not exist, cannot be read, or is from another machine.
         """
         path = Path(path) if path is not None else default_path()
         try:
@@ -321,9 +323,7 @@ class Calibration:
         return found
 
     def stale(self, now: datetime | None = None) -> str:
-        """Why these figures may no longer hold, a sentence; "" where nothing speaks against
-        them.
-        """
+        """Say in a sentence why these figures may no longer hold; "" if they should."""
         age = (now or datetime.now(UTC)) - datetime.fromisoformat(self.measured_at)
         reasons = []
         if self.identity.torch != torch.__version__:
@@ -343,8 +343,8 @@ class Calibration:
 
 
 def default_path() -> Path:
-    """`onefold/doctor.json` in $XDG_CACHE_HOME, else in ~/.cache. A relative one counts as unset,
-    as its specification has it.
+    """Return `onefold/doctor.json` in $XDG_CACHE_HOME, else in ~/.cache. A relative $XDG_CACHE_HOME
+    counts as unset, by the XDG specification.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(given) if given and Path(given).is_absolute() else Path.home() / ".cache"

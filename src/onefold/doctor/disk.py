@@ -1,4 +1,4 @@
-"""The speed of a folder's disk, with one bounded file that has no name: nothing is left."""
+"""Measure the speed of a folder's disk, with one temporary file of bounded size and no name."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from onefold.doctor.measured import Disk
 
 #: Bytes of one write or read of a disk.
 CHUNK = 4 << 20
-#: Seconds after which writing to a disk stops, whatever is left: a slow disk shows its rate
-#: sooner than a fast one.
+#: Seconds after which writing stops, whatever is left: a slow disk shows its rate with fewer bytes.
 LONGEST = 8.0
 
 
 def measure_disk(folder: str | Path, nbytes: int) -> Disk:
-    """Write `nbytes` at most (and at most a tenth of what is free), have them on the disk, and read
-    them past the page cache.
+    """Write at most `nbytes` (and at most a tenth of the free bytes), flush them to the disk, and
+    read them past the page cache.
 
     Raises:
-        ValueError: the folder is not there, cannot be written, or is full.
+        ValueError: the folder does not exist, cannot be written, or is full.
     """
     path = Path(folder)
     if not path.is_dir():
@@ -47,7 +46,7 @@ def measure_disk(folder: str | Path, nbytes: int) -> Disk:
 
 
 def _write(file: int, nbytes: int) -> tuple[int, float]:
-    # Random bytes: some file systems compress, and a hole takes no time.
+    # Random bytes, because some file systems compress, and write zeros as holes in no time
     chunk = memoryview(os.urandom(CHUNK))
     written = 0
     begin = time.perf_counter()
@@ -67,9 +66,7 @@ def _read(file: int, nbytes: int) -> float:
 
 
 def _forget(file: int) -> bool:
-    """Drop the file's pages, so that reading comes from the disk. False where the system has no way
-    to ask.
-    """
+    """Drop the file's pages from the page cache. False if the system cannot do that."""
     if not hasattr(os, "posix_fadvise"):
         return False
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,22 +1,22 @@
-"""Measured points made usable between and beyond them: what operations cost, how long moves take,
-which rate a shape reaches.
+"""Interpolate and extrapolate measured points: the cost of operations, the seconds of moves, the
+rate of a shape.
 
-| what                | model                                          | fitted to                        |
-|---------------------|------------------------------------------------|----------------------------------|
-| passes (`Costs`)    | five costs × what the pass consists of         | passes timed by a calibration    |
+| what                  | model                                        | fitted to                        |
+|-----------------------|----------------------------------------------|----------------------------------|
+| passes (`Costs`)      | five costs × the work in the pass            | passes timed by a calibration    |
 | moves, copies (`Fit`) | latency + bytes ÷ bandwidth                  | seconds over bytes               |
-| the same (`Curve`)  | lines between points, the fit beyond them      | the points themselves            |
-| blocks              | `nearest_mean`, never beyond what was measured | rates at (width, tokens)         |
+| the same (`Curve`)    | lines between points, the fit beyond them    | the points themselves            |
+| blocks                | `nearest_mean`, never outside measured rates | rates at (width, tokens)         |
 
-A rate of blocks does not know how many operations a pass consists of: equal FLOPs in more and
-smaller operations take longer (transformers' Llama and GPT-2 blocks 1.3 times, Mixtral's 1.6 times
-as long as a plain block of their width). `Costs` does:
+The same FLOPs take longer in more and smaller operations: transformers' Llama and GPT-2 blocks take
+1.3 times, Mixtral's 1.6 times as long as a plain block of their width. A rate of blocks cannot show
+that, because it does not know the operations of a pass. `Costs` does:
 
-    seconds = FLOPs of products     × what one takes in a large product
-            + products              × what starting one takes
-            + bytes of products     × what bringing one takes (what no FLOP of a small or thin product hides)
-            + other operations      × what starting one takes: Python, dispatch, autograd, a kernel's launch
-            + bytes of others       × what one takes
+    seconds = FLOPs of products     × seconds of one FLOP in a large product
+            + products              × seconds to start one
+            + bytes of products     × seconds of one byte (the memory time that a small or thin product cannot hide)
+            + other operations      × seconds to start one: Python, dispatch, autograd, kernel launch
+            + bytes of others       × seconds of one byte
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from onefold.doctor.kernels import Kernels
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of one FLOP, of one product and one byte of products, of one other operation and one
-    byte of others.
+    """Seconds of one FLOP, one product, one byte of products, one other operation, and one byte of
+    other operations.
     """
 
     flop: float
@@ -52,10 +52,10 @@ class Costs:
 
     @classmethod
     def of(cls, passes: Sequence[tuple[Kernels, float]]) -> Costs:
-        """The costs that fit `(what ran, seconds)` best.
+        """Return the costs that best fit the `(work, seconds)` of passes.
 
         Raises:
-            ValueError: no pass, or one that took no time.
+            ValueError: there is no pass, or one took no time.
         """
         if not passes or any(not seconds > 0 for _, seconds in passes):
             raise ValueError(
@@ -66,8 +66,8 @@ class Costs:
 
 @dataclass(frozen=True)
 class Fit:
-    """seconds = latency_s + bytes / bytes_per_s. Latency is never negative; the bandwidth is inf
-    where more bytes took no longer.
+    """seconds = latency_s + bytes / bytes_per_s. The latency is never negative. The bandwidth is
+    inf if more bytes took no longer.
     """
 
     latency_s: float
@@ -78,21 +78,21 @@ class Fit:
 
     @classmethod
     def of(cls, points: Iterable[tuple[float, float]]) -> Fit:
-        """The line that fits `(bytes, seconds)` best; through one point, all of it is bandwidth.
+        """Return the line that best fits the `(bytes, seconds)`. With one point the latency is 0.
 
         Raises:
-            ValueError: no points, or sizes and times that are not positive and finite.
+            ValueError: there are no points, or a size or time is not positive and finite.
         """
         per_byte, latency = _least_squares([((x, 1.0), y) for x, y in _checked(points)])
         return cls(latency, 1 / per_byte if per_byte else math.inf)
 
 
 def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]:
-    """Factors x >= 0 with the least sum of squared relative errors, of `(numbers, seconds)` with
-    numbers · x = seconds. Relative, so that small measurements count as much as large ones.
+    """Solve numbers · x = seconds for x >= 0, over rows of `(numbers, seconds)`. Minimizes the sum
+    of squared relative errors, so that small measurements count as much as large ones.
 
-    With a few unknowns every set of those that are not zero can be tried. The best that is nowhere
-    negative is the constrained optimum; the first of equals is taken.
+    There are few unknowns, so it tries every set of unknowns that may be nonzero. The best solution
+    without negative values is the constrained optimum; of equals it takes the first.
     """
     a = np.array([[n / seconds for n in numbers] for numbers, seconds in rows], dtype=np.float64)
     scale = np.where(a.max(axis=0) > 0, a.max(axis=0), 1.0)
@@ -110,8 +110,7 @@ def _least_squares(rows: Sequence[tuple[Sequence[float], float]]) -> list[float]
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of something that takes longer the more bytes it has, from `(bytes, seconds)` as
-    measured.
+    """Seconds as a function of bytes, from measured `(bytes, seconds)`. The function never falls.
 
     seconds │                     ·'   beyond the last point: the fit's bandwidth
             │               ·--·'
@@ -120,11 +119,10 @@ class Curve:
             │-'                        below the first: towards the fit's latency
             └──────────────────── bytes
 
-    Noise can make a larger size look faster; such neighbours are pooled to their mean, so that the
-    curve never falls.
+    Noise can make a larger size look faster. Such neighbouring points are pooled to their mean.
 
     Raises:
-        ValueError: no points, or sizes and times that are not positive and finite.
+        ValueError: there are no points, or a size or time is not positive and finite.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -138,7 +136,7 @@ class Curve:
 
     @cached_property
     def _rising(self) -> list[tuple[float, float]]:
-        """The points with seconds that never fall: pool adjacent violators."""
+        """The points, made non-decreasing by pooling adjacent violators."""
         pools: list[tuple[float, int]] = []
         for _, y in self.points:
             total, count = y, 1
@@ -150,7 +148,7 @@ class Curve:
         return [(x, y) for (x, _), y in zip(self.points, level, strict=True)]
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds for `nbytes`; nothing takes no time.
+        """Return the seconds for `nbytes`; 0 for 0 bytes.
 
         Raises:
             ValueError: a negative number of bytes.
@@ -172,14 +170,14 @@ class Curve:
 def nearest_mean(
     known: Sequence[tuple[tuple[float, ...], float]], at: tuple[float, ...], power: float = 3.0
 ) -> float:
-    """A positive value at `at` from values at scattered places: geometric mean weighted by
-    distance^-power, in logarithms (Shepard 1968).
+    """Interpolate a positive value at `at` from values at scattered places: their geometric mean,
+    weighted by distance^-power, with distances in logarithms (Shepard 1968).
 
-    It is the measured value at a measured place and stays between the least and the greatest
-    everywhere: a rate is never extrapolated to what no measurement has shown.
+    At a measured place it returns the measured value. Elsewhere it stays between the smallest and
+    the largest value, so a rate is never extrapolated beyond the measurements.
 
     Raises:
-        ValueError: nothing is known, or a coordinate is not positive.
+        ValueError: there are no values, or a coordinate is not positive.
     """
     if not known:
         raise ValueError("nothing was measured to interpolate between.")
@@ -194,7 +192,7 @@ def nearest_mean(
 
 
 def _checked(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Sorted by size, one point a size (the mean of its times)."""
+    """Return the points sorted by size, with one point per size (the mean of its times)."""
     by_size: dict[float, list[float]] = {}
     for x, y in points:
         if not (0 < x < math.inf and 0 < y < math.inf):

@@ -1,4 +1,4 @@
-"""Which machine was measured."""
+"""The identity of a measured machine."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from onefold.device import device_names
 
 @dataclass(frozen=True)
 class Identity:
-    """What speeds depend on. Host names are left out: a container gets a new one at each start.
+    """The properties that speeds depend on. The host name is not among them: a container gets a new
+    one at each start.
 
     Attributes:
         cpu: the processor's name.
-        cores: CPUs this process may run on, affinity and cgroup quota counted in.
+        cores: CPUs this process may run on, limited by affinity and cgroup quota.
         gpus: names of the GPUs that torch sees.
-        torch: its version; another one makes a measurement stale, not foreign.
+        torch: torch's version. Another version makes a measurement stale, but does not make it
+            another machine's.
     """
 
     cpu: str
@@ -31,7 +33,7 @@ class Identity:
     torch: str
 
     def differences(self, other: Identity) -> list[str]:
-        """What makes `other` another machine, a phrase each; [] for the same one."""
+        """Return the differences that make `other` another machine, as phrases; [] for none."""
         out = []
         if self.cpu != other.cpu:
             out.append(f"a processor {self.cpu!r} where {other.cpu!r} is")
@@ -43,12 +45,12 @@ class Identity:
 
 
 def this_machine() -> Identity:
-    """The machine this process runs on, as this process may use it."""
+    """Return the identity of the machine that this process runs on."""
     return Identity(cpu_name(), usable_cpus(), device_names(), torch.__version__)
 
 
 def cpu_name() -> str:
-    """The processor's name as the kernel has it, else its architecture."""
+    """Return the processor's name from the kernel, else its architecture."""
     try:
         found = re.search(
             r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
@@ -61,9 +63,7 @@ def cpu_name() -> str:
 
 
 def usable_cpus() -> int:
-    """CPUs that the scheduler gives this process: the affinity mask, limited by the cgroup's
-    quota.
-    """
+    """Return how many CPUs this process may use: the affinity mask, limited by the cgroup quota."""
     count = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

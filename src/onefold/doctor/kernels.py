@@ -1,5 +1,5 @@
-"""What kernels run: FLOPs, operations and the bytes that they read and write, on real tensors and on
-fake ones alike.
+"""Count the work of kernels: FLOPs, operations, and the bytes that they read and write. Works on
+real and on fake tensors.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_iter
 from onefold.memory import nbytes_of
 
 _aten = torch.ops.aten
-#: Operations that do no work although nothing in their schema says that they only make a view, or
-#: take memory and leave it as it is.
+#: Operations that do no work (they make a view, or allocate without writing), although their schema
+#: does not say so.
 _IDLE = frozenset(
     {
         "empty",
@@ -30,20 +30,20 @@ _IDLE = frozenset(
         "_local_scalar_dense",
     }
 )
-#: Operations that read of their first tensor only what they write.
+#: Operations that read only those elements of their first tensor that they copy to the output.
 _PICKING = frozenset({"embedding", "index", "index_select", "gather"})
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """What runs in a stretch of a step.
+    """The work of the kernels in a part of a step.
 
     Attributes:
-        flops: of matrix products (attention among them), as torch counts them.
-        products: their number, each group of a grouped product counted. product_bytes: read and
-            written by them.
-        others: operations of any other kind that do work (views do none). other_bytes: read and
-            written by them.
+        flops: FLOPs of matrix products (including attention), as torch counts them.
+        products: number of matrix products; each group of a grouped product counts. product_bytes:
+            bytes that they read and write.
+        others: number of other operations that do work (views do none). other_bytes: bytes that
+            they read and write.
     """
 
     flops: int = 0
@@ -62,8 +62,8 @@ class Kernels:
 def kernels_of(
     func: Any, args: Any, kwargs: Any, out: Any, formulas: dict[Any, Callable[..., int]]
 ) -> Kernels | None:
-    """What one dispatched operation does; None if it does no work. `formulas` are those of
-    `flop_formulas`.
+    """Return the work of one dispatched operation; None if it does no work.
+    `formulas`: the result of `flop_formulas`.
     """
     if _idle(func):
         return None
@@ -84,7 +84,7 @@ def kernels_of(
 
 
 def _groups(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> int:
-    """Products that one operation consists of: the groups of a grouped one."""
+    """Return the number of products in one operation: the groups of a grouped one, else 1."""
     if "grouped" not in name_of(func):
         return 1
     return max((t.shape[0] for t in (*inputs, *outputs) if t.dim() == 3), default=1)
@@ -92,7 +92,7 @@ def _groups(func: Any, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) 
 
 @lru_cache(maxsize=4096)
 def name_of(func: Any) -> str:
-    """Of an operation, without its library."""
+    """Return the name of an operation, without its library."""
     return str(func._schema.name).rpartition("::")[2]
 
 
@@ -106,7 +106,7 @@ def _idle(func: Any) -> bool:
 
 
 class Counting(TorchDispatchMode):
-    """Inside it, `found` grows by what runs."""
+    """A dispatch mode that adds up in `found` the work of the operations inside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,15 +121,15 @@ class Counting(TorchDispatchMode):
 
 
 def count(call: Callable[[], object]) -> Kernels:
-    """What `call` runs, its backward passes included."""
+    """Return the work of `call`, including its backward passes."""
     with Counting() as counting:
         call()
     return counting.found
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Operations with matrix products and how many FLOPs they take (a multiplication and an
-    addition are two), as torch counts them.
+    """Return {operation with matrix products: function of its FLOPs}, as torch counts FLOPs: a
+    multiplication and an addition are two.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,8 +148,8 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 def _attention_flops(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    """query (batch, heads, length, width), key, value (batch, heads, other length, width): two
-    products, the masked half counted too.
+    """Return the FLOPs of attention's two products; the masked half counts too.
+    query (batch, heads, length, width); key, value (batch, heads, other length, width).
     """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (width + value.shape[-1])
@@ -163,8 +163,8 @@ def _attention_backward_flops(
     *_: Any,
     **__: Any,
 ) -> int:
-    """Five products: the scores again, and one for each of the four gradients (of scores, query,
-    key, value).
+    """Return the FLOPs of attention's backward pass: five products. One computes the scores again,
+    the others the gradients of scores, query, key and value.
     """
     batch, heads, length, width = query.shape
     return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[-1])
@@ -173,7 +173,7 @@ def _attention_backward_flops(
 def _grouped_flops(
     a: torch.Tensor, b: torch.Tensor, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
-    """Rows times the matrix of their group: (rows, k) and (groups, k, n), or gradients of the
-    matrices: (m, rows) and (rows, n).
+    """Return the FLOPs of a grouped product: rows times the matrix of their group, (rows, k) and
+    (groups, k, n); or the matrices' gradients, (m, rows) and (rows, n).
     """
     return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]

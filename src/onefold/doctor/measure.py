@@ -1,7 +1,8 @@
-"""Measuring what the ranks of this machine do while the others of their group do the same: matrix
-products, blocks, copies, optimizer steps and the moves between placements.
+"""Measure matrix products, blocks, copies, optimizer steps and moves between placements, while all
+ranks of a group on this machine do the same.
 
-`measure` takes rounds of one number of ranks after another; the ranks beyond it sleep meanwhile.
+`measure` goes through the numbers of ranks, in several rounds. Ranks that do not take part sleep
+meanwhile.
 
 ranks   0 ▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌
         1 (waits, no thread spins)   ▐matrices ... moves overlap steps▌ (waits)                   ▐matrices ... moves overlap steps▌
@@ -39,8 +40,8 @@ from onefold.recipe.rows import FLAT
 
 #: Seconds a rank waits for another within a measurement.
 TIMEOUT = 120.0
-#: Takes the reference steps on a bench whose ranks are those of the process group given (None: a
-#: lone process).
+#: Runs the reference steps on a bench. The process group holds the bench's ranks; None for a single
+#: process.
 Steps = Callable[[Bench, "dist.ProcessGroup | None"], tuple[StepPoint, ...]]
 
 
@@ -51,21 +52,22 @@ def measure(
     say: Callable[[str], None],
     steps: Steps | None = None,
 ) -> tuple[tuple[AtRanks, ...], HostLink | None]:
-    """Measure with one number of ranks after another, in rounds. Collective over all ranks; rank 0
-    takes part in all, and only its result is whole.
+    """Measure with one number of ranks after another, in rounds.
+    Collective over all ranks. Rank 0 takes part in every measurement, and only its result is
+    complete.
 
     Args:
-        threads: of one rank on a CPU, by number of ranks at work; no number is greater than the
+        threads: {number of ranks at work: threads of one rank on a CPU}; no number exceeds the
             world size.
         say: called on rank 0 with what is measured next.
-        steps: takes the reference steps; None leaves them out.
+        steps: runs the reference steps; None leaves them out.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     if rank:  # only rank 0 speaks
         say = lambda text: None  # noqa: E731
     found: dict[int, list[AtRanks]] = {}
     link: HostLink | None = None
-    # Waits are on the host, where no thread spins beside those that are measured.
+    # Idle ranks wait in gloo on the host, where no spinning thread disturbs the measurement
     everyone = dist.new_group(backend="gloo") if dist.is_initialized() else None
     members = {
         count: dist.new_group(list(range(count))) if dist.is_initialized() else None
@@ -83,7 +85,7 @@ def measure(
                 found.setdefault(count, []).append(
                     _measure_together(bench, members[count], say, steps)
                 )
-                # Ranks must agree on whether to: some of them come later
+                # Once, in the very first measurement: it is collective over the ranks there
                 if (number, count) == (0, next(iter(threads))):
                     link = measure_host_link(bench)
             if everyone is not None:
@@ -94,7 +96,7 @@ def measure(
 
 
 def says(counts: Iterable[int], sizes: Sizes, steps: bool) -> int:
-    """How many times `measure` will call `say`."""
+    """Return how many times `measure` will call `say`."""
     return sizes.rounds * sum(5 + steps + (len(MOVES) + 1 if count > 1 else 0) for count in counts)
 
 
@@ -145,7 +147,7 @@ def _measure_together(
 
 
 def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
-    """`F.linear` at every size and dtype."""
+    """Measure `F.linear` at every size and dtype."""
     out = []
     for dtype in bench.sizes.dtypes:
         for m, n, k in bench.sizes.matrices:
@@ -160,8 +162,9 @@ def measure_matrices(bench: Bench) -> tuple[MatrixPoint, ...]:
 def measure_passes(
     bench: Bench, kind: type[Block | Gated | Chain]
 ) -> list[tuple[PassPoint, int, int]]:
-    """(forward and backward pass, width, tokens) of one kind of module at every size and dtype,
-    weights and activations in that dtype. Of gated blocks two follow each other.
+    """Measure forward and backward of one kind of module at every size and dtype. Returns (pass,
+    width, tokens) for each. Weights and activations are in the dtype. Gated blocks are measured two
+    in a row.
     """
     sizes = {Block: bench.sizes.blocks, Gated: bench.sizes.gated, Chain: bench.sizes.chains}[kind]
     out = []
@@ -188,7 +191,7 @@ def measure_passes(
 
 
 def measure_copies(bench: Bench) -> Points:
-    """(bytes read and written, seconds) of copies within the device's memory."""
+    """Measure copies within the device's memory: (bytes read and written, seconds)."""
     out = []
     for nbytes in bench.sizes.copy_bytes:
         source = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
@@ -198,7 +201,7 @@ def measure_copies(bench: Bench) -> Points:
 
 
 def measure_optimizer(bench: Bench) -> Points:
-    """(bytes moved, seconds) of `torch.optim.AdamW(fused=True)` over one flat fp32 shard."""
+    """Measure `torch.optim.AdamW(fused=True)` over one flat fp32 shard: (bytes moved, seconds)."""
     out = []
     for numel in bench.sizes.optimizer_numels:
         shard = nn.Parameter(torch.zeros(numel, device=bench.device))
@@ -209,7 +212,7 @@ def measure_optimizer(bench: Bench) -> Points:
 
 
 def measure_host_link(bench: Bench) -> HostLink | None:
-    """Copies between pinned host memory and this rank's GPU; None without one."""
+    """Measure copies between pinned host memory and this rank's GPU; None without a GPU."""
     if not has_streams(bench.device):
         return None
     nbytes = bench.sizes.copy_bytes[-1]

@@ -1,4 +1,4 @@
-"""The figures of one machine as they were measured; `Calibration` holds them and answers questions."""
+"""The measured figures of one machine, which `Calibration` holds and answers questions about."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from onefold.comm import MOVES
 from onefold.doctor.fit import Costs, Curve
 from onefold.doctor.kernels import Kernels
 
-#: Bytes that a fused AdamW moves for each fp32 element: it reads parameter, gradient and two
-#: moments, and writes all but the gradient.
+#: Bytes that a fused AdamW moves per fp32 element: it reads parameter, gradient and two moments
+#: (16 bytes), and writes all but the gradient (12 bytes).
 ADAMW_BYTES = 28
 
 Points = tuple[tuple[float, float], ...]
@@ -40,8 +40,8 @@ class MatrixPoint:
 class BlockPoint:
     """Forward and backward pass of one transformer block over `tokens` tokens in one sequence.
 
-    FLOPs are the model's: 6·12h² + 12·h·s a token (PaLM, appendix B, for one layer), whatever the
-    kernels really do.
+    FLOPs are the model's, independent of the kernels: 6·12h² + 12·h·s per token (PaLM, appendix B,
+    for one layer).
     """
 
     dtype: str
@@ -55,9 +55,10 @@ class BlockPoint:
 
 @dataclass(frozen=True)
 class Overlap:
-    """A gather beside matrix products, and each of them alone, in seconds.
+    """A gather and matrix products, each alone and both together, in seconds. `compute_beside`: the
+    matrix products while the gather runs.
 
-    `hidden` is the share of the shorter that vanished: together = compute + gather - hidden ·
+    `hidden` is the hidden share of the shorter one: together = compute + gather - hidden ·
     min(compute, gather).
     """
 
@@ -76,15 +77,13 @@ class Overlap:
 
     @property
     def slowdown(self) -> float:
-        """A matrix product's time beside a running gather ÷ alone, at least 1."""
+        """The time of matrix products beside a gather ÷ their time alone, at least 1."""
         return max(1.0, self.compute_beside / self.compute)
 
 
 @dataclass(frozen=True)
 class PassPoint:
-    """Forward and backward pass of something, on its own: what ran and the seconds it took. See
-    `onefold.doctor.fit`.
-    """
+    """The work and seconds of a module's forward and backward pass. See `onefold.doctor.fit`."""
 
     dtype: str
     kernels: Kernels
@@ -96,16 +95,16 @@ class PassPoint:
 
 @dataclass(frozen=True)
 class StepPoint:
-    """A reference step: the engine itself trains a small transformer, and this is how long it took.
+    """A reference step: the engine trains a small transformer for one step, which is timed.
 
     Attributes:
-        dtype: of the computation; stage: 0 or 3.
-        hidden, tokens: width of its blocks, and tokens of a micro-batch (one sequence).
-        micro_batches: of a step. flops: model FLOPs of the whole step, as `BlockPoint` counts them,
-            and 6 a weight and token of the head.
-        kernels: what runs in all its passes.
-        numel: elements of the model; stepped: those that this rank's optimizer steps.
-        wire, calls: payload bytes that a rank sends in the step, and collectives, by move.
+        dtype: of the computation. stage: 0 or 3.
+        hidden, tokens: width of the blocks, and tokens of a micro-batch (one sequence).
+        micro_batches: number per step. flops: model FLOPs of the whole step, as `BlockPoint` counts
+            them, plus 6 per weight of the head and token.
+        kernels: the work of all its passes.
+        numel: elements of the model. stepped: those that this rank's optimizer steps.
+        wire, calls: by move, the payload bytes that a rank sends in the step, and the collectives.
         seconds: until the last rank was done.
     """
 
@@ -135,17 +134,17 @@ class StepPoint:
 
 @dataclass(frozen=True)
 class AtRanks:
-    """What one rank does while `ranks` ranks of this machine, of `threads` threads each, do the
-    same.
+    """The figures of one rank while `ranks` ranks of this machine, with `threads` threads each, do
+    the same.
 
     Attributes:
-        copies: (bytes read and written, seconds) of a copy within memory.
-        optimizer: (bytes moved, seconds) of a fused AdamW step over a flat fp32 shard,
-            `ADAMW_BYTES` an element.
-        moves: (payload bytes that one rank sends, seconds) by move, as the traffic ledger counts
-            them; {} for one rank.
+        copies: (bytes read and written, seconds) of copies within memory.
+        optimizer: (bytes moved, seconds) of fused AdamW steps over a flat fp32 shard. A step moves
+            `ADAMW_BYTES` per element.
+        moves: {move: (payload bytes that one rank sends, seconds)}, as the traffic ledger counts
+            bytes; {} for one rank.
         overlap: None for one rank.
-        passes, steps: see there; () in files that are older than they.
+        passes, steps: `PassPoint` and `StepPoint`; () in files from before they existed.
     """
 
     ranks: int
@@ -173,13 +172,13 @@ class AtRanks:
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
-        """Seconds over bytes of each move, of "copy" and of "optimizer"."""
+        """The seconds as a function of bytes, of each move, "copy" and "optimizer"."""
         points = {**self.moves, "copy": self.copies, "optimizer": self.optimizer}
         return {name: Curve(of) for name, of in points.items()}
 
     @cached_property
     def costs(self) -> dict[str, Costs]:
-        """What each part of a pass costs, by dtype."""
+        """The cost of each part of a pass, by dtype."""
         by_dtype: dict[str, list[tuple[Kernels, float]]] = {}
         for p in self.passes:
             by_dtype.setdefault(p.dtype, []).append((p.kernels, p.seconds))
@@ -199,8 +198,8 @@ class HostLink:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes per second of one process in `folder`: written through to the disk; read past the page
-    cache where `cached` is false.
+    """Bytes per second of one process in `folder`, written through to the disk. Reads come from the
+    page cache if `cached`, else from the disk.
     """
 
     folder: str
@@ -213,8 +212,8 @@ class Disk:
 
 
 def middle(rounds: Sequence[Any]) -> Any:
-    """Rounds of one measurement, alike in shape, as one: of each figure its median. Rounds lie
-    apart in time, so that no slow moment decides.
+    """Combine the rounds of one measurement, which have the same shape: return the median of each
+    figure. Rounds are apart in time, so one slow moment does not decide.
     """
     first = rounds[0]
     if isinstance(first, float):
@@ -247,12 +246,12 @@ _PLAIN: Mapping[type, tuple[Any, str]] = {
 
 
 def decode(kind: Any, value: Any, where: str = "") -> Any:
-    """`value`, as `json.load` gave it, as an instance of `kind`: a dataclass, a tuple, a dict, an
-    optional or a plain type. The reverse of `dataclasses.asdict`.
+    """Convert `value`, from `json.load`, to an instance of `kind`: a dataclass, tuple, dict,
+    optional or plain type. The reverse of `dataclasses.asdict`.
 
     Raises:
-        ValueError: a key is missing, is not known, or holds something else; the message begins with
-            the key's path.
+        ValueError: a key is missing or unknown, or has a value of another type. The message begins
+            with the key's path.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
 

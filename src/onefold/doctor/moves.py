@@ -1,6 +1,4 @@
-"""How long the moves between placements take, as the engine makes them, alone and beside matrix
-products.
-"""
+"""Measure the engine's moves between placements, alone and beside matrix products."""
 
 from __future__ import annotations
 
@@ -18,14 +16,12 @@ from onefold.memory import empty
 
 #: Side of the matrix products that run beside a gather.
 SIDE = 512
-#: Timings of the overlap over all rounds, of which the medians count.
+#: Timings of the overlap over all rounds; their medians count.
 ROUNDS = 7
 
 
 class FlatMoves:
-    """The three moves of one flat fp32 buffer of `nbytes` bytes, cut evenly among the group's
-    ranks.
-    """
+    """The three moves of a flat fp32 buffer of `nbytes` bytes, cut evenly among the ranks."""
 
     def __init__(self, bench: Bench, nbytes: int) -> None:
         self.bench, self.group = bench, bench.group
@@ -33,7 +29,7 @@ class FlatMoves:
         self.full = torch.zeros(self.shard * self.group.size, device=bench.device)
 
     def payload(self, move: str) -> int:
-        """Bytes that this rank sends, as the traffic ledger counts them."""
+        """Return the bytes that this rank sends, as the traffic ledger counts them."""
         return 4 * self.shard * (self.group.size - 1) * (2 if move == "all-reduce" else 1)
 
     def call(self, move: str) -> Callable[[], object]:
@@ -44,8 +40,8 @@ class FlatMoves:
         self.group.all_gather(self.full, self.bench.context("all-gather"), 0).wait()
 
     def reduce_scatter(self) -> torch.Tensor:
-        """Exchange of intervals and a local sum into a received part, which would become the
-        gradient: fresh memory each time.
+        """Exchange intervals and add them up into a received part, in new memory each time, as for
+        a gradient.
         """
         own, parts = self._exchange("reduce-scatter")
         total, *others = parts
@@ -54,7 +50,7 @@ class FlatMoves:
         return total
 
     def all_reduce(self) -> torch.Tensor:
-        """The same, with the sums put in a whole buffer and sent to all."""
+        """Reduce-scatter into a whole buffer, then send the sums to all ranks."""
         own, parts = self._exchange("all-reduce")
         total = empty(self.full.numel(), torch.float32, self.bench.device)
         mine = self._interval(total, self.group.rank)
@@ -82,7 +78,7 @@ class FlatMoves:
 
 
 def measure_move(bench: Bench, move: str) -> Points:
-    """(payload bytes that one rank sends, seconds) of `move` at every size."""
+    """Measure `move` at every size: (payload bytes that one rank sends, seconds)."""
     out = []
     for nbytes in bench.sizes.move_bytes:
         moves = FlatMoves(bench, nbytes)
@@ -91,7 +87,7 @@ def measure_move(bench: Bench, move: str) -> Points:
 
 
 def measure_overlap(bench: Bench) -> Overlap:
-    """A gather, matrix products that take about as long, and both at once."""
+    """Measure a gather, matrix products that take about as long, and both at once."""
     gather = FlatMoves(bench, bench.sizes.overlap_bytes)
     a, b = torch.randn(2, SIDE, SIDE, device=bench.device)
     out = torch.empty_like(a)
@@ -123,7 +119,7 @@ def measure_overlap(bench: Bench) -> Overlap:
 def _both(
     bench: Bench, gather: FlatMoves, compute: Callable[[], None]
 ) -> tuple[tuple[float, float], float]:
-    """((begin, end) until both are done, seconds of the computing)."""
+    """Run both at once. Returns ((begin, end) of both, seconds of the computation)."""
     streams = has_streams(bench.device)
     marks = [new_event(bench.device, timing=True) for _ in range(2)] if streams else []
     bench.together()

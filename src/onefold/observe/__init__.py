@@ -1,13 +1,13 @@
-"""Room `observe`: what the ledgers saw, in the same schema as `plan`; figures of each step, traces,
-the report.
+"""Room `observe`: measurements from the ledgers, in the schema of `plan`; figures of each step,
+traces, the report.
 
-| wanted                                  | here                                                    |
+| to get                                  | use                                                     |
 |-----------------------------------------|---------------------------------------------------------|
 | figures of each step                    | `Meter`, `flat`, `TensorBoard`                          |
-| what autograd keeps                     | `watch_activations`                                     |
-| a window of steps, as a trace           | `record`, `Recording.write_chrome`                      |
-| an account to hold against the plan     | `measured`, `reconciled`                                |
-| what a run leaves behind, and the page  | `write_observed`, `read_observed`, `write_report`       |
+| the bytes that autograd keeps           | `watch_activations`                                     |
+| a trace of some steps                   | `record`, `Recording.write_chrome`                      |
+| an account to compare with the plan     | `measured`, `reconciled`                                |
+| the files of a run, and the report      | `write_observed`, `read_observed`, `write_report`       |
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ from onefold.observe.trace import Move, Recording, Work, record
 
 
 def write_report(run: str | Path, out: str | Path | None = None) -> Path:
-    """The run in a folder as one HTML page that opens offline; see `onefold.observe.report`."""
+    """Write a run's folder as one HTML page that opens offline; see `onefold.observe.report`."""
     from onefold.observe.report import write_report as write
 
     return write(run, out)

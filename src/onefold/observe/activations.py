@@ -1,11 +1,14 @@
-"""Activations: the bytes that autograd keeps for the backward pass, counted as it saves and drops
-them.
+"""Count the activations: the bytes that autograd keeps for the backward pass, as it saves and drops
+tensors.
 
-[Note: who holds a saved tensor] A tensor saved in a forward pass is handed to autograd inside a
-`_Held`; when autograd drops that, the bytes go. A tensor saved while a checkpointed block is
-recomputed belongs to the checkpoint instead, which gives no notice, so its storage is looked at
-through a weak reference whenever something else happens. Storages are counted once, however many
-views of them are saved. Parameters, buffers and the engine's own flat buffers are not activations.
+[Note: who holds a saved tensor] A tensor saved in a forward pass is given to autograd inside a
+`_Held`. When autograd drops the `_Held`, the tensor's bytes are subtracted. A tensor saved during
+the recomputation of a checkpointed block belongs to the checkpoint, which does not tell when it
+drops the tensor. Such a storage is watched through a weak reference, which is checked whenever
+something else is counted.
+
+A storage counts once, however many views of it are saved. Parameters, buffers and the engine's own
+flat buffers are not activations.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from onefold.runtime.registry import engine_of, is_sharded
 
 
 class _Held:
-    """What autograd keeps in place of a saved tensor."""
+    """The object that autograd keeps in place of a saved tensor."""
 
     __slots__ = ("drop", "key", "packed")
 
@@ -41,7 +44,8 @@ class _Held:
 
 
 class Activations:
-    """Bytes saved for backward; a context manager. Put it around whole steps: `watch_activations`.
+    """Counts the bytes saved for backward. A context manager around whole steps; see
+    `watch_activations`.
 
     Attributes:
         timeline: (perf_counter seconds, category, bytes gained or lost), in order.
@@ -58,8 +62,8 @@ class Activations:
         )
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
-        # storage -> (category, bytes, a weak reference, which keeps its address from being given to
-        # another storage)
+        # {storage: (category, bytes, weak reference)}. The weak reference prevents that another
+        # storage gets the same address.
         self._sizes: dict[int, tuple[str, int, StorageWeakRef]] = {}
         self._holders: Counter[int] = Counter()
         self._kept: set[int] = set()
@@ -71,16 +75,16 @@ class Activations:
     # -- what it knows -----------------------------------------------------------------------------
 
     def now(self) -> dict[str, int]:
-        """Bytes saved at this moment, by category ("activations", "logits")."""
+        """Return the bytes saved at this moment, by category ("activations", "logits")."""
         self._look()
         return {k: v for k, v in self._now.items() if v}
 
     def peak(self) -> dict[str, int]:
-        """The same at the moment when their sum was largest."""
+        """Return the bytes by category at the moment when their sum was largest."""
         return dict(self._peak)
 
     def reset(self) -> None:
-        """Forget the peak and the timeline; what is saved now stays accounted."""
+        """Forget the peak and the timeline. Bytes that are saved now stay counted."""
         self._look()
         self._peak = {k: v for k, v in self._now.items() if v}
         self.timeline.clear()
@@ -122,8 +126,8 @@ class Activations:
         self._look()
 
     def _hooks(self) -> saved_tensors_hooks:
-        """Hooks that count, and hand on to those that were in place before (the engine's or a
-        checkpoint's).
+        """Return hooks that count a tensor and then call the hooks that were in place before (the
+        engine's or a checkpoint's).
         """
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack_before, unpack_before = top if top else (None, None)
@@ -132,8 +136,8 @@ class Activations:
         def pack(t: torch.Tensor) -> Any:
             key = self._enter(t)
             if key is not None and recompute:
-                # Before the hook below: at the last tensor that it wants, it ends the recomputation
-                # by raising
+                # Before `pack_before`: the checkpoint's hook ends the recomputation by raising,
+                # once it has the last tensor that it needs
                 self._kept.add(key)
             # A node that saves its own output must not hold the tensor that holds the node.
             packed = pack_before(t) if pack_before else t if t.grad_fn is None else t.detach()
@@ -149,8 +153,8 @@ class Activations:
         return saved_tensors_hooks(pack, unpack)
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        # Only a recomputation brings hooks of its own, which hide the outer ones; its outermost
-        # module puts the count on top of them.
+        # A recomputation has its own hooks, which hide the outer ones. Its outermost module puts
+        # the counting hooks on top of them.
         if in_autograd() and not self._recomputing and not torch.compiler.is_compiling():
             self._look()
             hooks = self._hooks()
@@ -164,7 +168,7 @@ class Activations:
     # -- counting ----------------------------------------------------------------------------------
 
     def _enter(self, t: torch.Tensor) -> int | None:
-        """Account for the storage behind `t`; its key, or None if it is not an activation."""
+        """Count the storage behind `t`. Returns its key, or None if it is not an activation."""
         with disable_torch_function():
             storage = t.untyped_storage()
             address = storage.data_ptr()
@@ -198,7 +202,7 @@ class Activations:
             self._look()
 
     def _look(self) -> None:
-        """See which of the recomputed tensors are gone."""
+        """Subtract the recomputed tensors that are gone."""
         for key in [k for k in self._kept if self._sizes[k][2].expired()]:
             self._kept.discard(key)
             if not self._holders[key]:
@@ -216,22 +220,22 @@ class Activations:
 
 
 def watch_activations(model: nn.Module, vocabulary: int | None = None) -> Activations:
-    """Count what autograd keeps while the block runs:
+    """Count what autograd keeps inside the `with` block:
     `with watch_activations(model) as saved: ...; saved.peak()`.
 
-    It costs some microseconds for each saved tensor, hence it is opt-in; values and gradients do
-    not change. Put it around a step (forward and backward); on one model, one at a time.
+    It costs some microseconds per saved tensor, so it is opt-in. It does not change values or
+    gradients. Put it around a step (forward and backward). Only one may be open per model.
 
     Args:
         model: sharded or not.
-        vocabulary: size of the last dimension by which logits are told from other activations; None
-            asks `model.config.vocab_size`, and without that all is "activations".
+        vocabulary: a tensor whose last dimension has this size counts as logits. None takes
+            `model.config.vocab_size`; without that, everything is "activations".
     """
     return Activations(model, vocabulary)
 
 
 def _not_activations(model: nn.Module) -> frozenset[int]:
-    """Addresses of the storages that the model or its engine holds in any case."""
+    """Return the addresses of the storages that the model or its engine holds anyway."""
     with disable_torch_function():
         tensors = [*model.parameters(), *model.buffers()]
         if is_sharded(model):

@@ -1,11 +1,11 @@
-"""A recording as Chrome trace events, for chrome://tracing and https://ui.perfetto.dev.
+"""Write a recording as Chrome trace events, for chrome://tracing and https://ui.perfetto.dev.
 
-One process a rank; rows: compute, optimizer, waiting, and as many rows of gathers and of reductions
-as were under way at once; a counter of memory by category. Times are microseconds from the window's
-start, or torch.profiler's clock where its events are in the file too.
+Each rank is one process. Its rows are compute, optimizer and waiting, and as many rows of gathers
+and of reductions as ran at the same time. A counter shows memory by category. Times are
+microseconds from the window's start, or on torch.profiler's clock if its events are in the file.
 
-A simulated step (simulation/timeline.py) has a row of units and a row for each stream; arrows lead from a
-collective to the wait for it.
+A simulated step (simulation/timeline.py) has a row of units and a row for each stream. Arrows lead
+from a collective to the wait for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from onefold.observe.trace import Recording
     from onefold.simulation.timeline import Timeline
 
-#: Process numbers of ranks in the file; far from real process ids, which torch.profiler's events
-#: carry.
+#: The first process number of ranks in the file. It is far from real process ids, which
+#: torch.profiler's events carry.
 FIRST_PROCESS = 10_000_000
 OTHER, BETWEEN = "other moves", "to and from host and NVMe"
 #: The rows on which moves are drawn.
@@ -45,12 +45,12 @@ class _Trace:
         self.event("M", 0, name="process_name", args={"name": title})
 
     def event(self, kind: str, row: int, at: float | None = None, **facts: Any) -> None:
-        """`at`: seconds."""
+        """Add an event of Chrome's type `kind`. `at`: seconds."""
         when = {} if at is None else {"ts": at * 1e6 + self.offset}
         self.events.append({"ph": kind, "pid": self.process, "tid": row, **when, **facts})
 
     def row(self, title: str) -> int:
-        """A new row, below those that there are."""
+        """Add a row below the others, and return its number."""
         self._rows += 1
         self.event("M", self._rows, name="thread_name", args={"name": title})
         self.event("M", self._rows, name="thread_sort_index", args={"sort_index": self._rows})
@@ -59,12 +59,12 @@ class _Trace:
     def span(
         self, row: int, name: str, category: str, start: float, end: float, **args: Any
     ) -> None:
-        """A stretch of time, in seconds."""
+        """Add a span of time. `start`, `end`: seconds."""
         long = max(0.0, end - start) * 1e6
         self.event("X", row, start, name=name, cat=category, dur=long, args=args)
 
     def lanes(self, title: str, spans: Iterable[tuple[float, float, Any]]) -> Iterator[Any]:
-        """(row, start, end, what) of `spans`, on as many rows as they need."""
+        """Yield (row, start, end, what) of `spans`, on as many rows as they need."""
         for number, lane in enumerate(lanes(spans)):
             row = self.row(title if not number else f"{title} {number + 1}")
             for start, end, what in lane:
@@ -79,7 +79,7 @@ def write(recording: Recording, path: Path) -> Path:
 
 
 def write_simulated(timeline: Timeline, path: Path, title: str) -> Path:
-    """A simulated step; `title` names its process. Makes the folder."""
+    """Write a simulated step; `title` names its process. Makes the folder."""
     return _write(path, {"traceEvents": simulated_events(timeline, title)})
 
 
@@ -90,7 +90,7 @@ def _write(path: Path, trace: dict[str, Any]) -> Path:
 
 
 def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
-    """The events of a simulated step."""
+    """Return the events of a simulated step."""
     trace = _Trace(FIRST_PROCESS, title)
     rows = {name: trace.row(name) for name in ("units", *timeline.streams)}
     for unit, phase, begin, end in timeline.units():
@@ -111,8 +111,8 @@ def simulated_events(timeline: Timeline, title: str) -> list[dict[str, Any]]:
 
 
 def _offset(recording: Recording, profiler: dict[str, Any]) -> float:
-    """Microseconds to add to a recorded time: the window begins at 0, or on the profiler's
-    clock.
+    """Return the microseconds to add to a recorded time. The window then begins at 0, or is on the
+    profiler's clock if there are profiler events.
     """
     if not profiler:
         return -recording.start * 1e6
@@ -120,7 +120,7 @@ def _offset(recording: Recording, profiler: dict[str, Any]) -> float:
 
 
 def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
-    """The window's events; `offset` in microseconds."""
+    """Return the window's events; `offset` in microseconds."""
     title = f"Onefold rank {recording.rank} of {recording.world_size}"
     trace = _Trace(FIRST_PROCESS + recording.rank, title, offset)
     for kind in ("compute", "optimizer"):
@@ -156,8 +156,8 @@ def events(recording: Recording, offset: float) -> list[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[tuple[float, float, Any]]) -> list[list[tuple[float, float, Any]]]:
-    """`spans` (start, end, what) on as few rows as are needed for no two of a row to overlap; each
-    row in order of time.
+    """Distribute `spans` (start, end, what) over as few rows as possible, so that no two spans of a
+    row overlap. Each row is in order of time.
     """
     rows: list[list[tuple[float, float, Any]]] = []
     for span in sorted(spans, key=lambda s: (s[0], s[1])):

@@ -1,11 +1,11 @@
-"""What a run held, sent and spent, in the schema of the plan.
+"""Measure a run's memory, traffic and time, in the schema of the plan.
 
-rest      the engine's ledger of the device between steps, and the optimizer's state that is there
-peak      the recorded window's fullest moment if there is one; otherwise the ledger's own peak and the optimizer's state
-offloaded    the same peaks of the host and of NVMe
-wire      of one step: the window's moves, divided by its steps
-links     the same by where they went, as the ledger knows the nodes
-seconds   of one step: the window's compute, waits (for others, for NVMe) and optimizer; `step` as given, or the window's length
+rest        the engine's ledger of the device between steps, plus the optimizer's states there
+peak        the recorded window's peak; without one, the ledger's own peak plus the optimizer's states
+offloaded   the same peaks of the host and of NVMe
+wire        bytes per step: the window's moves, divided by its steps
+links       the same by link, inside and between the nodes that the ledger knows
+seconds     per step: the window's compute, waits (for other ranks, for NVMe) and optimizer; `step` as given, or the window's length
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ def measured(
     steps: int | None = None,
     ranks_per_node: int | None = None,
 ) -> Account:
-    """The account of this rank. Call it between steps, after at least one; local, no
-    synchronization.
+    """Return the account of this rank. Call it between steps, after at least one.
+    Local, no synchronization.
 
     Args:
         model: what `onefold.shard` returned.
-        recording: of whole steps (`record`); without it there are no seconds but `step_seconds`,
-            and the peak knows no activations.
+        recording: a recording of whole steps (`record`). Without it, `step_seconds` is the only
+            time, and the peak has no activations.
         step_seconds, tokens_per_s, mfu: measured over the run, see `Meter`.
-        steps: optimizer steps since the traffic ledger was reset, to divide its bytes by; used
-            where there is no recording.
-        ranks_per_node: reckon with other nodes than there are; None takes the launcher's, as the
-            ledger does.
+        steps: optimizer steps since the traffic ledger was reset; its bytes are divided by them.
+            Only used without a recording.
+        ranks_per_node: assume nodes of this size instead of the launcher's. None takes the
+            launcher's, as the ledger does.
 
     Raises:
-        ValueError: the model was not sharded, the recording holds no whole step, or other nodes are
-            asked of a recipe with groups.
+        ValueError: the model was not sharded, the recording holds no whole step, or
+            `ranks_per_node` is given for a recipe with groups.
     """
     engine = engine_of(model)
     if ranks_per_node is not None and engine.group.topology.outer > 1:
@@ -90,7 +90,7 @@ def measured(
         if over
         else {}
     )
-    # Groups that stand for nodes are no links of the machine
+    # Bytes between the recipe's groups are not bytes between nodes
     of_nodes = engine.group.borders.endswith("nodes")
     between = (
         sum(sent.between for move, sent in full.items() if move in MOVES) // over
@@ -128,13 +128,13 @@ def measured(
 
 
 def reconciled(model: nn.Module, account: Account) -> Reconciliation:
-    """`account` beside the allocator (CUDA) or the process (CPU)."""
+    """Compare `account` with the allocator (CUDA) or the process (CPU)."""
     ledger_peak = sum(n for category, n in account.peak.items() if category != FRAGMENTATION)
     return reconcile(engine_of(model).device, account.rest_bytes, ledger_peak)
 
 
 def _ordered(table: Mapping[str, int]) -> dict[str, int]:
-    """Categories as the schema lists them, then any other; none that is empty."""
+    """Order the categories as in the schema, then any others. Leaves out empty ones."""
     names = [c for c in CATEGORIES if c in table] + [c for c in table if c not in CATEGORIES]
     return {c: table[c] for c in names if table[c]}
 
@@ -144,8 +144,8 @@ def _by_link(wire: int, between: int) -> dict[str, int]:
 
 
 def _links(wire: int, ranks: int, per_node: int) -> dict[str, int]:
-    """`wire` bytes by link. Without groups a move sends equal parts to all peers, so a link's share
-    is that of the peers behind it.
+    """Return the `wire` bytes by link. Without groups a move sends equal parts to all peers, so a
+    link's share of the bytes is its share of the peers.
     """
     near = min(ranks, per_node)
     return _by_link(wire, wire - wire * (near - 1) // max(1, ranks - 1))

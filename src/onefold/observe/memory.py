@@ -1,9 +1,9 @@
-"""Memory as the ledgers hold it, by tier, and as the operating system and the CUDA allocator see it.
+"""Memory by tier, as the ledgers count it and as the operating system and the CUDA allocator do.
 
-tier     held by the engine    an optimizer's states
-device   engine.memory         of parameters that rest on the device
-host     engine.transfers.host    of parameters that are stepped on the host
-nvme     engine.transfers.disk    entered there by the engine; `optimizer.state` has only places on the meta device
+tier     the engine's ledger      where the optimizer's states are counted
+device   engine.memory            `optimizer.state` of parameters that are stored on the device
+host     engine.transfers.host    `optimizer.state` of parameters that are stepped on the host
+nvme     engine.transfers.disk    in this ledger, by the engine; `optimizer.state` has only meta tensors
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def resident_memory() -> tuple[int, int]:
-    """(resident bytes now, highest ever) of this process; where the system has no /proc both are
-    the highest, or 0 if it says nothing.
+    """Return (resident bytes now, at peak) of this process. Without /proc both are the peak, or 0
+    if the system does not tell.
     """
     try:
         text = _STATUS.read_text(encoding="ascii", errors="replace")
@@ -51,14 +51,16 @@ def resident_memory() -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The ledgers beside what the machine says, in bytes of this rank.
+    """The ledgers compared with the machine's own counters, in bytes of this rank.
 
     Attributes:
         device: the type of its device: "cpu", "cuda", ...
-        ledger, ledger_peak: what the engine, the optimizer and (if watched) autograd account for,
-        now and at peak. allocated, allocated_peak, reserved, reserved_peak: of the CUDA caching
-        allocator; 0 on a CPU, whose allocator keeps no such books.
-        resident, resident_peak: of the process, its libraries and interpreter included.
+        ledger, ledger_peak: bytes of the engine, the optimizer and (if watched) autograd, now and
+            at peak.
+        allocated, allocated_peak, reserved, reserved_peak: counters of the CUDA caching allocator;
+            0 on a CPU, whose allocator has none.
+        resident, resident_peak: resident memory of the process, including its libraries and
+            interpreter.
     """
 
     device: str
@@ -73,15 +75,13 @@ class Reconciliation:
 
     @property
     def fragmentation(self) -> int:
-        """Bytes that the allocator reserved at most beyond what it handed out at most; 0 on a
-        CPU.
-        """
+        """The allocator's peak of reserved bytes less its peak of allocated bytes; 0 on a CPU."""
         return max(0, self.reserved_peak - self.allocated_peak)
 
     @property
     def unaccounted(self) -> int:
-        """Bytes in use that no ledger has: allocated ones on CUDA, resident ones (interpreter and
-        libraries too) on a CPU.
+        """Bytes in use that are in no ledger. Bytes in use are the allocated ones on CUDA, and the
+        resident ones on a CPU, including interpreter and libraries.
         """
         return (self.resident if self.device == "cpu" else self.allocated) - self.ledger
 
@@ -94,7 +94,7 @@ class Reconciliation:
 
 
 def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconciliation:
-    """Ask the machine; reads counters only, so nothing is synchronized."""
+    """Read the machine's counters. Nothing is synchronized."""
     resident, resident_peak = resident_memory()
     figures = memory_figures(device)
     if figures is None:
@@ -105,7 +105,7 @@ def reconcile(device: torch.device, ledger: int, ledger_peak: int) -> Reconcilia
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each storage once."""
+    """Return the bytes of the storages behind `tensors`, each storage once."""
     seen: dict[int, int] = {}
     for t in tensors:
         storage = t.untyped_storage()
@@ -119,20 +119,18 @@ DEVICE, HOST, NVME = "device", "host", "nvme"
 
 
 def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
-    """The memory ledgers of the tiers off the device."""
+    """Return the memory ledgers of the offload tiers."""
     return {HOST: engine.transfers.host, NVME: engine.transfers.disk}
 
 
 def moments_of(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of memory behind all tensors in the optimizer's state, each storage once, whatever tier
-    they are on.
-    """
+    """Return the bytes of all tensors in the optimizer's state on all tiers, each storage once."""
     with disable_torch_function():
         return _bytes(optimizer.state.values())
 
 
 def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:
-    """The same on the device and on the host; none is 0."""
+    """Return the bytes of the optimizer's state on the device and on the host, without zeros."""
     offloaded = {id(e.param) for e in engine.entries if e.flat.storage.offloaded}
     with disable_torch_function():
         states = list(optimizer.state.items())

@@ -1,13 +1,13 @@
-"""Figures of each step as plain numbers, for TensorBoard, W&B, MLflow, a file, or anything else.
+"""The figures of each step as plain numbers, for TensorBoard, W&B, MLflow, a file, or others.
 
     meter = onefold.observe.Meter(model, optim, flops_per_token=6 * 7e9, peak_flops=989e12)
     for batch in loader:
         ...
         row = meter.step(loss=loss, tokens=batch_tokens, grad_norm=norm)     # a dict; flat(row) has no dicts inside
 
-[Note: no synchronization] A number that lies on the device is copied behind the work that makes it,
-and shown by the first `step` after the copy has arrived, usually the next one. On a CPU numbers are
-shown at once.
+[Note: no synchronization] The meter copies a number on the device asynchronously, after the work
+that computes it. The first `step` after the copy has arrived shows the number; that is usually the
+next step. On a CPU numbers are shown at once.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ Row = dict[str, Any]
 
 
 class Meter:
-    """Turns what the ledgers counted since the last step into a row of figures. Local, no
-    synchronization, some microseconds a step.
+    """Turns the ledgers' counts since the last step into a row of figures. Local, no
+    synchronization, some microseconds per step.
 
     Args:
         model: what `onefold.shard` returned.
-        optimizer: whose learning rate and moments are shown.
-        flops_per_token: model FLOPs for one token, forward and backward (6 a parameter, and
-            attention; recomputation not counted).
-        peak_flops: what one rank's hardware can do, FLOP/s in the dtype that is computed in. MFU is
-            None without both.
+        optimizer: its learning rate and moments are shown.
+        flops_per_token: model FLOPs for one token, forward and backward: 6 per parameter, plus
+            attention, without recomputation.
+        peak_flops: FLOP/s of one rank's hardware in the compute dtype. MFU is None unless both are
+            given.
 
     Raises:
         ValueError: the model was not sharded; `peak_flops` or `flops_per_token` is not above 0.
@@ -74,8 +74,8 @@ class Meter:
         self.start()
 
     def start(self) -> None:
-        """The next step begins now. Call it where something else took time: evaluation, a
-        checkpoint.
+        """Begin the next step now. Call it after an evaluation or a checkpoint, so that their time
+        does not count.
         """
         self._begun = time.perf_counter()
         self._note()
@@ -90,8 +90,8 @@ class Meter:
         )
 
     def _wire(self) -> dict[str, int]:
-        """Bytes sent so far: all, those between nodes where there are several, and as they would
-        have been where codecs are used.
+        """Return the bytes sent so far: all; those between nodes, if there are several; and without
+        codecs, if codecs are used.
         """
         traffic, recipe = self.engine.traffic, self.engine.recipe
         sent = {"wire_bytes": traffic.total()}
@@ -110,22 +110,21 @@ class Meter:
         grad_norm: Number | None = None,
         scaler: Any = None,
     ) -> Row:
-        """One step is over: the optimizer has stepped.
+        """Return the figures of a step. Call it after the optimizer has stepped.
 
         Args:
-            loss: numbers or one-element tensors. See [Note: no synchronization].
-            grad_norm: the same.
+            loss, grad_norm: numbers or one-element tensors. See [Note: no synchronization].
             tokens: of the step, on all ranks together.
-            scaler: a GradScaler; a step after which its scale fell was skipped.
+            scaler: a GradScaler. A step after which its scale fell counts as skipped.
 
         Returns:
             step, loss, grad_norm, lr, scale, skipped (so far), tokens, tokens_per_s, mfu, step_ms,
             exposed_ms, wire_bytes, memory (of the device, {"now", "peak"} by category, bytes),
             host, nvme (bytes held there now), moved_bytes (in the step, by "up", "down", "read",
-            "written"; {} without such tiers), io_ms (waiting for NVMe). None where a figure is not
-            known. Where there are several nodes (or groups of the recipe's) also
-            wire_bytes_between, of wire_bytes those to others; where anything travels encoded
-            wire_bytes_plain, what wire_bytes would have been without codecs.
+            "written"; {} without such tiers), io_ms (waiting for NVMe). A figure that is not known
+            is None. With several nodes (or groups of the recipe) also wire_bytes_between, the part
+            of wire_bytes that went to others. With codecs also wire_bytes_plain, what wire_bytes
+            would be without them.
         """
         now = time.perf_counter()
         seconds = now - self._begun
@@ -164,8 +163,8 @@ class Meter:
         return row
 
     def rates(self, seconds: float, tokens: int | None) -> Row:
-        """tokens_per_s, mfu and step_ms of a step that took so long, for who knows better than
-        `step` when it was over.
+        """Return tokens_per_s, mfu and step_ms of a step that took `seconds`. For callers that know
+        better than `step` when the step ended.
         """
         rate = tokens / seconds if tokens is not None and seconds > 0 else None
         return {"tokens_per_s": rate, "mfu": self._mfu(rate), "step_ms": 1000 * seconds}
@@ -176,7 +175,7 @@ class Meter:
         return tokens_per_s * self.flops_per_token / (self.peak_flops * self.engine.world_size)
 
     def _scale_of(self, scaler: Any) -> float | None:
-        """The loss scale; counts a skipped step where it fell."""
+        """Return the loss scale, and count a skipped step if it fell."""
         if scaler is None:
             return None
         tensor = getattr(scaler, "_scale", None)  # get_scale() waits for the device
@@ -207,14 +206,14 @@ class Meter:
         state = self.optimizer.state
         with disable_torch_function():
             key = (len(state), sum(len(s) for s in state.values()))
-        # The walk over all states is worth it only when there are new ones
+        # Walk over all states only if there are new ones
         if key != self._moments_of:
             self._moments, self._moments_of = moments_by_tier(self.optimizer, self.engine), key
         return self._moments
 
 
 class _Late:
-    """The last value of a series whose copy from the device has arrived."""
+    """A series of device values; `show` returns the latest value that has arrived on the host."""
 
     def __init__(self) -> None:
         self.waiting: list[Reading] = []
@@ -228,8 +227,8 @@ class _Late:
 
 
 def flat(row: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]:
-    """`row` with nested dictionaries joined into one level ("memory/now/gradients"); figures that
-    are None are left out.
+    """Flatten nested dictionaries into one level ("memory/now/gradients"). Leaves out figures that
+    are None.
     """
     out: dict[str, float | int] = {}
     for key, value in row.items():
@@ -243,11 +242,13 @@ def flat(row: Mapping[str, Any], separator: str = "/") -> dict[str, float | int]
 
 
 class TensorBoard:
-    """Writes rows (of `Meter.step`, or any dictionary of numbers) as scalars; a context manager.
+    """Writes rows (of `Meter.step`, or any dictionary of numbers) as TensorBoard scalars. A context
+    manager.
 
     Args:
         folder: where the event files go; `tensorboard --logdir FOLDER` shows them.
-        after: the step to go on from; what stands there for later ones is void. None begins anew.
+        after: the step to resume from. Scalars of later steps in the folder are voided. None begins
+            anew.
 
     Raises:
         ModuleNotFoundError: TensorBoard is not installed; the message says how to install it.
@@ -270,14 +271,14 @@ class TensorBoard:
         self._writer: Any = self._module.SummaryWriter(self._folder, purge_step=void)
 
     def write(self, row: Mapping[str, Any], step: int | None = None) -> None:
-        """Every number of `row` as a scalar at `step` (None takes row["step"])."""
+        """Write every number of `row` as a scalar at `step` (None takes row["step"])."""
         at = step if step is not None else row.get("step")
         for name, value in flat(row).items():
             if name != "step":
                 self._writer.add_scalar(name.replace(" ", "_"), value, at)
 
     def cut(self, after: int) -> None:
-        """Void what was written for steps beyond `after`."""
+        """Void the scalars of steps after `after`."""
         self.close()
         self._open(after)
 

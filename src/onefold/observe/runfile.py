@@ -1,11 +1,11 @@
-"""What a run leaves in its output folder for the report.
+"""The files that a run writes into its output folder for the report.
 
-    observed.json          once, by rank 0: the recipe, the plan, what kind of run it was
-    observed-rank0.json    by every rank: what it measured, and one recorded step
+    observed.json          by rank 0: the recipe, the plan, facts about the run
+    observed-rank0.json    by every rank: its measurements, and one recorded step
     observed-rank1.json    ...
 
-Each rank writes its own file and none waits for another. A version stands in every file; a reader
-of a later version says so instead of guessing.
+Each rank writes its own file and waits for no other rank. Every file has a version. A reader of
+another version refuses the file.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RankObserved:
     """What one rank measured.
 
     Attributes:
-        traffic: of one step, unit -> move -> bytes. wire: the same by move, with what went between
-            nodes and what was encoded.
+        traffic: bytes of one step, {unit: {move: bytes}}. wire: the same by move, with the bytes
+            between nodes and those without codecs.
         step: one recorded step, if there was one.
     """
 
@@ -66,14 +66,15 @@ class RankObserved:
 
 @dataclass(frozen=True)
 class Observed:
-    """A run as its folder tells it.
+    """A run, as read from its folder.
 
     Attributes:
-        world_size: ranks of the run; `ranks` holds those that have left their file, in order.
-        recipe: its three rows. recipe_notes: sentences that go with them. stage: the ZeRO stage
-            whose placements these are, or None.
-        facts: what else is worth showing (model, data, batch ...), label -> value.
-        plan: what was predicted before the run, or None.
+        world_size: number of ranks of the run. ranks: the ranks that have written their file, in
+            order.
+        recipe: its three rows. recipe_notes: sentences about them. stage: the ZeRO stage with these
+            placements, or None.
+        facts: other values to show (model, data, batch ...), {label: value}.
+        plan: the plan's prediction before the run, or None.
     """
 
     world_size: int
@@ -91,7 +92,7 @@ class Observed:
 
 
 def recipe_table(recipe: Recipe) -> tuple[RecipeRow, ...]:
-    """The recipe as plain text, row by row."""
+    """Return the recipe as plain text, row by row."""
     rows = []
     for state, label in (
         ("parameters", "parameters"),
@@ -122,17 +123,17 @@ def write_observed(
     machine: Reconciliation | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write this rank's file, and on rank 0 the run's; returns the rank's file. No rank waits for
-    another.
+    """Write this rank's file, and on rank 0 also the run's. Returns the rank's file. No rank waits
+    for another.
 
     Args:
-        measured: see `measured`. step: a `record`ed window of at least one step. machine: see
-            `reconciled`.
-        recipe, plan, facts: of the run; only rank 0's are written. `facts` are labels with strings
+        measured: the result of `measured`. step: a window from `record` of at least one step.
+            machine: the result of `reconciled`.
+        recipe, plan, facts: of the run; only rank 0's are written. `facts` maps labels to strings
             or numbers.
 
-    Files appear whole or not at all; an earlier run's files of ranks that this run does not have
-    are removed by rank 0.
+    A file appears complete or not at all. If an earlier run had more ranks, rank 0 removes the
+    files of the ranks that this run does not have.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,8 +181,8 @@ def _write(path: Path, values: dict[str, Any]) -> None:
 
 
 def _of_recording(step: Recording) -> dict[str, Any]:
-    """A recording for JSON: seconds from the window's start, to the microsecond, and rows instead
-    of objects.
+    """Convert a recording for JSON: rows instead of objects, and times in seconds from the window's
+    start, rounded to microseconds.
     """
 
     def at(seconds: float) -> float:
@@ -220,7 +221,7 @@ def _of_recording(step: Recording) -> dict[str, Any]:
 
 
 def read_observed(folder: str | Path) -> Observed:
-    """The run in `folder`, with the ranks that have left their file.
+    """Read the run in `folder`, with the ranks that have written their file.
 
     Raises:
         RunFileError: there is no `observed.json`, or a file cannot be read.
@@ -248,7 +249,7 @@ def read_observed(folder: str | Path) -> Observed:
 
 
 def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
-    """What the ranks left in `folder`, in order of rank."""
+    """Read the ranks' files in `folder`, in order of rank."""
     found = []
     for path in Path(folder).glob("observed-rank*.json"):
         if not _RANK_NAME.fullmatch(path.name):
@@ -260,7 +261,7 @@ def gather_ranks(folder: str | Path) -> tuple[RankObserved, ...]:
                     rank=int(values["rank"]),
                     measured=_account(values["measured"]),
                     traffic={unit: dict(moves) for unit, moves in values["traffic"].items()},
-                    # Younger than the file may be
+                    # Older files have no "wire"
                     wire={str(move): Sent(**sent) for move, sent in values.get("wire", {}).items()},
                     step=_to_recording(values["step"]) if values["step"] is not None else None,
                     machine=dict(values["machine"]),
@@ -301,7 +302,7 @@ def _unreadable(path: Path, error: Exception) -> RunFileError:
 
 
 def _account(values: Mapping[str, Any]) -> Account:
-    # Fields that came later than a file have their defaults; without these it is no account.
+    # An older file may lack newer fields, which have defaults. These are always there.
     if missing := {"rest", "peak", "wire", "seconds"} - set(values):
         raise ValueError(f"an account without {', '.join(sorted(missing))}")
     return Account.from_json(values)
@@ -329,7 +330,7 @@ def _to_recording(values: Mapping[str, Any]) -> Recording:
         changes=device.changes,
         epoch=float(values["began"]),
         exposed=float(values["exposed"]),
-        # Younger than the file may be
+        # Older files have no tiers
         tiers={str(tier): _to_held(held) for tier, held in values.get("tiers", {}).items()},
         io=float(values.get("io", 0.0)),
         activations_watched=bool(values["activations_watched"]),

@@ -1,12 +1,12 @@
-"""A window of steps, recorded: what was computed, what travelled, who waited, what memory was held.
+"""Record a window of steps: the work, the moves, the waits, and the memory held.
 
     with onefold.observe.record(model, optimizer) as seen:
         one_step()
     seen.write_chrome("trace.json")        # chrome://tracing, https://ui.perfetto.dev
     seen.peak(), seen.exposed, seen.wire()
 
-Times are `time.perf_counter` seconds of this process. On CUDA they are the host's: when work was
-enqueued and when the host saw it done. `torch_profiler=True` adds the device's own view.
+Times are `time.perf_counter` seconds of this process. On CUDA they are host times: when the host
+enqueued work and when it saw the work done. `torch_profiler=True` adds the device's own times.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from onefold.runtime.registry import engine_of
 
 @dataclass(frozen=True)
 class Move:
-    """One move: `nbytes` of payload sent by this rank among those of `group`; `exposed` seconds of
-    waiting, the last before `landed`.
+    """One move: this rank sent `nbytes` of payload to the ranks of `group`.
 
-    `between`: of `nbytes`, those to other nodes. `plain`, `plain_between`: what both were encoded
-    from; 0 for what travelled as it is.
+    Attributes:
+        launched, landed: when it began and ended. exposed: seconds that this rank waited for it,
+            ending at `landed`.
+        between: the part of `nbytes` that went to other nodes.
+        plain, plain_between: the bytes that `nbytes` and `between` were encoded from; 0 if they
+            were not encoded.
     """
 
     move: str
@@ -57,7 +60,7 @@ class Move:
 
 @dataclass(frozen=True)
 class Work:
-    """A stretch of work: `kind` is "compute" (a unit's forward or backward) or "optimizer"."""
+    """A span of work. `kind` is "compute" (a unit's forward or backward) or "optimizer"."""
 
     kind: str
     unit: str
@@ -68,8 +71,8 @@ class Work:
 
 @dataclass
 class Held:
-    """What one tier held: bytes by category when the window began, and every (seconds, category,
-    unit, bytes gained or lost), in order.
+    """The memory of one tier. `held`: bytes by category when the window began. `changes`: every
+    (seconds, category, unit, bytes gained or lost), in order.
     """
 
     held: dict[str, int] = field(default_factory=dict)
@@ -78,22 +81,22 @@ class Held:
 
 @dataclass
 class Recording:
-    """What `record` saw on one rank.
+    """What `record` recorded on one rank.
 
     Attributes:
-        start, end: of the window. steps: optimizer steps in it (synchronized backward passes where
-            no optimizer was given).
+        start, end: times of the window. steps: optimizer steps in it, or synchronized backward
+            passes if no optimizer was given.
         moves, work: in the order in which they began.
         held: bytes by category on the device when the window began. changes: (seconds, category,
             unit, bytes gained or lost), in order.
-        tiers: the same of the tiers off the device that held anything, "host" and "nvme".
-        io: seconds in which this rank stood still waiting for NVMe.
-        truncated: the ledgers' rings were too short for the window, so its beginning is missing.
-        exposed: seconds in which this rank stood still waiting for the others, small control
-            messages included.
-        epoch: what to add to a time to get seconds since 1970.
-        borders: between what `Move.between` went, "2 nodes" or "2 groups" (of the recipe's); ""
-            where there is one.
+        tiers: the same for the offload tiers that held anything, "host" and "nvme".
+        io: seconds that this rank waited for NVMe.
+        truncated: the ledgers' ring buffers were too short for the window, so its beginning is
+            missing.
+        exposed: seconds that this rank waited for other ranks, including small control messages.
+        epoch: add this to a time to get seconds since 1970.
+        borders: what `Move.between` crossed, "2 nodes" or "2 groups" (of the recipe); "" if there
+            is one node.
     """
 
     rank: int
@@ -120,7 +123,7 @@ class Recording:
 
     @property
     def compute(self) -> float:
-        """Seconds of units' forward and backward, without the waits inside them."""
+        """Seconds of the units' forward and backward, without the waits inside them."""
         spans = [(w.start, w.end) for w in self.work if w.kind == "compute"]
         return covered([*spans, *self.waits()]) - covered(self.waits())
 
@@ -130,17 +133,17 @@ class Recording:
         return covered((w.start, w.end) for w in self.work if w.kind == "optimizer")
 
     def waits(self) -> list[tuple[float, float]]:
-        """When this rank waited for a move's payload: (start, end)."""
+        """Return when this rank waited for a move's payload: (start, end)."""
         return [(m.landed - m.exposed, m.landed) for m in self.moves if m.exposed > 0]
 
     def wire(self) -> dict[str, int]:
-        """Payload bytes sent in the window, by move (`MOVES`)."""
+        """Return the payload bytes sent in the window, by move (`MOVES`)."""
         return {
             move: n for move in MOVES if (n := sum(m.nbytes for m in self.moves if m.move == move))
         }
 
     def sent(self) -> dict[str, Sent]:
-        """The same with the bytes between nodes, and what they would have been without codecs."""
+        """Return the bytes sent by move, with those between nodes and those without codecs."""
         return {
             move: sum(found, Sent())
             for move in MOVES
@@ -148,13 +151,13 @@ class Recording:
         }
 
     def moved(self) -> dict[str, int]:
-        """Bytes between tiers in the window, by move (`MOVED`)."""
+        """Return the bytes moved between tiers in the window, by move (`MOVED`)."""
         return {
             move: n for move in MOVED if (n := sum(m.nbytes for m in self.moves if m.move == move))
         }
 
     def by_unit(self) -> dict[str, dict[str, int]]:
-        """What was sent, by unit, then by move."""
+        """Return the bytes sent, by unit, then by move."""
         out: dict[str, Counter[str]] = {}
         for m in self.moves:
             if m.move in MOVES:
@@ -162,18 +165,18 @@ class Recording:
         return {unit: dict(moves) for unit, moves in out.items()}
 
     def of(self, tier: str) -> Held:
-        """What a tier held and how it changed: "device", "host" or "nvme"."""
+        """Return the memory of a tier: "device", "host" or "nvme"."""
         return Held(self.held, self.changes) if tier == DEVICE else self.tiers.get(tier, Held())
 
     def levels(self, tier: str = DEVICE) -> tuple[list[float], dict[str, list[int]]]:
-        """Memory of a tier as steps: (times, category -> bytes from that time on), from the
-        window's start to its end.
+        """Return the memory of a tier over the window: (times, {category: bytes from each time
+        on}).
         """
         held = self.of(tier)
         times, levels, now = [self.start], [dict(held.held)], Counter(held.held)
         for at, category, _, delta in held.changes:
             now[category] += delta
-            if at <= times[-1]:  # changes at one moment are one change
+            if at <= times[-1]:  # changes at the same time are one change
                 levels[-1] = dict(now)
             else:
                 times.append(at)
@@ -185,8 +188,8 @@ class Recording:
         return times, {c: [level.get(c, 0) for level in levels] for c in order}
 
     def peak(self, only: Sequence[str] | None = None, tier: str = DEVICE) -> dict[str, int]:
-        """Bytes of a tier by category at the moment when their sum was largest; of the categories
-        in `only`, if given.
+        """Return the bytes of a tier by category at the moment when their sum was largest.
+        `only`: consider these categories alone.
         """
         held = self.of(tier)
         now = Counter({c: n for c, n in held.held.items() if only is None or c in only})
@@ -202,16 +205,14 @@ class Recording:
         return {c: n for c, n in best.items() if n}
 
     def write_chrome(self, path: str | Path) -> Path:
-        """Write the window as Chrome trace events; with torch.profiler's in the same file if it
-        ran.
-        """
+        """Write the window as Chrome trace events, with torch.profiler's events if it ran."""
         from onefold.observe.chrome import write
 
         return write(self, Path(path))
 
 
 def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The stretches covered by at least one of the spans, in order."""
+    """Return the union of the spans as disjoint spans, in order."""
     out: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if out and start <= out[-1][1]:
@@ -222,7 +223,7 @@ def merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Seconds covered by at least one of the spans."""
+    """Return the seconds covered by at least one of the spans."""
     return sum(end - start for start, end in merged(spans))
 
 
@@ -235,14 +236,15 @@ def record(
     torch_profiler: bool = False,
     vocabulary: int | None = None,
 ) -> Iterator[Recording]:
-    """Record what happens in the block; the `Recording` is complete when the block ends. Local, no
-    synchronization.
+    """Record the steps inside the `with` block. The `Recording` is complete when the block ends.
+    Local, no synchronization.
 
     Args:
         model: what `onefold.shard` returned.
         optimizer: adds its moments to the memory, and its steps to the work.
-        activations: also what autograd keeps, see `watch_activations` (`vocabulary` goes there).
-        torch_profiler: runs torch.profiler too; its events go into the same Chrome trace.
+        activations: also record what autograd keeps; see `watch_activations`, which takes
+            `vocabulary`.
+        torch_profiler: run torch.profiler too; its events go into the same Chrome trace.
 
     Raises:
         ValueError: the model was not sharded.
@@ -282,7 +284,7 @@ def record(
             yield seen
         finally:
             for ledger in (engine.memory, *ledgers_of(engine).values()):
-                ledger.look()  # gradients that were dropped
+                ledger.look()  # so that the ledger notices gradients that were dropped
             seen.end = time.perf_counter()
             _keep_events(engine, False)
             seen.exposed = engine.traffic.exposed - exposed
@@ -305,14 +307,14 @@ def record(
 
 
 def _keep_events(engine: Engine, wanted: bool) -> None:
-    """From now on every ledger keeps single events, or none does."""
+    """Let every ledger keep single events from now on, or stop keeping them."""
     for ledger in (engine.memory, *ledgers_of(engine).values()):
         ledger.record = wanted
     engine.transfers.moved.wanted = (lambda: True) if wanted else bool
 
 
 def _collect(engine: Engine, seen: Recording) -> None:
-    """Take over what the ledgers noted since the window began."""
+    """Copy what the ledgers have noted since the window began."""
     rings: tuple[tuple[deque[Any], str | int], ...] = (
         (engine.traffic.events, "launched"),
         (engine.timeline, "start"),
@@ -323,7 +325,7 @@ def _collect(engine: Engine, seen: Recording) -> None:
     seen.truncated = any(_overrun(ring, key, seen.start) for ring, key in rings)
     for e in (*engine.traffic.events, *engine.transfers.moved.events):
         if seen.start <= e.launched <= seen.end:
-            # When a copy or a read ends is not noted: its wait is, all in all
+            # The ledger does not note when a copy or a read ends, only the total wait
             unknown = e.launched if e.move in MOVED else seen.end
             landed = unknown if e.landed is None else e.landed
             wire = e.group, e.between, e.plain, e.plain_between
@@ -353,8 +355,8 @@ def _overrun(ring: deque[Any], key: str | int, start: float) -> bool:
 def _watch_steps(
     optimizer: torch.optim.Optimizer, engine: Engine, seen: Recording, stack: contextlib.ExitStack
 ) -> list[int]:
-    """Note the optimizer's steps and the moments they create; the count of steps is kept in the
-    list.
+    """Record the optimizer's steps and the moments that they create.
+    Returns a list that holds the current count of steps.
     """
     count, begun, held = [0], [0.0], moments_by_tier(optimizer, engine)
 
@@ -375,7 +377,7 @@ def _watch_steps(
 
     first = register_optimizer_step_pre_hook(before)
     hooks: Any = first.hooks_dict_ref()
-    # Before the engine's, which steps what rests off the device
+    # Run first: the engine's own hook steps offloaded states, which belongs to the step
     hooks.move_to_end(first.id, last=False)
     stack.callback(first.remove)
     stack.callback(optimizer.register_step_post_hook(after).remove)

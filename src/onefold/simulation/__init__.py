@@ -1,3 +1,3 @@
-"""Room `simulation`: a step of the real engine as one rank of N, on one machine: its ledgers beside
-the plan's closed forms, and when everything runs.
+"""Room `simulation`: run a step of the real engine as one rank of N, on one machine. The result
+compares its ledgers with the plan's closed forms, and says when everything runs.
 """

@@ -1,18 +1,17 @@
-"""When a step's kernels, collectives and waits run: the real engine's calls, timed on streams in
-which nothing is computed.
+"""Time a step's kernels, collectives and waits: the real engine launches them on simulated streams
+that compute nothing.
 
-    host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `Software.launch_seconds`; it waits where the engine makes it wait
-    compute       │ k0 │ k1 │░░░ wait ░░░│ k2 │    kernels and waits, in the order in which they were launched
-    gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream for each communicator: it begins when what was launched before it is done
-    link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and when the link is free: two collectives on one link follow one another
+    host          ▏▏▏▏▏▏▏▏▏▏▏                      launches, each `Software.launch_seconds`; waits where the engine makes the host wait
+    compute       │ k0 │ k1 │░░░ wait ░░░│ k2 │    kernels and waits, in the order of their launch
+    gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream per communicator: a collective begins when earlier launches are done
+    link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and its link is free: two collectives on one link run one after the other
 
-A `Clock` stands in for the device's streams (`onefold.device.clocked`) while simulation/simulate.py runs
-a step. Seconds are those of the plan's own time model (simulation/prices.py), so what differs from the
-plan's figure is the order: what the plan assumes to overlap (`Software.overlap`, the two ends of a
-micro-batch) happens here, or does not.
+A `Clock` replaces the device's streams (`onefold.device.clocked`) while simulation/simulate.py runs
+a step. The seconds of each operation come from the plan's own time model (simulation/prices.py).
+The step's total differs from the plan's figure in one point: the plan assumes how much overlaps
+(`Software.overlap`, the two ends of a micro-batch), and here overlap follows from the launches.
 
-Left out: what other ranks do (all are alike), launches of the optimizer's Python, and the
-allocator.
+Not simulated are other ranks (all behave alike), the optimizer's Python code, and the allocator.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link betw
 
 
 class Stream:
-    """A stream of a clock: it is done with everything it was given at `free`."""
+    """A simulated stream. `free` is when its launched work is done, `last` its last span."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
         self.free, self.last = 0.0, -1
 
     def wait(self, until: float, after: int) -> None:
-        """What comes now comes after `until`, when span `after` ends."""
+        """Let later work begin at `until`, when span `after` ends, or later."""
         begin = max(self.free, self.clock.host)
         if until > begin:
             self.clock.waits(self, begin, until, after)
@@ -67,7 +66,7 @@ class Stream:
 
 
 class Event:
-    """A moment of a stream."""
+    """A simulated event: a time on a stream."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -87,12 +86,12 @@ class Event:
         return self.at <= self._clock.host
 
     def elapsed_time(self, later: Event) -> float:
-        """Milliseconds."""
+        """Return milliseconds."""
         return 1000 * (later.at - self.at)
 
 
 class _Work:
-    """A collective under way."""
+    """The handle of a collective that was launched."""
 
     def __init__(self, clock: Clock, until: float, span: int) -> None:
         self._clock, self._until, self._span = clock, until, span
@@ -102,15 +101,15 @@ class _Work:
 
 
 class _Line:
-    """When a link is taken. A collective that is launched later may go first, where it fits into a
-    gap.
+    """The times at which a link is taken. A collective that is launched later may run earlier if it
+    fits into a gap.
     """
 
     def __init__(self) -> None:
         self.taken: list[tuple[float, float]] = []
 
     def free(self, since: float, seconds: float) -> float:
-        """The first moment from `since` on from which it is free for `seconds`."""
+        """Return the first time, `since` or later, from which the link is free for `seconds`."""
         at = bisect.bisect_right(self.taken, (since, since))
         if at and self.taken[at - 1][1] > since:
             since = self.taken[at - 1][1]
@@ -127,13 +126,13 @@ class _Line:
 
 
 class Clock:
-    """Streams, events and collectives that take time and do nothing: what `onefold.device.clocked`
-    is given.
+    """Streams, events and collectives that take time and compute nothing; the argument of
+    `onefold.device.clocked`. All times are in seconds.
 
     Attributes:
-        host: what time it is where the program runs.
-        spans: everything so far.
-        engine: whose units the kernels are named by, once it is there.
+        host: the host's current time.
+        spans: all spans so far.
+        engine: the engine whose units name the kernels, None until it is made.
     """
 
     def __init__(self, prices: Prices, rank: int = 0) -> None:
@@ -148,7 +147,7 @@ class Clock:
         self._communicators: dict[tuple[tuple[int, ...], str], Stream] = {}
         self._lines: dict[Link, _Line] = {"inside": _Line(), "between": _Line()}
         self._launched = 0.0
-        # Of a backward pass, which says whose they were at the end of each unit
+        # Backward spans without a unit: the engine names their unit when that unit ends
         self._unnamed: list[Span] = []
         self._named = 0
         self._formulas = flop_formulas()
@@ -181,8 +180,9 @@ class Clock:
         )
 
     def collective(self, event: Any, ranks: list[int], ring: bool, communicator: str) -> _Work:
-        """A collective on its communicator's stream, behind what the current stream was given and
-        when the links are free.
+        """Launch a collective on its communicator's stream.
+        It begins when earlier work on that stream and on the current stream is done, and its links
+        are free.
         """
         self._launch()
         stream = self._communicator(tuple(ranks), communicator)
@@ -233,7 +233,7 @@ class Clock:
         return span
 
     def waits(self, stream: Stream, begin: float, until: float, after: int) -> None:
-        """`stream` stands still from `begin` until `until`, when span `after` ends."""
+        """Add a wait of `stream` from `begin` until `until`, when span `after` ends."""
         cause = self.spans[after] if after >= 0 else None
         name, unit = (cause.name, cause.unit) if cause is not None else ("", "")
         self._add(stream, "wait", name, unit, self._phase, begin, until, after=after)
@@ -245,7 +245,7 @@ class Clock:
         return "forward" if self.engine is None else str(self.engine.phase)
 
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """An operation has run on fake tensors."""
+        """Time an operation that has run on fake tensors."""
         name = name_of(func)
         if name == "_local_scalar_dense":  # .item() and the like
             self._current.synchronize()
@@ -262,7 +262,7 @@ class Clock:
         self._run("engine", name, self.prices.adding_up(sum(map(nbytes_of, (*read, *written)))))
 
     def _run(self, kind: Kind, name: str, seconds: float) -> None:
-        """A kernel on the current stream."""
+        """Launch a kernel on the current stream."""
         self._launch()
         begin, phase = max(self._current.free, self.host), self._phase
         self._name_backward()
@@ -278,8 +278,8 @@ class Clock:
         return self.engine.stack[-1][0].name or "(root)"
 
     def _name_backward(self) -> None:
-        """The engine notes whose gradients are complete: what ran since the last such note was that
-        unit's.
+        """Give backward spans their unit. The engine notes each unit whose gradients are complete;
+        the spans since its last note belong to that unit.
         """
         done: Any = self.engine.timeline if self.engine is not None else ()
         if len(done) == self._named:
@@ -293,8 +293,8 @@ class Clock:
     # -- a step ------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """The step that is kept begins: those before it have shown the engine its order, and the
-        operations their number.
+        """Begin the step that the timeline shows. The steps before it have recorded the order of
+        units, and the operations whose prices are scaled (`Prices.learned`).
         """
         self.prices.learned()
         self._unnamed.clear()
@@ -302,7 +302,7 @@ class Clock:
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
-        """Inside, operations are the optimizer's."""
+        """Count operations as the optimizer's, inside the context."""
         self.optimizing = True
         try:
             yield
@@ -310,15 +310,15 @@ class Clock:
             self.optimizing = False
 
     def mark(self) -> None:
-        """A micro-batch has ended."""
+        """Note that a micro-batch has ended."""
         self._marks.append(self._computing.free)
 
     def timeline(self) -> Timeline:
-        """Of the step that began with `begin_step`, up to here."""
+        """Return the timeline from `begin_step` until now."""
         self._name_backward()
         first, zero = self._begun
         end = self._computing.free
-        self.host = max(self.host, end)  # everything can be read
+        self.host = max(self.host, end)  # the host waits for the end of the step
         kept = self.spans[first:]
         own = [s for s in kept if s.stream == COMPUTE]
         exposed: dict[str, dict[str, float]] = {}
@@ -331,7 +331,7 @@ class Clock:
         }
         middle = parts_of(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
         for span in kept:
-            # A stream beside may have waited since the step before
+            # A wait on another stream may have begun in the step before
             span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero
             span.after = span.after - first if span.after >= first else -1
         streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
@@ -341,7 +341,7 @@ class Clock:
 
 
 class Recording(TorchDispatchMode):
-    """Inside it, operations on fake tensors are kernels of `clock`."""
+    """A dispatch mode that times each operation on fake tensors as a kernel of `clock`."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Whose an operation is, the engine's or the model's, and what one of the engine's reads and writes."""
+"""Tell the engine's operations from the model's, and count the bytes that the engine's read and
+write.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from onefold.memory import nbytes_of
 
 
 def of_engine() -> bool:
-    """Whether code of the engine's own is running, and not the model's on parameters that the
-    engine looks after.
+    """Whether the engine's own code is running. Code of the engine that carries out the model's
+    operations on parameters does not count.
     """
     if torch._C._is_torch_function_enabled():
-        return False  # the engine's own sees parameters as plain tensors
+        return False  # the engine's own code disables torch functions
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -34,16 +36,16 @@ def of_engine() -> bool:
 
 _MODULE = torch.nn.modules.module.__file__
 _RUNTIME = str(Path(onefold.runtime.__file__).parent)
-#: Files and folders of the runtime that carry out what the model asks of parameters.
+#: Files and folders of the runtime that carry out the model's operations on parameters.
 _BETWEEN = ("parameter.py", "operators", "interval.py", "outside.py")
 
 
-#: Operations that do not read what they write to.
+#: Operations that do not read the tensor that they write to.
 _OVERWRITING = frozenset({"copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_"})
 
 
 def moved_by(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
-    """Bytes that an operation outside the model's passes reads and writes."""
+    """Return the bytes that an operation outside the model's passes reads and writes."""
     declared = func._schema.arguments
     if not func._schema.is_mutable:
         found = kernels_of(func, args, kwargs, out, {})
@@ -53,7 +55,7 @@ def moved_by(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     for argument in declared:
         tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
         written = argument.alias_info is not None and argument.alias_info.is_write
-        # Unscaled in place where there is a scale, else read
+        # Fused optimizers declare `grads` as written, but write them only with a gradient scale
         written = written and not (argument.name == "grads" and "fused" in name)
         overwritten = written and (name in _OVERWRITING or argument.name == "out")
         total += (1 + (written and not overwritten)) * sum(map(nbytes_of, tensors))

@@ -1,11 +1,9 @@
-"""What one operation and one collective take: the plan's own time model (plan/times.py), asked for
-each alone.
+"""The seconds of one operation or one collective, by the plan's own time model (plan/times.py).
 
-    operation of the model     its share of what the plan says of all of them: by its FLOPs at the rate of large products, or by the bytes
-                               that it reads and writes, whichever takes longer; on a calibrated
-                               machine what such an operation costs there
-    operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
-    collective                 `Traffic` of one call: seconds of each link, and of its hops
+operation of the model     FLOPs ÷ rate of large products, or bytes read and written ÷ memory bandwidth, whichever is longer;
+                           scaled so that a step's operations add up to the plan's figure. On a calibrated machine, its measured cost
+operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
+collective                 `Traffic` of one call: seconds of each link, and of its hops
 """
 
 from __future__ import annotations
@@ -25,20 +23,18 @@ Link = Literal["inside", "between"]
 
 @dataclass(frozen=True)
 class Move:
-    """One collective: seconds that it keeps each link busy, and seconds from its begin to its
-    end.
-    """
+    """One collective: seconds for which each link is busy, and seconds from begin to end."""
 
     links: dict[Link, float]
     seconds: float
 
 
 class Prices:
-    """Seconds on one rank of a machine.
+    """Prices operations and collectives, in seconds on one rank of a machine.
 
     Args:
         precision: of the matrix products.
-        hidden, micro_tokens: for a calibrated machine that was measured by blocks alone; see
+        hidden, micro_tokens: used on a calibrated machine that was measured by blocks alone; see
             `Work`.
     """
 
@@ -58,7 +54,7 @@ class Prices:
         self._planned = self._alone = 0.0
 
     def operation(self, kernels: Kernels) -> float:
-        """One operation of the model's passes."""
+        """Return the seconds of one operation of the model's passes."""
         work = replace(self._like, flops=kernels.flops, kernels=kernels)
         planned = compute_seconds(work, self.machine, self.software)
         if self.machine.measured is not None:
@@ -70,27 +66,28 @@ class Prices:
         return alone * self._scale
 
     def learned(self) -> None:
-        """From now on the operations of a step like the one so far take together what the plan says
-        of their FLOPs.
+        """Scale later prices, so that a step like the one so far takes as long as the plan says.
 
-        The plan prices products alone, at `Software.kernel_share` of their rate: the rest of the
-        time is that of all other operations.
+        The plan prices matrix products only, at `Software.kernel_share` of their rate. The share
+        that is missing is the time of all other operations.
         """
         if self._alone:
             self._scale = self._planned / self._alone
         self._planned = self._alone = 0.0
 
     def traffic(self, nbytes: float) -> float:
-        """Bytes that one operation reads and writes."""
+        """Return the seconds of an operation that reads and writes `nbytes`."""
         return nbytes / self.machine.gpu.memory_bandwidth
 
     def adding_up(self, nbytes: float) -> float:
-        """Bytes that the kernel which adds up the parts of a reduction reads and writes."""
+        """Return the seconds of the kernel that adds up the parts of a reduction. It reads and
+        writes `nbytes`.
+        """
         return self.traffic(nbytes) / SUMMING_ON_A_GPU
 
     def move(self, move: str, nbytes: int, ranks: Sequence[int], me: int, ring: bool) -> Move:
-        """One collective in which a rank sends `nbytes` to the others of `ranks`. See
-        `traffic_over`, which has the same for a step.
+        """Price a collective in which this rank (`me`) sends `nbytes` to the others of `ranks`.
+        `traffic_over` does the same for a whole step.
         """
         machine = self.machine
         if len(ranks) == machine.ranks:

@@ -1,4 +1,4 @@
-"""What is not simulated, and why."""
+"""Refuse what the simulation does not support, and say why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from onefold.plan.hardware import Machine
 from onefold.recipe import Recipe, Tier
 
-#: Ranks up to which a simulation is asked for; more would work.
+#: The most ranks that may be asked for. More would work.
 MOST_RANKS = 4096
 OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {}),
@@ -21,7 +21,7 @@ OPTIMIZERS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: str) -> None:
-    """Refuse what is not simulated at all."""
+    """Raise ValueError or RuntimeError for what the simulation does not support at all."""
     codecs = [
         name
         for name in (recipe.parameters.codec, recipe.gradients.codec, recipe.frozen)
@@ -56,7 +56,7 @@ def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: 
 
 
 def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
-    """Refuse what has no timeline."""
+    """Raise ValueError for what has no timeline."""
     if ranks != machine.ranks:
         raise ValueError(
             f"a simulation of {ranks} ranks on a machine of {machine.ranks}: expected the same"

@@ -1,4 +1,4 @@
-"""What a simulation says: the account that the engine's ledgers kept, event by event."""
+"""The result of a simulation: the account of the engine's ledgers, and every event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Event:
     Attributes:
         what: a move ("all-gather", "reduce-scatter", "all-reduce"), or a category of memory
             ("gathered units", ...).
-        nbytes: payload sent, or the change in bytes held (below 0 where they are given back).
+        nbytes: payload sent, or the change in bytes held (negative if they are released).
+        moved: whether it is a move.
     """
 
     what: str
@@ -30,7 +31,7 @@ class Event:
 
 @dataclass(frozen=True)
 class UnitSummary:
-    """One unit's step: elements with padding, moves by their kind, bytes sent."""
+    """One unit's step: elements with padding, number of moves by kind, bytes sent."""
 
     elements: int
     moves: Mapping[str, int]
@@ -39,20 +40,20 @@ class UnitSummary:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the ledgers of rank `rank` of `ranks` said of one optimizer step in the steady state.
+    """The ledgers of rank `rank` of `ranks`, for one optimizer step in the steady state.
 
     Attributes:
-        account: at rest (moments are the optimizer's own tensors), the engine's ledger at its peak,
-            the wire by move.
+        account: bytes at rest (moments are the optimizer's own tensors), the engine's ledger at its
+            peak, bytes on the wire by move.
         predicted: the same by closed forms and replay, without an engine.
         events: every move and every change of memory, in order.
-        units: by name.
+        units: summaries by the unit's name.
         source: whose forward pass ran: "the module", "transformers' code", "a stand-in of the same
             parameters".
-        seconds: that the simulation took, of wall-clock.
-        notes: what had to be assumed about values.
-        timeline: when everything ran, on the machine that was given; None without one, and where a
-            stand-in ran, which computes nothing.
+        seconds: wall-clock time of the simulation.
+        notes: assumptions about values.
+        timeline: when everything ran on the given machine. None without a machine, or if a stand-in
+            ran, which computes nothing.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Simulation:
         return self.account.rest == self.predicted.rest and self.account.wire == self.predicted.wire
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; events as [what, unit, bytes, is a move]."""
+        """Return plain data, with events as [what, unit, bytes, is a move]."""
         own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         own |= {
             "account": self.account.to_json(),

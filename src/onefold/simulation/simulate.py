@@ -1,17 +1,17 @@
-"""A step of the real engine as one rank of N, on one machine: torch's fake process group and fake
-tensors.
+"""Run a step of the real engine as one rank of N, on one machine, with torch's fake process group
+and fake tensors.
 
     module ──► copy of fake tensors ──► onefold.shard as rank r of N ──► forward, backward, step ──► its ledgers
                                                                                                         ║ equal, byte for byte
     shapes ──────────────────────────► closed forms (plan/states.py), replay (plan/replay.py) ──────────╜
 
 Nothing is computed and nothing is sent, so a model of any size on any number of ranks runs here.
-Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. No step of it
-knows that it is a simulation, but that a group of the "fake" backend stays silent ([Note: one rank
-stands for all] in comm/moves.py).
+Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. The engine does
+not know that it is simulated, with one exception: a group of the "fake" backend sends nothing
+([Note: one rank stands for all] in comm/moves.py).
 
-With a machine the run is timed as well: the room `device` gives the engine streams of a clock
-(simulation/clock.py), and every operation, collective and wait takes its place on them.
+Given a machine, the run is timed as well. The room `device` then gives the engine the streams of a
+clock (simulation/clock.py), which records every operation, collective and wait.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.tracing.repeat import Checkpointing, checkpointed
 
-#: The first learns the orders of units; the last is what is told.
+#: Steps that are run. The first records the order of units; the last is reported.
 STEPS = 2
 
 
@@ -77,26 +77,25 @@ def simulate(
     optimizer: str = "adamw",
     machine: Machine | None = None,
 ) -> Simulation:
-    """Run two optimizer steps as rank `rank` of `ranks` and tell what the ledgers say of the second:
-    the orders of units are learned in the first.
+    """Run two optimizer steps as rank `rank` of `ranks` and report the ledgers of the second.
+    The first step records the order of units.
 
-    The module comes back as it was; no process group is left behind.
+    The module is unchanged afterwards, and no process group is left.
 
     Args:
         model: a module (real or on the meta device), a public architecture's name, a folder,
             config.json or `module:factory`, or a shape.
-        micro_batches: of a step; all but the last run under `onefold.no_sync`.
-        batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch: `samples` of `seq` tokens
-            (what the engine holds and sends does not depend on them).
+        micro_batches: number per step; all but the last run under `onefold.no_sync`.
+        batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch, `samples` of
+            `seq` tokens; what the engine holds and sends does not depend on them.
         optimizer: one of `OPTIMIZERS`.
-        machine: time the last step on it (`Simulation.timeline`). Where the recipe names no groups,
-            its nodes are the groups.
+        machine: time the last step on this machine (`Simulation.timeline`). Its nodes are the
+            groups, if the recipe names no groups.
 
     Raises:
-        ValueError: a figure that cannot be, a model whose forward pass asks for values that nobody
-            knows, a machine of another number of ranks, or one or a recipe of which no timeline is
-            made.
-        RuntimeError: a process group is there already.
+        ValueError: an impossible argument; a forward pass that asks for unknown values; a machine
+            of another number of ranks; or a machine or recipe without support for timelines.
+        RuntimeError: a process group is already initialized.
     """
     if machine is not None:
         check_timed(recipe, ranks, machine)
@@ -104,7 +103,7 @@ def simulate(
     check(recipe, ranks, rank, micro_batches, optimizer)
     module, shape, units, source = _subject(model, recipe)
     recipe = dataclasses.replace(recipe, units=units)
-    # It is: those of OPTIMIZERS are element-wise
+    # All optimizers of OPTIMIZERS are element-wise
     if recipe.optimizer.placement is Placement.SHARDED:
         recipe = dataclasses.replace(recipe, elementwise_optimizer=True)
     begun, integers, own_code = time.perf_counter(), Integers(), source != _STAND_IN
@@ -137,7 +136,7 @@ def simulate(
 
 
 def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
-    """Groups said in ranks: a simulation knows no nodes but those of the machine that times it."""
+    """Express groups as numbers of ranks: without a machine, a simulation knows no nodes."""
     if machine is not None and recipe.group in (None, NODE):
         return recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
     return recipe.replace(group=FLAT) if recipe.group is None else recipe
@@ -145,8 +144,8 @@ def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
 
 @contextmanager
 def _timed(clock: Clock | None, engine: Any) -> Iterator[None]:
-    """Inside, every operation takes its place on the clock, as CUDA's kernels would; without a
-    clock nothing is timed.
+    """Time every operation on the clock, with CUDA's kernels, inside the context.
+    Without a clock, time nothing.
     """
     if clock is None:
         yield
@@ -162,7 +161,7 @@ _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of t
 def _predicted(
     plans: Sequence[UnitPlan], recipe: Recipe, micro_batches: int, optimizer: str
 ) -> Account:
-    """What closed forms and the replay say of the same step."""
+    """Return the closed forms' and the replay's account of the same step."""
     return Account(
         rest=at_rest(plans, optimizer),
         ledger=Replay(plans, recipe).run(micro_batches).peak,
@@ -188,7 +187,7 @@ def _clock(
 def _subject(
     model: Any, recipe: Recipe
 ) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
-    """The module to run, its shape, its units, and whose code it is."""
+    """Return the module to run, its shape, its units, and the source of its code."""
     if isinstance(model, str | Path) and known(str(model)):
         code = code_of(str(model)) if recipe.units is None else None
         if code is not None:
@@ -221,8 +220,8 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
 
 @contextmanager
 def _world(ranks: int, rank: int) -> Iterator[None]:
-    """Inside, this process is rank `rank` of a fake process group, and new tensors have no
-    contents.
+    """Make this process rank `rank` of a fake process group, and new tensors fake, inside the
+    context.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -238,7 +237,7 @@ def _world(ranks: int, rank: int) -> Iterator[None]:
 
 @contextmanager
 def _one_of(ranks: int, rank: int) -> Iterator[None]:
-    """Inside, this process is rank `rank` of a fake process group."""
+    """Make this process rank `rank` of a fake process group, inside the context."""
     if ranks == 1:
         yield
         return
@@ -252,7 +251,7 @@ def _one_of(ranks: int, rank: int) -> Iterator[None]:
 
 
 class _Answers(TorchDispatchMode):
-    """Inside, questions of a forward pass about contents are answered as in a trace
+    """A dispatch mode that answers a forward pass's questions about values as a trace does
     (tracing/fake.py).
     """
 
@@ -265,8 +264,8 @@ class _Answers(TorchDispatchMode):
 
 
 def _twin(module: nn.Module, integers: Integers) -> nn.Module:
-    """A copy of the module whose tensors are fake ones on the CPU, shared where they are shared;
-    hooks and settings are copied.
+    """Copy the module, with its hooks and settings, and with fake CPU tensors. The copy shares
+    tensors where the module does.
     """
     memo: dict[int, Any] = {}
     for inner in module.modules():
@@ -277,7 +276,7 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
                 memo[id(t)] = fake_of(t, integers)
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:  # whatever a model's own parts do not bear
+    except Exception as error:  # parts of a model may refuse to be copied in any way
         raise ValueError(
             f"{type(module).__name__} cannot be copied for a simulation ({type(error).__name__}:"
             f" {error})."
@@ -286,13 +285,13 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
 
 @contextmanager
 def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
-    """The engine of the sharded twin; closed afterwards, whatever happened."""
+    """Shard the twin and yield its engine; close the engine afterwards, also after an error."""
     from onefold.optim import unwatch
     from onefold.shard import engine_of, shard
 
     engine = engine_of(shard(twin, recipe, device="cpu"))
     for flat in (flat for unit in engine.units for flat in unit.flats):
-        flat.compared = FIRST  # there are no contents to compare with masters
+        flat.compared = FIRST  # fake tensors have no contents to compare with master weights
     try:
         yield engine
     finally:
@@ -328,7 +327,7 @@ def _steps(
                 backward(loss(call(twin, batch)))
             if clock is not None:
                 clock.mark()
-        engine.memory.now()  # one rank has no hooks: its ledger sees gradients when it is asked
+        engine.memory.now()  # a single rank has no hooks: this call counts its gradients
         with clock.updating() if clock is not None else nullcontext():
             stepper.step()
         stepper.zero_grad()
@@ -342,7 +341,7 @@ def _steps(
             if isinstance(t, torch.Tensor)
         ]
     rest = left | {MOMENTS: sum(map(nbytes_of, held))}
-    # Buffers that follow rank 0's are the model's own, and no recipe makes them fewer
+    # Leave out broadcasts of rank 0's buffers: they do not depend on the recipe
     sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
     return Account(
         rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=sent

@@ -1,12 +1,12 @@
-"""Modules for shapes: the real code of a public architecture where transformers has it, else blocks
-of the same parameters.
+"""Make a module for a shape: the real code of a public architecture if transformers has it
+(`code_of`), else a stand-in with the same parameters (`stand_in`).
 
     ModelShape   (root) | embed | layer 0 | layer 1 | head
-    stand-in     a module each, in that order, under the same path; its parameters in their order
-    forward      x ─► reads them all ─► x          backward     reads them again, gives each a gradient
+    stand-in     one module per unit, in this order, under the same path; parameters in their order
+    forward      x ─► reads all parameters ─► x    backward     reads them again, gives each a gradient
 
-A stand-in makes an engine gather, reduce and step exactly what the model would, and computes
-nothing.
+With a stand-in the engine gathers, reduces and steps exactly what it would with the model. The
+stand-in itself computes nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from onefold.plan.shapes import ModelShape, Transformer, UnitShape
 
 
 class _Read(torch.autograd.Function):
-    """x, unchanged: a computation that needs `parameters` in both passes."""
+    """Returns x unchanged, but needs `parameters` in both passes."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -38,10 +38,10 @@ class _Read(torch.autograd.Function):
 
 
 class _Block(nn.Module):
-    """A unit's parameters, and the units inside it as children.
+    """A unit's parameters, with the units inside it as children.
 
-    What lies around other units is read at both ends: a first table before them, and everything (a
-    last norm, a tied head) behind.
+    A unit around other units reads its first parameter (an embedding table) before them, and all
+    its parameters (a last norm, a tied head) after them.
     """
 
     def __init__(self, unit: UnitShape | None) -> None:
@@ -59,16 +59,16 @@ class _Block(nn.Module):
             x = _Read.apply(x, own[0])
         for path in self.inner:
             module = self.get_submodule(path)
-            looks_up = type(module) is nn.Embedding  # it adds rows; which ones makes no difference
+            looks_up = type(module) is nn.Embedding  # it looks up row 0; any row would do
             x = x + module(torch.zeros(1, dtype=torch.long)).sum() if looks_up else module(x)
         return _Read.apply(x, *own) if own else x
 
 
 def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
-    """A module with the parameters of `shape` on the meta device, and the names of its units for
-    `onefold.shard(units=...)`.
+    """Make a module with the parameters of `shape` on the meta device. Returns it and the names of
+    its units, for `onefold.shard(units=...)`.
 
-    It is called with a tensor [1] that asks for no gradient, and returns one.
+    The module takes a tensor [1] that requires no gradient, and returns a tensor [1].
     """
     around = next((u for u in shape.units if u.name == "(root)"), None)
     root = _Block(around)
@@ -92,7 +92,7 @@ def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
 
 
 def _owner(placed: dict[str, _Block], name: str) -> tuple[_Block, str]:
-    """The innermost unit around `name`, and the path from there."""
+    """Return the innermost unit around `name`, and the path from that unit."""
     parts = name.split(".")
     at = next(n for n in range(len(parts) - 1, -1, -1) if ".".join(parts[:n]) in placed)
     return placed[".".join(parts[:at])], ".".join(parts[at:])
@@ -113,11 +113,11 @@ def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
 
 
 def code_of(name: str) -> nn.Module | None:
-    """The public architecture `name` in transformers' code, on the meta device; None where it has
-    no such code, or not these parameters.
+    """Build the public architecture `name` from transformers' code, on the meta device.
+    None if transformers is not installed, or its model has other parameters than the architecture.
 
     Raises:
-        ValueError: no architecture is called so.
+        ValueError: no architecture has that name.
     """
     row = find(name)
     try:
@@ -149,7 +149,7 @@ _GPT = {
     "n_inner": "ffn",
     "n_positions": "seq",
 }
-#: family -> (transformers' class of its config; what that calls dimensions of `Transformer`)
+#: {family: (transformers' config class, {its argument: field of `Transformer`})}
 _CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
     "gpt": ("GPT2Config", _GPT),
     "gpt2": ("GPT2Config", _GPT),

@@ -1,4 +1,4 @@
-"""When a step's kernels, collectives and waits ran (simulation/clock.py says how that is found)."""
+"""When a step's kernels, collectives and waits ran. simulation/clock.py computes it."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-#: What spans on the compute stream are, beside waits.
+#: Kinds of spans.
 Kind = Literal["model", "engine", "optimizer", "collective", "wait"]
 COMPUTE = "compute"
 
 
 @dataclass(slots=True)
 class Span:
-    """Something that a stream did.
+    """A kernel, collective or wait on a stream.
 
     Attributes:
-        kind: "model", "engine" or "optimizer": a kernel of theirs; "collective"; "wait": the stream
-            stood still.
-        name: of the operation, or the move. unit: whose it is, "" if nobody's. phase: "forward",
-            "backward" or "optimizer".
+        kind: "model", "engine" or "optimizer" for a kernel of theirs; "collective"; "wait".
+        name: the operation, or the move. unit: the unit it belongs to, "" for none. phase:
+            "forward", "backward" or "optimizer".
         begin, end: seconds.
-        nbytes: sent by a collective.
-        after: the number of the span that a wait waited for, or that a collective came after; -1
+        nbytes: bytes that a collective sends.
+        after: the index of the span that a wait waited for, or that a collective came after; -1
             for none.
     """
 
@@ -44,14 +43,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of the compute stream, which together are a step's.
+    """Seconds of the compute stream. They add up to the step's seconds.
 
     Attributes:
         model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the
             update.
-        exposed: waits by what was waited for: a move ("all-gather", "reduce-scatter", "all-reduce",
-            "state"), or a kernel beside.
-        host: idle, since the host had not launched anything yet.
+        exposed: {what was waited for: seconds}. The key is a move ("all-gather", "reduce-scatter",
+            "all-reduce", "state"), or a kernel on another stream.
+        host: idle time, because the host had not launched anything yet.
     """
 
     model: float = 0.0
@@ -69,7 +68,7 @@ class Parts:
         return sum(self.exposed.values())
 
     def plus(self, other: Parts, times: int) -> Parts:
-        """These, and `times` times those."""
+        """Return these parts plus `times` times those of `other`."""
         names = {**self.exposed, **other.exposed}
         exposed = {k: self.exposed.get(k, 0.0) + times * other.exposed.get(k, 0.0) for k in names}
         model, engine, optimizer, host = (
@@ -84,14 +83,14 @@ class Timeline:
     """A step in the steady state; time 0 is the end of the step before it.
 
     Attributes:
-        spans: of all streams, in the order of their launch. streams: their names, the compute
-            stream's first.
-        parts: of the step.
-        exposed: seconds of waiting on the compute stream, by unit and by what was waited for.
+        spans: of all streams, in the order of their launch. streams: the names of the streams, the
+            compute stream first.
+        parts: the parts of the step.
+        exposed: {unit: {what was waited for: seconds of waiting on the compute stream}}.
         busy: seconds in which the kernels, each link and the host had work.
-        middle: parts of one micro-batch between the first and the last; None where fewer than three
-            were run.
-        micro_batches: that were run.
+        middle: the parts of one micro-batch between the first and the last; None if fewer than
+            three were run.
+        micro_batches: the number that was run.
     """
 
     spans: tuple[Span, ...]
@@ -104,19 +103,20 @@ class Timeline:
 
     @property
     def step(self) -> float:
-        """Seconds."""
+        """Seconds of the step."""
         return self.parts.step
 
     @property
     def bound(self) -> str:
-        """What is busy longest: "compute", a link, or "host"."""
+        """The resource that is busy longest: "compute", a link, or "host"."""
         return max(self.busy, key=lambda name: self.busy[name])
 
     def of(self, micro_batches: int) -> Parts:
-        """Parts of a step of more micro-batches than were run: those in the middle are alike.
+        """Return the parts of a step of more micro-batches than were run, all of which are like the
+        middle one.
 
         Raises:
-            ValueError: fewer than three were run, so that nothing is known of one in the middle.
+            ValueError: fewer than three were run, so there was none in the middle.
         """
         if micro_batches == self.micro_batches:
             return self.parts
@@ -128,8 +128,8 @@ class Timeline:
         return self.parts.plus(self.middle, micro_batches - self.micro_batches)
 
     def units(self) -> Iterator[tuple[str, str, float, float]]:
-        """(unit, phase, begin, end) of each stretch in which the compute stream ran one unit's
-        kernels and waits, in order.
+        """Yield (unit, phase, begin, end) of each stretch of time in which the compute stream ran
+        one unit's kernels and waits, in order.
         """
         now: tuple[str, str] | None = None
         begin = end = 0.0
@@ -146,7 +146,7 @@ class Timeline:
             yield *now, begin, end
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data, without the spans."""
+        """Return plain data, without the spans."""
         return {
             "step": self.step,
             "parts": asdict(self.parts),
@@ -159,7 +159,7 @@ class Timeline:
 
 
 def parts_of(spans: list[Span], begin: float, end: float) -> Parts:
-    """Of the compute stream's `spans`, those that end in (begin, end]."""
+    """Return the parts of the compute stream's `spans` that end in (begin, end]."""
     seconds, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
     for span in spans:
         if begin < span.end <= end + 1e-12:

@@ -1,3 +1,3 @@
-"""Room `tracing`: what a module keeps and computes in a forward and a backward pass, watched on tensors
-that have no contents.
+"""Room `tracing`: run a module's forward and backward pass on fake tensors, and record what it
+keeps in memory and what it computes.
 """

@@ -1,4 +1,4 @@
-"""A module's forward and backward pass, called as a training loop calls it."""
+"""Call a module's forward and backward pass as a training loop does."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.autograd.graph import _engine_run_backward
 
 
 def backward(scalar: torch.Tensor) -> None:
-    """What scalar.backward() calls. That would leave CudaKernels for its duration, and a
-    recomputation would run other kernels.
+    """Run the backward pass. scalar.backward() would leave the mode CudaKernels meanwhile, and a
+    recomputation would run other kernels, so this calls autograd's engine directly.
     """
     _engine_run_backward(
         (scalar,), (torch.ones_like(scalar),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -27,8 +27,8 @@ def call(module: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The scalar to differentiate in a module's output, in fp32: its loss, else the sum of its
-    first floating-point tensor.
+    """Return the scalar to differentiate, in fp32: the output's loss, else the sum of its first
+    floating-point tensor.
     """
     from onefold.runtime.nested import tensors_in
 
@@ -52,8 +52,8 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def vocabulary_of(module: nn.Module) -> int:
-    """The vocabulary of a language model: its config's, else its largest embedding's; 0 if it has
-    none.
+    """Return the vocabulary size of a language model: its config's, else the rows of its largest
+    embedding; 0 if it has neither.
     """
     config = getattr(module, "config", None)
     found = getattr(config, "vocab_size", None)
@@ -66,7 +66,7 @@ def vocabulary_of(module: nn.Module) -> int:
 
 @contextmanager
 def training(module: nn.Module) -> Iterator[None]:
-    """Inside, the module and all in it are in training mode; afterwards as they were."""
+    """Put all modules into training mode inside the context, and restore their modes afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     for inner, _ in modes:
         inner.training = True

@@ -1,9 +1,9 @@
-"""Which kernels CUDA would choose, run on fake tensors of the CPU.
+"""Run the kernels that CUDA would choose, on fake tensors of the CPU.
 
-A trace runs on fake tensors of the CPU, so torch chooses as it would there. Two choices decide what
-autograd keeps:
+A trace runs on fake CPU tensors, so torch chooses its CPU kernels. For two calls, the choice of
+kernel decides what autograd keeps:
 
-| call                         | on the CPU                              | on CUDA (what is stood in for here)                         |
+| call                         | on the CPU                              | on CUDA (used here instead)                                 |
 |------------------------------|-----------------------------------------|-------------------------------------------------------------|
 | dropout                      | keeps a mask in the input's dtype       | keeps a boolean mask                                        |
 | scaled_dot_product_attention | fused; with dropout it keeps the scores | fused: flash for 16 bits without a mask, else mem-efficient |
@@ -23,11 +23,10 @@ FLASH_WIDEST = 256  # the widest head that flash attention has a kernel for
 
 
 class CudaKernels(TorchFunctionMode):
-    """Inside it, calls in the table above run the operations that CUDA would run. Everything else
-    is as it was.
+    """Inside this mode, the calls in the table above run the operations that CUDA would run.
 
-    Not seen are calls from inside torch's own functions in Python: nn.MultiheadAttention with
-    dropout counts its scores.
+    The mode does not see calls from torch's own Python functions. In nn.MultiheadAttention with
+    dropout, for example, the scores are counted.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,8 +62,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """query (batch, heads, length, width); key, value (batch, their heads, other length, width). As
-    torch's, by the fused kernels.
+    """torch's scaled_dot_product_attention, by the fused CUDA kernels.
+    query (batch, heads, length, width); key, value (batch, their heads, other length, width).
     """
     width = query.shape[-1]
     low = query.dtype in (torch.float16, torch.bfloat16)
@@ -82,7 +81,7 @@ def _attention(
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]
-    if enable_gqa and key.shape[1] != query.shape[1]:  # this kernel wants as many heads everywhere
+    if enable_gqa and key.shape[1] != query.shape[1]:  # this kernel needs equal numbers of heads
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if attn_mask is not None:
@@ -103,8 +102,8 @@ def _grouped_mm(
     bias: Any = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """The result of torch._grouped_mm, rows padded to 16 bytes, in any dtype (torch's own rule for
-    fake tensors refuses all but bf16).
+    """Return the fake result of torch._grouped_mm, with rows padded to 16 bytes, in any dtype.
+    torch's own rule for fake tensors accepts bf16 only.
 
     a (rows, k), b (groups, k, n) -> (rows, n); a (m, rows), b (rows, n) -> (groups, m, n); a
     (groups, m, k), b (k, rows) -> (m, rows).
@@ -122,5 +121,5 @@ def _grouped_mm(
     return torch.empty_strided((a.shape[-2], b.shape[-1]), (last, 1), dtype=dtype)
 
 
-#: What to run instead of an operation's fake rule.
+#: {operation: function to run instead of torch's rule for fake tensors}
 STAND_INS = {_aten._grouped_mm: _grouped_mm}

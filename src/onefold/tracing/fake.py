@@ -1,19 +1,19 @@
-"""A module for a while without contents: its tensors swapped for fake ones of the dtype that it
-computes in, then put back. And what a trace knows of values: whole numbers are computed, floating-point numbers are not (but for
-small constants).
+"""Swap a module's tensors for fake ones in its compute dtype, and back afterwards (`faked`); and
+answer a forward pass that asks for values (`Integers`).
 
-Fake tensors have sizes and no contents, and a forward pass may ask for contents: is there padding,
+Fake tensors have sizes but no contents. A forward pass may ask for contents: is there padding,
 which tokens go to which expert, how many positions are masked. Such questions are about integers
-and booleans, which are small. So every operation on tensors whose integer contents are known is
-carried out for real beside the fake one, and a question about contents is answered from there.
+and booleans, which are small. An operation whose inputs are all known therefore also runs on the
+real values, next to the fake one, and those values answer the questions. Floating-point values are
+not computed, except small constants.
 
-| asked for                                             | answer                                                                     |
-|-------------------------------------------------------|----------------------------------------------------------------------------|
-| integers that follow from the batch and from sizes    | the real ones; so too floats that follow from constants (a mask of ones)    |
+| the forward pass asks for                              | answer                                                                       |
+|--------------------------------------------------------|------------------------------------------------------------------------------|
+| integers that follow from the batch and from sizes     | the real ones; also floats that follow from constants (a mask of ones)       |
 | which of n a router picks (topk, argmax of floats)     | balanced: row r takes r·k, r·k + 1, ... modulo n, so that all are used alike |
-| a yes or no that depends on floats (is any infinite?)  | no, and a note                                                             |
-| one float (a norm that is logged or compared)          | 1.0, and a note                                                            |
-| how many floats fulfil something                      | ValueError: the sizes of what follows cannot be known                      |
+| a yes or no that depends on floats (is any infinite?)  | no, and a note                                                               |
+| one float (a norm that is logged or compared)          | 1.0, and a note                                                              |
+| how many floats fulfil a condition                     | ValueError: later sizes depend on it and cannot be known                     |
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from onefold.tracing.cuda_kernels import STAND_INS
 
 #: Integer tensors above this many elements (a whole attention mask) are not computed.
 LARGEST = 1 << 24
+#: The same for floating-point constants.
 LARGEST_FLOATS = 1 << 16
 
 _aten = torch.ops.aten
@@ -42,29 +43,29 @@ _ITEM = _aten._local_scalar_dense
 
 
 class Integers:
-    """The contents of fake integer tensors. `notes` are sentences about what had to be assumed."""
+    """The known contents of fake tensors. `notes` are the assumptions made, as sentences."""
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        # By id of the fake tensor; the entry goes with it.
+        # {id of a fake tensor: its contents}; an entry is removed when its fake tensor dies
         self._known: dict[int, torch.Tensor] = {}
-        # Contents that an operation on unknown values has written to, by storage (held, so that no
-        # other takes its address).
+        # Contents that an operation on unknown values has written to, by storage. They are kept
+        # alive so that no other storage gets the same address.
         self._spoilt: dict[int, torch.Tensor] = {}
 
     def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """From now on `fake` holds what `real` holds."""
+        """Note that `fake` has the contents of `real`."""
         if id(fake) not in self._known:
             weakref.finalize(fake, self._known.pop, id(fake), None)
         self._known[id(fake)] = real
 
     def contents(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor behind `fake`, or None if its values are unknown."""
+        """Return the real tensor behind `fake`, or None if its values are unknown."""
         real = self._known.get(id(fake))
         return None if real is None or real.untyped_storage()._cdata in self._spoilt else real
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What `func` returns on fake tensors; what can be known of it is known afterwards."""
+        """Run `func` on fake tensors, and learn the contents of its results if possible."""
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
         whole = all(self.contents(t) is not None for t in tensors)
         known = args, kwargs
@@ -113,7 +114,7 @@ class Integers:
             return func(*real_args, **real_kwargs)
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], whole: bool) -> Any:
-        """A result whose value or size depends on contents."""
+        """Return a result whose value or size depends on contents."""
         if whole:
             real = self._for_real(func, args, kwargs)
             return tree_map_only(torch.Tensor, self._fake_like, real)
@@ -155,7 +156,7 @@ class Integers:
         return fake
 
     def _positions(self, indices: Any) -> list[Any]:
-        """Boolean masks among `indices` as the positions that they select; others as they are."""
+        """Replace boolean masks among `indices` by the positions that they select."""
         out: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -167,11 +168,11 @@ class Integers:
         return out
 
     def _balance(self, func: Any, args: Any, picked: torch.Tensor) -> None:
-        """Let a router's choices use every expert alike."""
+        """Set a router's choices so that all experts are used equally."""
         from torch._subclasses.fake_tensor import unset_fake_temporarily
 
         scores, at = args[0], 2 if func.overloadpacket is _aten.topk else 1
-        # Of topk the last dimension is picked unless another is named; of argmax it must be
+        # topk picks along the last dimension by default; argmax must name its dimension
         dim = args[at] if len(args) > at else -1 if at == 2 else None
         if dim is None or scores.dim() == 0 or dim % scores.dim() != scores.dim() - 1:
             return
@@ -195,7 +196,7 @@ class Integers:
 
 
 def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
-    """Raise ValueError where known indices lie outside an embedding: on real tensors that is an
+    """Raise ValueError if known indices are outside an embedding. Real tensors would raise an
     IndexError.
     """
     if wanted is None or not wanted.numel():
@@ -223,9 +224,12 @@ _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class Faked:
-    """Attributes:
-    parameters: every parameter once, by its first name.
-    storages: identities of all storages that are not activations (parameters, buffers, constants).
+    """A module's fake tensors.
+
+    Attributes:
+        parameters: every parameter once, by its first name.
+        storages: identities of all storages that are not activations: parameters, buffers,
+            constants.
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -233,9 +237,9 @@ class Faked:
 
 
 def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A fake parameter or buffer of a module. A parameter becomes `dtype`, if it is one of those
-    that are cast; of an integer buffer that is not on the meta device `integers` learns the
-    contents.
+    """Return a fake copy of a module's parameter or buffer.
+    A parameter in fp32, bf16 or fp16 becomes `dtype`. `integers` learns the contents of an integer
+    buffer, unless it is on the meta device.
     """
     if isinstance(t, nn.Parameter):
         return nn.Parameter(_empty_like(t, dtype), requires_grad=t.requires_grad)
@@ -253,12 +257,12 @@ def _empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tens
 
 @contextmanager
 def faked(module: nn.Module, dtype: torch.dtype | None, integers: Integers) -> Iterator[Faked]:
-    """Inside (and inside a FakeTensorMode), `module` holds fake tensors on the CPU; afterwards its
-    own, untouched.
+    """Give `module` fake CPU tensors inside the context, and put its own back afterwards.
+    The caller must be inside a FakeTensorMode.
 
     Args:
-        dtype: what parameters in fp32, bf16 or fp16 become (None: they stay). Buffers keep their
-            dtype, as the engine keeps it.
+        dtype: the dtype of parameters that were fp32, bf16 or fp16; None keeps theirs. Buffers keep
+            their dtype, as in the engine.
         integers: learns the contents of integer buffers that are not on the meta device.
     """
     out = Faked()
@@ -295,7 +299,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def _contents(t: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds, on the CPU; zeros of one on the meta device."""
+    """Return a CPU copy of a tensor's contents; zeros for one on the meta device."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.no_grad():
@@ -303,10 +307,10 @@ def _contents(t: torch.Tensor) -> torch.Tensor:
 
 
 def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:
-    """A batch of fake tensors on the CPU, sizes and strides kept; integers keep their contents,
-    floats become `dtype` (None: keep theirs).
+    """Return the batch as fake CPU tensors of the same sizes and strides.
 
-    Integers on the meta device are taken as zeros.
+    Integers keep their contents; those on the meta device are taken as zeros. Floats become `dtype`
+    (None: they keep theirs).
     """
 
     seen: dict[int, torch.Tensor] = {}
@@ -324,11 +328,11 @@ def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any
 
 @contextmanager
 def passing_as_real() -> Iterator[None]:
-    """Inside, transformers takes fake tensors for real ones.
+    """Make transformers treat fake tensors as real ones, inside the context.
 
-    It asks no questions of fake tensors, and so builds attention masks of length x length that it
-    leaves out in training. Here such questions have answers (tracing/fake.py), and a trace must see
-    what training does.
+    transformers does not look at the values of fake tensors. It then builds attention masks of
+    length x length, which it leaves out in training. Here the values are known (`Integers`), and a
+    trace must see what training does.
     """
     names = ("transformers.utils.import_utils", "transformers.utils.generic")
     asked = [vars(m) for m in map(sys.modules.get, names) if m is not None]

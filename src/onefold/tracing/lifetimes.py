@@ -1,23 +1,25 @@
-"""From when to when each storage of a step lives: a log written while the step runs, and what
-follows from it.
+"""The lifetime of each storage in a step: a log recorded while the step runs, and the reading of
+that log.
 
     forward     (root)   block.0        block.1        (root)             an entry is a storage that comes or goes, a unit
     log         + +      + + - + +      + + - + +      + - +   ▲          that begins to run, a tensor saved for backward,
     backward    (root)   block.1        block.0                │          a parameter's gradient that is complete
     log         - + -    + + - ◆ - ◆    + - + ◆ - ◆            end of forward
 
-The log holds sizes only. Every question (what is saved, what is the peak inside a unit, what if the
-micro-batch were larger) is answered by going through it again, since what a storage was for shows
-only later: a gradient is an activation like any other until it arrives.
+The log holds sizes only. `read` goes through the whole log to answer what is saved, what the peak
+inside a unit is, and what a larger micro-batch would need. Only then is the use of each storage
+known: a gradient looks like any other activation until it arrives.
 
-[Note: whose backward it is] Autograd numbers its nodes as the forward pass makes them. A node that
-runs in the backward pass belongs to the unit that ran when its number was given out. What is
-recomputed under checkpointing gets new numbers, in the unit whose node asked.
+[Note: whose backward it is] Autograd numbers its nodes in the order in which the forward pass makes
+them. A node in the backward pass belongs to the unit that ran when its number was given out.
+Recomputation under checkpointing makes nodes with new numbers; they belong to the unit whose node
+started the recomputation.
 
-[Note: sums in place] Where a tensor has several uses, autograd adds their gradients in place if
-nobody else holds the first, but not
-while a dispatch mode watches: then it makes a third tensor. Such a sum is logged with its donor,
-and counted as in place. (A view holds its base, so nothing is added to a view in place.)
+[Note: sums in place] If a tensor has several uses, autograd adds up the gradients of the uses. It
+adds into the first gradient in place, if nobody else holds that gradient. Under a dispatch mode it
+makes a third tensor instead. The log notes for such a sum which storage it would have reused (its
+donor), and `read` counts the sum as in place. A view also holds its base, so autograd never adds to
+a view in place.
 """
 
 from __future__ import annotations
@@ -42,14 +44,18 @@ _IGNORED = {torch.ops.prim.device.default}
 
 @dataclass
 class Entry:
-    """One line of the log.
+    """One line of the log. `what` is one of:
 
-    `what` is "come" (storage `key` of `nbytes`; `wide`: its last dimension is the vocabulary;
-    `donor`: the storage of the gradient that it adds to, which it would have reused if `in_place`),
-    "go", "save", "arrive" (`key` is the gradient of parameter `name`), "run" (unit `name` in phase
-    `phase`), "flops" (`nbytes` of them), "product" (`key` matrix products that read and write
-    `nbytes`), "other" (another operation that does work, on `nbytes`), "turn" (the forward pass
-    ends) or "over" (the backward pass does).
+    - "come": storage `key` of `nbytes` is allocated. `wide`: its last dimension is the vocabulary.
+      `donor`: for a sum of gradients, the storage of the first one. `in_place`: without the trace,
+      autograd would reuse it.
+    - "go", "save": storage `key` is freed, or saved for backward.
+    - "arrive": `key` is the complete gradient of parameter `name`.
+    - "run": unit `name` begins to run in `phase`.
+    - "flops": `nbytes` is a number of FLOPs.
+    - "product": `key` matrix products read and write `nbytes`.
+    - "other": another operation reads and writes `nbytes`.
+    - "turn", "over": the forward pass ends, the backward pass ends.
     """
 
     what: str
@@ -64,7 +70,7 @@ class Entry:
 
 @dataclass
 class Log:
-    """What happened, in order. `vocabulary` is 0 where there is none."""
+    """The entries of a step, in order. `vocabulary` is 0 for a model without one."""
 
     root: str = "(root)"
     vocabulary: int = 0
@@ -76,10 +82,10 @@ class Log:
 
 
 class Watch(TorchDispatchMode):
-    """Writes the log of what runs inside it. `call` runs an operation; `excluded` are storages that
-    are not activations.
+    """A dispatch mode that logs the operations inside it. `call` runs an operation; `excluded` are
+    the storages that are not activations.
 
-    Below a FakeTensorMode or on real tensors alike: storages are followed, not contents.
+    It works below a FakeTensorMode and on real tensors, because it follows storages, not contents.
     """
 
     def __init__(
@@ -100,7 +106,7 @@ class Watch(TorchDispatchMode):
     # -- who runs ----------------------------------------------------------------------------------
 
     def run(self, unit: str, phase: str) -> None:
-        """From now on `unit` runs."""
+        """Note that `unit` runs from now on."""
         if (unit, phase) != self._running:
             self._running = (unit, phase)
             self.log.entries.append(Entry("run", name=unit, phase=phase))
@@ -119,7 +125,7 @@ class Watch(TorchDispatchMode):
         )
 
     def mark(self, what: str) -> None:
-        """The forward pass ends ("turn"), or the backward pass ("over")."""
+        """Note that the forward pass ("turn") or the backward pass ("over") has ended."""
         self.log.entries.append(Entry(what))
 
     @property
@@ -127,9 +133,9 @@ class Watch(TorchDispatchMode):
         return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
 
     def _follow_backward(self) -> None:
-        """See [Note: whose backward it is]."""
+        """Note which unit the running backward node is of. See [Note: whose backward it is]."""
         node = torch._C._current_autograd_node()
-        # A unit inside a recomputation says by itself that it runs
+        # Inside a recomputation, the unit's own hooks call `enter`
         if node is None or len(self.stack) > 1:
             return
         number = node._sequence_nr()
@@ -154,7 +160,7 @@ class Watch(TorchDispatchMode):
         return out
 
     def _note(self, done: Kernels | None) -> None:
-        """What an operation did."""
+        """Log the work of an operation."""
         if done is None:
             return
         if done.products:
@@ -166,7 +172,9 @@ class Watch(TorchDispatchMode):
             self.log.entries.append(Entry("other", nbytes=done.other_bytes))
 
     def _donor(self, func: Any, args: Any) -> int:
-        """See [Note: sums in place]."""
+        """Return the storage that a sum of gradients would reuse, else -1. See [Note: sums in
+        place].
+        """
         if (
             func is not _aten.add.Tensor
             or torch.is_grad_enabled()
@@ -184,8 +192,8 @@ class Watch(TorchDispatchMode):
         return self._keys.get(first.untyped_storage()._cdata, -1)
 
     def key(self, t: torch.Tensor, donor: int = -1) -> int:
-        """The log's number for the storage of `t`, entered now if it is new; -1 if it is no
-        activation.
+        """Return the log's number for the storage of `t`, and log the storage if it is new.
+        -1 if it is not an activation.
         """
         storage = t.untyped_storage()
         identity = storage._cdata
@@ -216,7 +224,7 @@ class Watch(TorchDispatchMode):
     # -- what autograd says ------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
-        """For saved_tensors_hooks: note that `t` is saved."""
+        """Log that `t` is saved; the pack hook of saved_tensors_hooks."""
         key = self.key(t)
         if key >= 0:
             self.log.entries.append(Entry("save", key, name=self._running[0]))
@@ -224,7 +232,7 @@ class Watch(TorchDispatchMode):
         return t if t.grad_fn is None else t.detach()
 
     def arrived(self, name: str, gradient: torch.Tensor) -> None:
-        """The gradient of parameter `name` is complete."""
+        """Log that the gradient of parameter `name` is complete."""
         self.log.entries.append(Entry("arrive", self.key(gradient), name=name))
 
 
@@ -233,16 +241,17 @@ class Watch(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of the step in which one unit runs and no gradient of a parameter is handed over.
+    """A part of the step in which one unit runs and no parameter's gradient arrives.
 
     Attributes:
-        unit, phase: who runs, in the "forward" or the "backward" pass (recomputation included).
-        begin, end: bytes in memory at its ends, all but parameters and buffers.
-        peak: the largest such sum in between; of it `gradients` belong to parameters' gradients
-            that nobody has taken yet, `logits` to tensors over the vocabulary.
-        kernels: what runs in it.
-        arrives: the parameter whose gradient is complete at the end, "" if it ends because another
-            unit runs. `end` counts the gradient, the next span's `begin` does not.
+        unit, phase: which unit runs, in the "forward" or "backward" pass. Recomputation is
+            backward.
+        begin, end: bytes in memory at the beginning and the end, without parameters and buffers.
+        peak: the most such bytes in between. `gradients` of them are parameters' gradients that
+            nobody has taken yet, `logits` are tensors over the vocabulary.
+        kernels: the kernels that run in it.
+        arrives: the parameter whose gradient is complete at the end; "" if the span ends because
+            another unit runs. `end` counts that gradient, the next span's `begin` does not.
     """
 
     unit: str
@@ -257,14 +266,14 @@ class Span:
 
     @property
     def flops(self) -> int:
-        """Of matrix products in it."""
+        """FLOPs of its matrix products."""
         return self.kernels.flops
 
 
 @dataclass(frozen=True)
 class Read:
-    """What a log says: spans in order, saved bytes by unit (and those of storages large enough to
-    be worth moving to the host), and sums at the end of the forward pass.
+    """The reading of a log: spans in order, saved bytes by unit, and sums at the end of the forward
+    pass. `movable`: saved bytes by unit in storages large enough to be worth offloading.
     """
 
     spans: tuple[Span, ...]
@@ -275,7 +284,7 @@ class Read:
 
 
 def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
-    """Go through the log; `sizes` replace the `nbytes` of its entries, one for each."""
+    """Read the log. `sizes` replaces the `nbytes` of its entries, one for each."""
     entries = log.entries
     nbytes = [e.nbytes for e in entries] if sizes is None else list(sizes)
     size_of = {e.key: n for e, n in zip(entries, nbytes, strict=True) if e.what == "come"}
@@ -301,7 +310,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
             now += change
             now_gradients += change if e.key in gradients else 0
             now_logits += change if e.key in wide else 0
-            if e.key == arrived:  # whoever took the gradient has dropped it
+            if e.key == arrived:  # the gradient that has just arrived was taken and dropped
                 begin, peak = now, (now, now_gradients, now_logits)
             elif now > peak[0]:
                 peak = (now, now_gradients, now_logits)
@@ -333,8 +342,9 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
 
 
 def _reused(entries: list[Entry], size_of: dict[int, int]) -> tuple[set[int], set[int]]:
-    """(entries of storages that come and go at one address, keys of parameters' gradients). See
-    [Note: sums in place].
+    """Return (entries to skip, keys of parameters' gradients).
+    Skipped are the "come" of a sum in place and the "go" of its donor, since without the trace both
+    are one storage. See [Note: sums in place].
     """
     gradients = {e.key for e in entries if e.what == "arrive"}
     reused: set[int] = set()
@@ -349,7 +359,7 @@ def _reused(entries: list[Entry], size_of: dict[int, int]) -> tuple[set[int], se
             heir.append((e.donor, e.key))
             if e.in_place:
                 reused |= {at, at + 1}
-    for donor, key in reversed(heir):  # what became a gradient was one from the start
+    for donor, key in reversed(heir):  # the donor of a parameter's gradient counts as one too
         if key in gradients:
             gradients.add(donor)
     return reused, gradients

@@ -1,14 +1,16 @@
-"""The repeated blocks of a module: recomputed in backward, as `onefold train
---activation-checkpointing` has them, and traced a few of many, with the rest written out.
+"""The repeated blocks of a module. `checkpointed` recomputes them in backward, as `onefold train
+--activation-checkpointing` does. `shortened` traces only a few of many, and `written_out` adds the
+rest.
 
     80 blocks     0 | 1 2 3 4 .................... 77 78 79         traced    0 | 1 2 | 79, as a module of four
     forward       a   b b b b                       b  b  c                   each middle block adds the same bytes, d
-    backward      a'  b'b'b'b'                      b' b' c'                  and is begun with the same bytes as it ended the forward with
+    backward      a'  b'b'b'b'                      b' b' c'                  and begins with the bytes that its forward ended with
 
-So a span of middle block i is the span of block 1 with (i - 1)·d bytes more beneath it. That is
-exact if the blocks are equal, which is checked twice: what they are made of before (class, shapes,
-settings), and what two middle blocks were seen to do after. What fails a check is traced whole.
-Blocks may alternate with a period (sliding and full attention, every second one checkpointed).
+A span of middle block i is therefore the span of block 1 with (i - 1)·d more bytes in memory. That
+is exact if the blocks are equal, which is checked twice: before the trace by their classes, shapes
+and settings, and after it by comparing what two middle blocks did. If a check fails, all blocks are
+traced. Blocks may alternate with a period (sliding and full attention, every second one
+checkpointed).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Checkpointing = Literal["none", "full", "selective"]
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The blocks of the largest list (by parameters) whose members are all of one class; [] if
-    there is none.
+    """Return the blocks of the largest list (by parameters) whose members are all of one class.
+    [] if there is no such list.
     """
     of_tiles = _lists_of_tiles(module)
     lists = [
@@ -45,7 +47,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _lists_of_tiles(module: nn.Module) -> set[int]:
-    """The ids of the lists in which tiles are: they are no lists of blocks."""
+    """Return the ids of the lists that hold tiles, which are not lists of blocks."""
     return {id(m.tiles) for m in module.modules() if isinstance(m, Tiled)}
 
 
@@ -55,11 +57,11 @@ def _size(module: nn.Module) -> int:
 
 @contextmanager
 def checkpointed(module: nn.Module, how: Checkpointing) -> Iterator[None]:
-    """Inside, blocks are checkpointed (not re-entrantly): all of them ("full"), every second
-    ("selective"), none changed ("none").
+    """Checkpoint the blocks inside the context (not re-entrantly): all of them ("full") or every
+    second one ("selective"). "none" changes nothing.
 
-    Transformers' layers are asked to do it themselves, since they leave their caches out; others
-    have their forward wrapped.
+    transformers' layers checkpoint themselves when told to, and then leave out their caches. Other
+    blocks get a wrapped forward.
 
     Raises:
         ValueError: `how` is none of these, or there are no repeated blocks.
@@ -106,17 +108,17 @@ def _wrapped(forward: Any, again: Any) -> Any:
 
 
 LONGEST_PERIOD = 8
-# Which block it is, as blocks call it
+# Attributes that hold a block's number
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """Blocks `names[start:stop]` of one list repeat with `period`; all but the first `kept` of them
-    are left out (whole periods).
+    """Blocks `names[start:stop]` of one list, which repeat with `period`. The first `kept` of them
+    are traced; the others, a whole number of periods, are left out.
 
     Attributes:
-        container: the list. names: of its blocks, in order.
+        container: the list. names: the names of its blocks, in order.
     """
 
     container: nn.Module
@@ -132,7 +134,9 @@ class Repetition:
 
 
 def repetition_in(module: nn.Module) -> Repetition | None:
-    """The longest run of equal blocks in `module`, if tracing a part of it saves anything."""
+    """Return the run of equal blocks in `module` of which a trace can leave out most; None if it
+    can leave out none.
+    """
     best: Repetition | None = None
     layers = getattr(getattr(module, "config", None), "layer_types", None)
     of_tiles = _lists_of_tiles(module)
@@ -165,8 +169,8 @@ def repetition_in(module: nn.Module) -> Repetition | None:
 
 
 def _signature(block: nn.Module) -> Any:
-    """What a block is made of: classes, shapes and plain settings of all modules in it, but for its
-    number.
+    """Return what must be equal in equal blocks: the classes, shapes and plain settings of all
+    modules in a block, without the block's number.
     """
     return tuple(
         (
@@ -197,7 +201,7 @@ def _shares_parameters(container: nn.Module) -> bool:
 
 
 def _runs(signs: list[Any], period: int) -> Iterator[tuple[int, int]]:
-    """The longest stretches [start, stop) in which each sign equals the one `period` before it."""
+    """Yield the longest ranges [start, stop) in which each sign equals the one `period` before."""
     start = 0
     for at in range(period, len(signs) + 1):
         if at == len(signs) or signs[at] != signs[at - period]:
@@ -208,8 +212,8 @@ def _runs(signs: list[Any], period: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def shortened(repetition: Repetition) -> Iterator[None]:
-    """Inside, the list holds fewer of its equal blocks, under the names that the first of them
-    have.
+    """Shorten the list of equal blocks inside the context. The blocks that remain get the first
+    names of the list.
     """
     children = repetition.container._modules
     before = dict(children)
@@ -228,15 +232,15 @@ def shortened(repetition: Repetition) -> Iterator[None]:
 
 
 def written_out(read: Read, repetition: Repetition) -> Read | None:
-    """What `read` of the shortened module would be for the whole one; None if its middle blocks did
-    not all do the same.
+    """Extend `read` of the shortened module to the whole module.
+    None if the middle blocks did not all do the same.
 
-    The second period of blocks is the pattern, the third the check; the first and the last stay as
-    they were seen.
+    The second period of blocks is the pattern for those left out, and the third must equal it. The
+    first and the last period stay as they were traced.
     """
     r, p, first = repetition, repetition.period, repetition.start + repetition.period
     turn = next((i for i, s in enumerate(read.spans) if s.phase == "backward"), len(read.spans))
-    # What the blocks are called in the shortened module
+    # The names of the blocks in the shortened module
     short = r.names[: len(r.names) - r.left_out]
     known = {name: i for i, name in enumerate(short)}
     passes = read.spans[:turn], read.spans[turn:]
@@ -251,7 +255,7 @@ def written_out(read: Read, repetition: Repetition) -> Read | None:
     periods = r.left_out // p
 
     def seen(i: int) -> tuple[int, int]:
-        """(the block of the shortened module that block `i` does as, periods between them)."""
+        """Return (the traced block that block `i` equals, periods between the two)."""
         if i < first + p:
             return i, 0
         if i < first + p + r.left_out:
@@ -286,7 +290,7 @@ def written_out(read: Read, repetition: Repetition) -> Read | None:
 
 
 def _moved(span: Span, by: int, r: Repetition, known: dict[str, int], blocks: int) -> Span:
-    """`span` with `by` more bytes beneath it, `blocks` further on in the list."""
+    """Return `span` with `by` more bytes in memory, for the block `blocks` further in the list."""
 
     def there(name: str) -> str:
         at = _block_of(name, known)
@@ -307,7 +311,7 @@ def _renamed(name: str, old: str, new: str) -> str:
 
 
 def _block_of(name: str, known: dict[str, int]) -> int | None:
-    """The number of the block that a unit or a parameter belongs to."""
+    """Return the number of the block that a unit or a parameter belongs to, None for no block."""
     parts = name.split(".")
     return next(
         (known[head] for n in range(len(parts), 0, -1) if (head := ".".join(parts[:n])) in known),
@@ -316,7 +320,7 @@ def _block_of(name: str, known: dict[str, int]) -> int | None:
 
 
 def _before(spans: tuple[Span, ...], known: dict[str, int]) -> int:
-    """How many spans come before the first block's."""
+    """Return the number of spans before the first block's."""
     blocks = (i for i, s in enumerate(spans) if _block_of(s.unit, known) is not None)
     return next(blocks, len(spans))
 
@@ -324,8 +328,8 @@ def _before(spans: tuple[Span, ...], known: dict[str, int]) -> int:
 def _groups(
     spans: tuple[Span, ...], known: dict[str, int], direction: int
 ) -> dict[int, list[Span]] | None:
-    """Spans by block, each with what runs between it and the next; None if the blocks do not run
-    one after the other, each once.
+    """Group the spans by block; spans between two blocks belong to the earlier one.
+    None if the blocks do not run one after the other, each once.
     """
     out: dict[int, list[Span]] = {}
     current: int | None = None

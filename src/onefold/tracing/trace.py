@@ -1,19 +1,22 @@
-"""Activations of a real module, traced without memory: what its forward pass keeps, what its
-backward pass needs besides.
+"""Trace the activations of a real module without allocating them: what its forward pass saves, and
+what its backward pass needs in addition.
 
     module, batch ──► fake tensors ──► forward, backward ──► log of storages ──► ActivationTrace
                       (tracing/fake.py)    (its own code)       (tracing/lifetimes.py)
 
-Nothing is allocated but integers (tracing/fake.py says why), and of many equal blocks a few are run
-(tracing/repeat.py), so a model of any size is traced in about a second.
+Only integer tensors are allocated (tracing/fake.py says why), and of many equal blocks only a few
+are run (tracing/repeat.py). A model of any size is therefore traced in about a second.
 
-What counts: every storage that is not a parameter or a buffer, once, however many views there are,
-from its first use to its last. The batch counts; parameters' gradients count from their making to
-their arrival (autograd's hand-over, where the engine copies and drops them). Not counted: memory
-that a kernel takes for itself and returns before it ends, and what an allocator adds by rounding.
+The trace counts every storage except parameters and buffers, once for all its views, from its first
+use to its last:
 
-`logits` are storages whose first tensor's last dimension is the vocabulary and that are no
-parameter's gradient: the logits, their upcast, log-probabilities, and the gradients of these.
+- The batch counts.
+- A parameter's gradient counts from its allocation to its arrival, when autograd hands it over and
+  the engine copies and drops it.
+- Workspace inside a kernel and the allocator's rounding do not count.
+
+`logits` are storages whose first tensor has the vocabulary as its last dimension, except gradients
+of parameters: the logits, their upcast, log-probabilities, and the gradients of these.
 """
 
 from __future__ import annotations
@@ -53,14 +56,15 @@ _DTYPES: Mapping[str | None, torch.dtype | None] = {
 
 @dataclass(frozen=True)
 class UnitTrace:
-    """One unit's share.
+    """The activations and FLOPs of one unit.
 
     Attributes:
-        name: as the engine has it, "(root)" for what belongs to no other unit (the loss too).
-        saved: bytes that autograd keeps for backward, each storage in the unit where it is first
-            saved; `movable` of them lie in storages that are large enough to go to the host.
-        forward_flops, backward_flops: of matrix products, as torch counts them; recomputation
-            belongs to backward.
+        name: the engine's name of it; "(root)" for everything outside other units, with the loss.
+        saved: bytes that autograd keeps for backward. Each storage counts in the unit that saves it
+            first.
+        movable: the part of `saved` in storages large enough to be offloaded to the host.
+        forward_flops, backward_flops: of matrix products, as torch counts them. Recomputation
+            counts as backward.
     """
 
     name: str
@@ -76,13 +80,12 @@ class ActivationTrace:
 
     Attributes:
         units: in the engine's order, the root first.
-        spans: the step from beginning to end. Laid over what the engine holds at those times they
+        spans: the step from beginning to end. Added to what the engine holds at those times, they
             give the joint peak.
-        saved, logits: what autograd keeps for backward, and how much of it is logits.
-        end_of_forward: everything in memory when the loss is computed and the model's output
-            dropped.
-        inputs: of the batch.
-        notes: sentences about what had to be assumed.
+        saved, logits: bytes that autograd keeps for backward, and how many of them are logits.
+        end_of_forward: bytes in memory after the loss is computed and the model's output dropped.
+        inputs: bytes of the batch.
+        notes: the trace's assumptions, as sentences.
     """
 
     units: tuple[UnitTrace, ...]
@@ -97,7 +100,7 @@ class ActivationTrace:
 
     @property
     def peak(self) -> int:
-        """The largest sum of the step, parameters' gradients that have not arrived included."""
+        """The most bytes in memory during the step, including gradients that have not arrived."""
         return self.peak_span.peak
 
     @property
@@ -106,7 +109,7 @@ class ActivationTrace:
 
     @property
     def kernels(self) -> Kernels:
-        """What runs in the step."""
+        """The kernels of the whole step."""
         return sum((s.kernels for s in self.spans), Kernels())
 
     @property
@@ -128,28 +131,28 @@ def trace(
     units: Sequence[str | type] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> ActivationTrace:
-    """Run forward and backward of `module` on fake tensors and tell what is in memory when.
+    """Run forward and backward of `module` on fake tensors and record what is in memory when.
 
-    The module may be real or on the meta device; it comes back as it was (mode, tensors,
-    gradients). It is traced in training mode.
+    The module may be real or on the meta device. It is traced in training mode; its mode, tensors
+    and gradients are restored afterwards.
 
     Args:
         batch: a mapping (called as `module(**batch)`), a tuple or list (`module(*batch)`), or one
-            argument. Contents of integer tensors are used, those of floating-point tensors are not;
-            both may be on the meta device.
-        checkpointing: "full" recomputes every repeated block, "selective" every second; "none"
-            leaves the module as it is, so one that checkpoints by itself still does.
+            argument. The trace uses the contents of integer tensors, and only the sizes of
+            floating-point tensors. Both may be on the meta device.
+        checkpointing: "full" recomputes every repeated block, "selective" every second. "none"
+            leaves the module as it is: a module that checkpoints by itself still does.
         precision: parameters and floating-point inputs are cast to it, as the engine casts them;
             None leaves them as they are. A module that enters autocast itself is traced under it.
-        device: whose kernels are chosen, "cpu" or "cuda" (see tracing/cuda_kernels.py); no such device is
-            needed.
+        device: "cpu" or "cuda", whose kernels the trace assumes (see tracing/cuda_kernels.py). No
+            such device is needed.
         units: names or classes of units, as `onefold.shard` takes them.
-        loss: the scalar to differentiate, from the module's output. None looks for `.loss`, a
-            "loss" key, a first scalar; an output without a loss is summed.
+        loss: returns the scalar to differentiate, given the module's output. None takes `.loss`, a
+            "loss" key or the first scalar; an output without a loss is summed.
 
     Raises:
-        ValueError: the module cannot be traced, with the reason; or an argument is none of the
-            above.
+        ValueError: the module cannot be traced (the message says why), or an argument is none of
+            the above.
     """
     settings = Settings(checkpointing, precision, device, units, loss)
     found = _trace_of(_record(module, batch, settings), settings)
@@ -167,18 +170,18 @@ def trace_at(
     memo: dict[Any, Any] | None = None,
     **options: Any,
 ) -> dict[int, ActivationTrace]:
-    """The traces at several micro-batch sizes, for the price of three.
+    """Trace several micro-batch sizes at the cost of three traces.
 
-    Sizes are affine in the micro-batch, entry by entry of the log, wherever two traces differ in
-    nothing but sizes: those at 2 and 3 say what a larger one would be (1 is traced by itself: with
-    one sample, copies are saved that more samples need). Where they differ in more (a router's
-    remainder), every size is traced.
+    If two logs differ in sizes alone, each entry's size is an affine function of the micro-batch.
+    The logs at 2 and 3 samples then give those of larger micro-batches. A micro-batch of 1 is
+    traced by itself, because one sample needs fewer copies. If the logs differ in more than sizes
+    (a router's remainder), every micro-batch is traced.
 
     Args:
-        batch_of: the batch of a given number of samples.
-        memo: an empty dictionary to give again to later calls with the same module and batches,
-            which then record nothing.
-        options: as of `trace`.
+        batch_of: returns the batch of a given number of samples.
+        memo: a dictionary, at first empty. Later calls with the same module and batches may pass it
+            again, and then record nothing.
+        options: the options of `trace`.
     """
     memo = {} if memo is None else memo
     wanted = sorted(set(micro_batches))
@@ -235,14 +238,14 @@ class Settings:
 
     @property
     def casts(self) -> torch.dtype | None:
-        """What floating-point inputs become, None where they stay."""
+        """The dtype that floating-point inputs are cast to, None if they stay."""
         return _DTYPES[self.precision] if self.precision in ("bf16", "fp16") else None
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One step's log, with what is needed to read it: `names` of all units, bytes of the batch,
-    blocks that were left out.
+    """One step's log, with what is needed to read it: the `names` of all units, the bytes of the
+    batch (`inputs`), and the blocks that were left out (`repetition`).
     """
 
     log: Log
@@ -253,8 +256,8 @@ class Recording:
 
 
 def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = False) -> Recording:
-    """Run one step and write its log; `whole` runs every block, even if equal ones could be left
-    out.
+    """Run one step and record its log.
+    `whole`: run every block, even if equal blocks could be left out.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -295,7 +298,7 @@ def _record(module: nn.Module, batch: Any, settings: Settings, whole: bool = Fal
 
 
 def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> int:
-    """Forward and backward under the watch; bytes of the batch."""
+    """Run forward and backward under `watch`, and return the bytes of the batch."""
     leaves = tree_leaves(dict(batch) if isinstance(batch, Mapping) else batch)
     tensors = [t for t in leaves if isinstance(t, torch.Tensor)]
     inputs = sum({watch.key(t): t.untyped_storage().nbytes() for t in tensors}.values())
@@ -316,7 +319,7 @@ def _step(module: nn.Module, batch: Any, watch: Watch, settings: Settings) -> in
 
 
 def _take(watch: Watch, name: str, param: nn.Parameter) -> None:
-    """Take its gradients as the engine takes them: when they are complete, at once."""
+    """Take the parameter's gradient as soon as it is complete, as the engine does."""
 
     def take(param: torch.Tensor) -> None:
         if param.grad is not None:
@@ -329,8 +332,8 @@ def _take(watch: Watch, name: str, param: nn.Parameter) -> None:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Inside, Python collects no cycles: what dies does so by its last reference, at the same
-    moment in every trace.
+    """Turn off Python's cyclic garbage collector, inside the context. Tensors then die with their
+    last reference, at the same moment in every trace.
     """
     was = gc.isenabled()
     gc.disable()
@@ -344,8 +347,8 @@ def _without_collector() -> Iterator[None]:
 def _trace_of(
     recording: Recording, settings: Settings, sizes: list[int] | None = None
 ) -> ActivationTrace | None:
-    """What a recording says, with other `sizes` if given; None if the blocks left out would not
-    have done what those traced did.
+    """Return the trace that a recording gives, with other `sizes` if given.
+    None if the traced blocks do not behave alike, so that nothing is known of the others.
     """
     found: Read | None = read(recording.log, sizes)
     if recording.repetition is not None and found is not None:

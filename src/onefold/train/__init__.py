@@ -1,16 +1,16 @@
 """Room `train`: the training recipe behind `onefold train`.
 
     config ─► early ─► launch (no RANK: agent.py starts the ranks) ─► worker ─► prepare ─► loop
-      what is asked for,      one run in a folder (output.py)           one rank     model, data, choose,
-      refused before torch                                                           onefold.shard, optimizers
+      options, checked        one run in a folder (output.py)           one rank     model, data, choose,
+      without torch                                                                  onefold.shard, optimizers
 
-    a step      loop: one after another   step: what it is made of   faults: what it may meet   memory_error: none left
-    asked       config: the options   config_file: their file
-    survival    checkpoints: going on from one   keeper: writing them
+    a step      loop: runs the steps   step: the parts of one   faults: bad numbers, slow ranks   memory_error: out of memory
+    options     config: the options   config_file: their file
+    resuming    checkpoints: resumes from one   keeper: writes them
     output      output: the folder and its files   results: model and sample   report: what the user sees, what `onefold report` reads
 
-What `--model` and `--data` name is made in the rooms `models` and `data`; signals, ranks and the
-claim on a folder are in `processes`.
+The rooms `models` and `data` load what `--model` and `--data` name. Signals, ranks and the claim on
+a folder are in `processes`.
 
-Nothing here is imported by `import onefold`: this room needs the extra `onefold[train]`.
+`import onefold` imports nothing from here: this room needs the extra `onefold[train]`.
 """

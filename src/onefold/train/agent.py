@@ -1,12 +1,13 @@
-"""The processes below `onefold train`, both of them `python -m onefold.train.agent`.
+"""The processes below `onefold train`: the agent and the ranks. Both are `python -m
+onefold.train.agent`.
 
-    launcher ─► ... agent CONFIG SAID TORCHRUN'S ARGUMENTS    the checks that need torch, then torchrun's elastic agent, without its log of
-                                                              what the ranks say better
+    launcher ─► ... agent CONFIG SAID TORCHRUN'S ARGUMENTS    the checks that need torch, then torchrun's elastic agent, without its
+                                                              log: the ranks report errors better
     agent    ─► ... agent rank CONFIG                         one rank
 
-The agent leads a session of its own: a Ctrl-C in the terminal reaches the launcher only, and the
-launcher decides (see `onefold.processes.signals`). Schedulers that send a signal to every process of a
-job reach the agent too; it lets them pass. Nothing is imported before `end_with_parent`.
+The agent leads its own session. A Ctrl-C in the terminal therefore reaches the launcher only, and
+the launcher decides what to do (see `onefold.processes.signals`). Some schedulers send a signal to
+every process of a job; the agent ignores it. Nothing slow is imported before `end_with_parent`.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from onefold.processes.signals import (
 
 
 def rank(config: Path) -> int:
-    """Be a rank until the run ends. Returns the exit status."""
-    # Until there is something to save: see onefold.processes.signals
+    """Run as a rank until the run ends. Returns the exit status."""
+    # SIGINT ends the rank until there is something to save: see onefold.processes.signals
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with contextlib.suppress(OSError):  # who ends the run finds this rank from now on
+    with contextlib.suppress(OSError):  # the launcher finds this rank's pid here to end it
         Path(os.environ[CONTROL], f"rank-{os.environ.get('LOCAL_RANK', '0')}.pid").write_text(
             str(os.getpid())
         )
@@ -48,13 +49,13 @@ def rank(config: Path) -> int:
 
 
 def agent(file: Path, said: str, arguments: list[str]) -> int:
-    """Check the configuration in `file`, say `said`, and run torchrun's agent until its ranks have
-    ended. Returns the exit status.
+    """Check the configuration in `file`, print `said`, run torchrun's agent until its ranks end.
+    Returns the exit status.
     """
-    # A handler that does nothing rather than SIG_IGN, which the ranks would inherit
+    # A handler that does nothing: the ranks would inherit SIG_IGN, but not a handler
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, frame: None)
-    os.environ[PARENT] = str(os.getpid())  # of the ranks
+    os.environ[PARENT] = str(os.getpid())  # the ranks end with this process
     logging.disable(logging.CRITICAL)
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -72,7 +73,8 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
     gc.enable()
     if said:
         print(said, flush=True)
-    # Those above stay as they are. Not every version of torch has these options.
+    # Let torchrun handle only SIGQUIT, so that the handlers above stay. Some versions of torch lack
+    # these options.
     for name, value in (
         ("signals_to_handle", "SIGQUIT"),
         ("shutdown_timeout", int(float(os.environ.get(GRACE, "30")))),
@@ -99,7 +101,7 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
             f"the machines cannot meet at --rdzv-endpoint ({_first_line(error)}): is it HOST:PORT"
             " of one of them, and is that one up?"
         )
-    except DistError as error:  # a machine went during the rendezvous, and the store with it
+    except DistError as error:  # the machine that holds the store went during the rendezvous
         said = (
             f"the machines lost each other while they met ({_first_line(error)}). Start this one"
             " again, and it joins them."
@@ -109,8 +111,8 @@ def agent(file: Path, said: str, arguments: list[str]) -> int:
 
 
 def _make_ready(file: Path, nproc: int) -> None:
-    """Check what needs torch, and have a model of the hub where the ranks find it. Here rather than
-    in the launcher, which so need not import torch.
+    """Run the checks that need torch, and download a model of the hub for the ranks.
+    The agent does this because the launcher does not import torch.
     Raises TrainError.
     """
     from onefold.data.sources import needs_hub
@@ -123,8 +125,8 @@ def _make_ready(file: Path, nproc: int) -> None:
     config.check_recipe()
     if config.nodes[1] == 1:
         refuse_groups(config, nproc)
-        # On several machines the first rank of all decides about the folder, which may be in use by
-        # the time that others come.
+        # On several machines rank 0 decides about the folder: the run may already use it when
+        # another machine joins
         config = with_output(config)
     if kind_of(config.model) == "hub":
         out = sys.stderr if config.json_lines else sys.stdout
@@ -140,7 +142,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _has_spoken(control: Path) -> bool:
-    """Whether a rank of the last start told what went wrong."""
+    """Whether a rank of the last start has reported what went wrong."""
     starts = [file.stat().st_mtime_ns for file in control.glob("rank-*.pid")]
     return any(
         file.stat().st_mtime_ns >= min(starts, default=0) for file in control.glob("failed-*")
@@ -161,7 +163,7 @@ def _how_it_ended(rank: int, status: int) -> str:
 
 if __name__ == "__main__":
     end_with_parent(parent_told())
-    # What the imports make stays: going over it again and again takes a fifth of their time
+    # Objects made by the imports stay alive. Collecting among them takes a fifth of the import time
     gc.disable()
     if sys.argv[1] == "rank":
         sys.exit(rank(Path(sys.argv[2])))

@@ -1,13 +1,13 @@
-"""The checkpoints of a run: which one a start goes on from, and what is taken from it. When they are
-written is a matter of keeper.py.
+"""Resume a run: which checkpoint a start resumes from, and what it takes from the checkpoint.
+keeper.py decides when checkpoints are written.
 
     --resume        first start                                    a start after a restart
-    none            from the beginning                             newest whole checkpoint of OUTPUT/checkpoints, else from the beginning
-    auto            as at right                                    newest whole checkpoint of OUTPUT/checkpoints, else from the beginning
+    none            from the beginning                             newest complete checkpoint of OUTPUT/checkpoints, else the beginning
+    auto            same as after a restart                        newest complete checkpoint of OUTPUT/checkpoints, else the beginning
     PATH            that checkpoint, or the newest in that folder  newest of OUTPUT/checkpoints, else PATH
 
-The number of ranks, the stage and the micro-batch may all differ from those of the run that saved;
-the global batch and the order of the samples stay. On the same ranks with the same micro-batch the
+The number of ranks, the stage and the micro-batch may differ from those of the run that saved. The
+global batch and the order of the samples stay the same. With the same ranks and micro-batch, the
 losses are bit-equal to those of a run that was never interrupted.
 """
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHECKPOINTS = OF_RUN
 #: The options of groups and codecs.
 OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
-#: Options that may change between two starts of a run and do change its numbers.
+#: Options that may differ between two starts of a run, although they change its numbers.
 FREE = (
     "lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "beta1", "beta2", "optimizer_options", "steps", "precision",
     "micro_batch", *OPTIONS,
@@ -48,11 +48,11 @@ FREE = (
 
 @dataclass(frozen=True)
 class Point:
-    """A checkpoint to go on from.
+    """A checkpoint to resume from.
 
     Attributes:
-        step: steps that were done. order: what `DataOrder.state_dict` gave. extra: what
-            `kept_beside` gave.
+        step: steps done when it was saved. order: the saved `DataOrder.state_dict()`. extra: the
+            saved values of `kept_beside`.
         saved_by: versions, world size, stage of the run that saved. before: older checkpoints of
             the same run, newest first.
     """
@@ -66,18 +66,19 @@ class Point:
 
     @property
     def global_batch(self) -> int | None:
-        """Sequences an optimizer step sees."""
+        """Sequences per optimizer step."""
         return self.order.get("global_batch")
 
 
 def restarts() -> int:
-    """How often torchrun has started this run's ranks again."""
+    """Return how often torchrun has restarted this run's ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def made_since(config: TrainConfig, when: float) -> bool:
     """Whether the output folder has a checkpoint made after `when` (seconds since the epoch).
-    torchrun does not count the starts because a machine has come, so this start is no first one.
+    If so, this is not the run's first start. torchrun's count of restarts does not tell that: it
+    leaves out restarts because a machine joined.
     """
     if config.output is None:
         return False
@@ -86,8 +87,9 @@ def made_since(config: TrainConfig, when: float) -> bool:
 
 
 def find(config: TrainConfig, restarted: bool) -> Point | None:
-    """The checkpoint that the table above names; None is the beginning. For one rank to call.
-    Raises TrainError if --resume names none, CheckpointError if it cannot be read.
+    """Return the checkpoint that the table above names, None for the beginning.
+    Only one rank calls it.
+    Raises TrainError if --resume names no checkpoint, CheckpointError if it cannot be read.
     """
     assert config.output is not None
     if config.resume == "none" and not restarted:
@@ -109,7 +111,7 @@ def find(config: TrainConfig, restarted: bool) -> Point | None:
 
 
 def next_sound(paths: Sequence[Path]) -> Point | None:
-    """The first of `paths` that can be read; it remembers those behind it."""
+    """Return the first of `paths` that can be read, with the later ones in `Point.before`."""
     for number, path in enumerate(paths, 1):
         try:
             return replace(read_point(path), before=tuple(paths[number:]))
@@ -119,7 +121,7 @@ def next_sound(paths: Sequence[Path]) -> Point | None:
 
 
 def _checkpoint_at(path: Path) -> Path:
-    """`path` itself, or the newest checkpoint in it or in its folder of checkpoints."""
+    """Return `path` itself, or the newest checkpoint in it or in its checkpoints folder."""
     if (path / MANIFEST).is_file():
         return path
     found = newest_first(path) or newest_first(path / CHECKPOINTS)
@@ -134,7 +136,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 
 def read_point(path: Path) -> Point:
-    """What the checkpoint at `path` says about itself. Reads no tensor.
+    """Read the metadata of the checkpoint at `path`, without its tensors.
     Raises CheckpointError if it is damaged, TrainError if `onefold train` did not save it.
     """
     source = FolderSource(path)
@@ -153,8 +155,9 @@ def read_point(path: Path) -> Point:
 
 
 def base_of(run: Run) -> str | None:
-    """Where a frozen model stays out of checkpoints, since its folder has it: which weights those
-    are. None where checkpoints hold it too.
+    """Return the digest of the frozen base weights, if checkpoints leave them out.
+    Checkpoints of a LoRA run leave them out when the model's folder has them. None means that
+    checkpoints hold all weights.
     """
     if run.config.lora is None or run.loaded.weights is None:
         return None
@@ -162,7 +165,7 @@ def base_of(run: Run) -> str | None:
 
 
 def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, Any]:
-    """What a checkpoint keeps beside its states: totals, and options that decide its numbers."""
+    """Return the extra values of a checkpoint: totals, and options that decide its numbers."""
     return {
         **sent,
         "skipped": skipped,
@@ -174,8 +177,8 @@ def kept_beside(run: Run, sent: Mapping[str, int], skipped: int) -> dict[str, An
 
 
 def take_over(run: Run, point: Point) -> list[str]:
-    """Put the states of `point` into the run, and say what could not be taken over. Collective.
-    Raises CheckpointError or TrainError where it does not fit this model or this data.
+    """Load the states of `point` into the run, and return notes on what could not be loaded.
+    Collective. Raises CheckpointError or TrainError if they do not fit this model or this data.
     """
     run.order.load_state_dict(point.order)
     groups = run.optimizer.param_groups
@@ -188,17 +191,17 @@ def take_over(run: Run, point: Point) -> list[str]:
             f"{point.path} holds adapters alone, around other weights than those of --model"
             f" {run.config.model} with --lora. Name the model that the run began with."
         )
-    # What is trained must be there all the same: the optimizer's groups name it
+    # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
     loaded = load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
-        # What the command line says holds; the learning rate is set at each step anyway
+        # The command line's values win over the checkpoint's; each step sets the learning rate
         group.update(options)
     return list(loaded.notes)
 
 
 def load(run: Run, point: Point) -> list[str]:
-    """Have a new start go on from `point`, and say what is not as it was. Collective.
-    Where its tensors turn out damaged, the checkpoint before is taken.
+    """Resume the run from `point`, and return notes on what differs from the run that saved.
+    If the tensors turn out to be damaged, take the checkpoint before. Collective.
     """
     try:
         said = take_over(run, point)
@@ -213,7 +216,7 @@ def load(run: Run, point: Point) -> list[str]:
 
 
 def differences(run: Run, point: Point) -> list[str]:
-    """What this start does otherwise than the run that saved, for people."""
+    """Return, for people, how this start differs from the run that saved."""
     said = [f"going on from {point.path}, step {point.step} of {run.steps}"]
     ranks, stage = point.saved_by.get("world_size"), point.saved_by.get("stage")
     if (ranks, stage) != (run.ranks.world_size, run.choice.stage):
@@ -237,7 +240,7 @@ def differences(run: Run, point: Point) -> list[str]:
 
 
 def changed(options: Iterable[tuple[str, Any, Any]]) -> str:
-    """Of (name, old value, new value) those that differ, as on a command line, for people."""
+    """List, as on a command line, the options that differ. `options`: (name, old, new value)."""
 
     def shown(value: Any) -> str:
         return "none" if value is None else str(value)

@@ -1,9 +1,9 @@
-"""`--stage auto`: the lowest stage, and with `--micro-batch auto` the largest micro-batch, whose
-peak fits on every rank.
+"""`--stage auto`: choose the lowest stage whose peak memory fits on every rank. With
+`--micro-batch auto`, also choose the largest micro-batch that fits.
 
-The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. On
-one rank it is stage 0: there is nothing to divide. A model whose code cannot be traced is judged by
-its states alone. Where state rests off the device, the plan knows it (plan/offloaded.py).
+The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
+rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
+by its states alone. The plan accounts for offloaded state (plan/offloaded.py).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Choice:
     Attributes:
         stage: 0 to 3. micro_batch: sequences a rank computes at once.
         reason: one sentence.
-        needed: {stage: bytes of one rank at peak}; of its states alone if the model could not be
-            traced.
-        available: bytes that may be taken on the rank that has the least.
+        needed: {stage: bytes of one rank at peak}. If the model could not be traced, the bytes of
+            its states alone.
+        available: bytes that the run may use on the rank that has the least.
         predicted: the account of the chosen stage, None if the model could not be traced.
-        flops_per_token: model FLOPs. peak_flops: what a rank's hardware can do, FLOP/s; None where
+        flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
-        notes: what the plan assumed.
+        notes: assumptions of the plan.
     """
 
     stage: int
@@ -57,13 +57,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the configuration and the machine say.
+    """What the configuration asks for and the machine has.
 
     Attributes:
         stage: "auto" or a number.
-        job: what is trained, with all that `Recipe.zero` is told beside the stage.
-        ranks, local_ranks: in all, and on this machine. free: bytes on the rank that has least.
-        device: its type.
+        job: what is trained, with all arguments of `Recipe.zero` except the stage.
+        ranks, local_ranks: in all, and on this machine. free: bytes on the rank that has the least.
+        device: the device's type.
     """
 
     stage: str
@@ -74,12 +74,12 @@ class Asked:
     device: str
 
     def says(self, *panels: str) -> bool:
-        """Whether an option of these panels is given, which not every stage can have."""
+        """Whether an option of these panels is given. Not every stage supports those options."""
         return any(OPTIONS[name].panel in panels for name, _ in self.job.options)
 
     def stages(self) -> list[int]:
-        """The stages that may be taken, the lowest first; stage 0 only on one rank, and there
-        another only if it must be.
+        """Return the stages to choose from, the lowest first.
+        One rank gets stage 0, or stage 3 if the options need it; several ranks get 1 to 3.
         """
         if self.stage != "auto":
             return [int(self.stage)]
@@ -97,9 +97,9 @@ class Asked:
 
 
 def choose(model: nn.Module, asked: Asked) -> Choice:
-    """Take the stage that was asked for, or the lowest that fits.
-    Raises TrainError for a batch that does not divide, units that are not there, or state that
-    no stage can keep where it is asked for.
+    """Choose the stage that was asked for, or the lowest that fits.
+    Raises TrainError for a batch that does not divide, units that do not exist, or state that no
+    stage can store on the tier that was asked for.
     """
     try:
         return _planned(model, asked)
@@ -108,7 +108,7 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     except Exception as error:
         if isinstance(error, ValueError) and "does not divide" in str(error):
             raise TrainError(str(error)) from None
-        # A model's own code may do anything under a trace; training it may still work
+        # A model's code may fail in any way under a trace, and still train
         why = f"the model could not be traced ({type(error).__name__}: {str(error)[:120]})"
     try:
         return _by_states(model, asked, why)
@@ -182,7 +182,9 @@ def _why(asked: Asked, chosen: Candidate, needed: Mapping[int, int], fits: bool)
 
 
 def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
-    """Judge by states and reduced gradients; half of the free memory is for activations."""
+    """Choose by the bytes of states and reduced gradients.
+    Half of the free memory is left for activations.
+    """
     shape = model_shape(model, dict(asked.job.options).get("units"))
     available = int(asked.free * USABLE / 2)
 

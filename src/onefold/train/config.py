@@ -1,12 +1,12 @@
-"""The configuration of a training run: one model whose fields are the command's options and the
-keys of a config file.
+"""The configuration of a training run: a pydantic model. Its fields are the command's options and
+the keys of a config file.
 
-Where a value comes from, later ones win:
+A value comes from the last of these sources that has it:
 
     defaults below  <  --config FILE (YAML or TOML)  <  the command line
 
-Nothing is ignored: an unknown key raises with what was probably meant. A new option is a field with
-its help below it; `onefold.cli.train` makes the command's option from that.
+An unknown key raises an error that suggests the likely one. To add an option, add a field with its
+help text below it; `onefold.cli.train` turns each field into a command-line option.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from onefold.recipe import Recipe
 
 DEFAULT_STEPS = 40
-#: Options of `Recipe.zero` that are fields here; the command has its own of the first two.
+#: Options of `Recipe.zero` that become fields here. `stage` and `precision` are declared below,
+#: because they also accept "auto".
 OPTIONS = {
     name: option
     for name, option in RECIPE_OPTIONS.items()
@@ -99,7 +100,7 @@ else:
         __config__=ConfigDict(
             extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True
         ),
-        # Each takes what `Recipe.zero` takes, and words for it
+        # Each field takes the values that `Recipe.zero` takes, and their text
         **{
             name: (
                 Annotated[Any, BeforeValidator(option.of_text)],
@@ -126,16 +127,16 @@ class TrainConfig(_RecipeOptions):
     text_field: str | None = None
     """The key or column that is read, text or messages (default: whichever of those is there)."""
     data_cache: str | None = None
-    """Folder for the tokens of large data, to be used again (default: OUTPUT/tokens)."""
+    """Folder that caches the tokens of large data (default: OUTPUT/tokens)."""
     pack: Literal["rows", "documents"] = "rows"
     """Text is cut into rows of --seq tokens: rows lets attention cross from one document to the
     next, documents does not."""
     output: str | None = None
     """Folder for the model, metrics and configuration (default: runs/MODEL-TIME)."""
     overwrite: bool = False
-    """Let the output folder hold an earlier run, which is then replaced."""
+    """Replace an earlier run in the output folder."""
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Of the saved model's weights; auto is what a folder's are in, and fp32 for any other model."""
+    """Type of the saved weights; auto is a folder's own, and fp32 for any other model."""
 
     # adapters instead of the whole model
     lora: Count | None = None
@@ -144,7 +145,7 @@ class TrainConfig(_RecipeOptions):
     """Linear layers that get adapters, by the end of their names: q_proj,v_proj; all-linear is all
     but the head."""
     lora_alpha: Count | None = None
-    """What adapters are scaled by, times their rank (default: twice the rank)."""
+    """Adapters are scaled by this number over their rank (default: twice the rank)."""
     merge: bool = False
     """Also write the whole model with its adapters added to its weights, into OUTPUT/merged."""
 
@@ -152,8 +153,8 @@ class TrainConfig(_RecipeOptions):
     stage: Stage = "auto"
     """ZeRO stage; auto is the lowest that divides memory and fits."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Compute precision; auto is what a folder's weights are in by its config.json, and fp32 for
-    any other model. Master weights and sums are fp32 always; fp16 scales the loss."""
+    """Compute precision; auto is the one in a folder's config.json, and fp32 for any other model.
+    Master weights and sums are always fp32; fp16 scales the loss."""
     nproc: Count | None = None
     """Ranks to start here (default: one a GPU, else one a physical core)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -178,7 +179,7 @@ class TrainConfig(_RecipeOptions):
     """adamw, adam, nadam, radam, adamax, sgd, rmsprop, adagrad, adadelta or lion (needs
     lion-pytorch)."""
     optimizer_options: OptimizerOptions = None
-    """What it takes besides, as name=value, such as "momentum=0.9 nesterov=true"."""
+    """More options of the optimizer, as name=value, such as "momentum=0.9 nesterov=true"."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
     """Learning rate after warm-up; wsd holds it and falls in the last fifth."""
     warmup: From0 = 0.1
@@ -215,12 +216,12 @@ class TrainConfig(_RecipeOptions):
     save_before: Duration | None = None
     """Save and end with status 0 before this time since the start, such as 170m."""
     grace: Duration = "30s"
-    """What SIGTERM or SIGUSR1 leaves for finishing the step and saving."""
+    """Time after SIGTERM or SIGUSR1 to finish the step and save."""
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """Where loss or gradients are not finite: end the run, leave the step out, or go back to the
     last checkpoint."""
     nonfinite_limit: Count = 5
-    """Such steps in a row that end the run all the same."""
+    """End the run after this many such steps in a row, even with skip or rollback."""
     slow_factor: SlowFactor = 1.5
     """Name a rank that computes this many times as long as the others; 0 never does."""
 
@@ -232,13 +233,13 @@ class TrainConfig(_RecipeOptions):
     rdzv_endpoint: str | None = None
     """HOST:PORT where the machines meet."""
     rdzv_id: str = "onefold"
-    """Name of the run there."""
+    """Name of the run at the rendezvous."""
     rdzv_backend: str = "c10d"
-    """How they meet."""
+    """Rendezvous backend."""
     rdzv_conf: str | None = None
-    """More for that, such as last_call_timeout=10,keep_alive_interval=2."""
+    """More rendezvous settings, such as last_call_timeout=10,keep_alive_interval=2."""
     local_addr: str | None = None
-    """This machine's address, where its name does not lead to it."""
+    """This machine's address, if its host name does not resolve to it."""
 
     # what is measured and shown
     eval_every: CountFrom0 = 10
@@ -291,7 +292,7 @@ class TrainConfig(_RecipeOptions):
             (self.precision == "fp16", "--precision fp16", "--precision bf16"),
             (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
         )
-        # Without offload there is nothing to step there: see `check_recipe`
+        # Without offload, `check_recipe` refuses step_in_backward itself
         in_backward = self.step_in_backward and self.offload_optimizer is not None
         for looks, option, instead in looks_at_all_gradients:
             if looks and in_backward:
@@ -312,15 +313,17 @@ class TrainConfig(_RecipeOptions):
         return self
 
     def recipe(self, stage: int) -> Recipe:
-        """What the run executes at that stage. Raises ValueError if no recipe can be so."""
+        """Return the recipe of the run at `stage`. Raises ValueError if there is no such recipe."""
         from onefold.recipe import Recipe
 
-        # Not known before its download: the model's, which no other option depends on
+        # "auto" is left only for a model that is not downloaded yet. No other option depends on it.
         precision: Precision = "bf16" if self.precision == "auto" else self.precision
         return Recipe.zero(stage, precision=precision, **self.arguments())
 
     def arguments(self, *panels: str) -> dict[str, Any]:
-        """Arguments of `Recipe.zero` that are not as usual, of these panels or of all."""
+        """Return the arguments of `Recipe.zero` that differ from their defaults, of these panels or
+        of all.
+        """
         return {
             name: value
             for name, option in OPTIONS.items()
@@ -336,7 +339,7 @@ class TrainConfig(_RecipeOptions):
             raise TrainError(str(error)) from None
 
     def to_yaml(self) -> str:
-        """The resolved configuration, in a form that `--config` reads again."""
+        """Return the resolved configuration as YAML that `--config` reads."""
         import yaml
 
         values = self.model_dump(mode="json", by_alias=True)
@@ -345,12 +348,12 @@ class TrainConfig(_RecipeOptions):
 
 
 def field_names() -> dict[str, str]:
-    """{name in a config file: attribute}. Hyphens and underscores mean the same there."""
+    """Return {name in a config file: attribute}. A file may write hyphens for underscores."""
     return {(info.alias or name): name for name, info in TrainConfig.model_fields.items()}
 
 
 def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
-    """As `read_options`, and with options that a recipe can be made of. Imports torch."""
+    """Like `read_options`, and also check that the options make a recipe. Imports torch."""
     config = read_options(command_line, config_file)
     config.check_recipe()
     return config
@@ -359,12 +362,12 @@ def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = No
 def read_options(
     command_line: Mapping[str, Any], config_file: str | Path | None = None
 ) -> TrainConfig:
-    """Defaults, then the file, then the command line, where None is "not given".
+    """Merge the defaults, the file and the command line, where None means "not given".
     Raises TrainError with the key, what was given and what was expected.
     """
     values = {} if config_file is None else read_config_file(config_file, field_names())
     given = {key: value for key, value in command_line.items() if value is not None}
-    # --steps on the command line replaces epochs of the file, and the other way round.
+    # --steps on the command line replaces epochs of the file, and vice versa.
     for key, other in (("steps", "epochs"), ("epochs", "steps")):
         if key in given and other not in given:
             values.pop(other, None)
@@ -379,8 +382,8 @@ def _validated(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def with_precision(config: TrainConfig) -> TrainConfig:
-    """With the precision that the model is in, where auto is asked for and that is known.
-    Raises TrainError if it does not go with other options.
+    """Replace precision "auto" with the precision of the model's weights, if that is known.
+    Raises TrainError if it conflicts with other options.
     """
     known = precision_of(config.model) if config.precision == "auto" else None
     if known is None:
@@ -389,7 +392,7 @@ def with_precision(config: TrainConfig) -> TrainConfig:
 
 
 def _sentence(wrong: Mapping[str, Any]) -> str:
-    """One of pydantic's errors, in the words of the command line."""
+    """Return one of pydantic's errors in the words of the command line."""
     key = ".".join(str(part) for part in wrong["loc"]).replace("_", "-")
     message = wrong["msg"].removeprefix("Value error, ").rstrip(".")
     if wrong["type"] == "extra_forbidden":

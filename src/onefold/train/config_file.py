@@ -1,4 +1,4 @@
-"""A configuration file, YAML or TOML, as keys and values."""
+"""Read a configuration file, YAML or TOML, as keys and values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from onefold.wording import TrainError, did_you_mean
 
 
 def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]:
-    """Read a YAML or TOML file into {key: value}. Raises TrainError if that cannot be, or for a key
-    that is none of `known` (where hyphens and underscores mean the same).
+    """Read a YAML or TOML file into {key: value}.
+    Raises TrainError if the file cannot be read, or has a key that is not in `known`. Hyphens and
+    underscores in keys mean the same.
     """
     path = Path(path)
     if not path.is_file():
@@ -39,7 +40,7 @@ def read_config_file(path: str | Path, known: Collection[str]) -> dict[str, Any]
 
 
 def _parsed(path: Path, text: str) -> Any:
-    """What the file's text says, by its ending."""
+    """Parse the file's text by its suffix."""
     if path.suffix == ".toml":
         try:
             return tomllib.loads(text)

@@ -1,7 +1,7 @@
-"""What can be told of a run before torch is imported: within a second or so, where loading a model
-takes minutes. Nothing is changed.
+"""Checks of a configuration that need no torch. They take about a second, while loading a model
+takes minutes. They change nothing.
 
-    check_early      model, tokenizer, NVMe folders, --resume and data are there and can be read
+    check_early      model, tokenizer, NVMe folders, --resume and data exist and can be read
     check_batch      the global batch can be cut on these ranks
     refuse_groups    groups divide the ranks
 """
@@ -21,7 +21,9 @@ from onefold.wording import TrainError
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches a rank computes for one optimizer step. Raises TrainError for a fraction."""
+    """Return the micro-batches that a rank computes per optimizer step.
+    Raises TrainError if the global batch does not divide.
+    """
     at_once = micro_batch * world_size
     if global_batch % at_once:
         lower, upper = global_batch // at_once * at_once, (global_batch // at_once + 1) * at_once
@@ -35,8 +37,8 @@ def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> 
 
 
 def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) -> int:
-    """The largest micro-batch, `wanted` at most, into which these ranks can cut an earlier
-    start's global batch. Raises TrainError if there is none.
+    """Return the largest micro-batch, at most `wanted`, into which these ranks can cut the global
+    batch of the resumed run. Raises TrainError if there is none.
     """
     share, rest = divmod(global_batch, world_size)
     if rest:
@@ -50,7 +52,7 @@ def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) ->
 
 
 def check_early(config: TrainConfig) -> None:
-    """Raise TrainError unless what the options name is there and can be read."""
+    """Raise TrainError unless everything that the options name exists and can be read."""
     if kind_of(config.model) == "hub":
         check_hub(config.model)
     check_tokenizer(config.tokenizer)
@@ -66,7 +68,7 @@ def check_early(config: TrainConfig) -> None:
 
 
 def check_lora(config: TrainConfig) -> None:
-    """Raise TrainError where adapters are asked for, or encoded frozen weights, and cannot be."""
+    """Raise TrainError if the adapters or encoded frozen weights asked for are impossible."""
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         raise TrainError(f"--lora {config.lora} needs peft: pip install peft.")
     if config.lora is None and kind_of(config.model) != "factory":
@@ -77,7 +79,8 @@ def check_lora(config: TrainConfig) -> None:
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
     """Raise TrainError if the global batch cannot be cut on these ranks.
-    A run that goes on takes it, and a micro-batch that divides it, from the checkpoint.
+    A resumed run is not checked: it takes the global batch from the checkpoint, and a micro-batch
+    that divides it.
     """
     if config.global_batch is not None and config.resume == "none":
         accumulation_steps(
@@ -86,8 +89,8 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
 
 
 def refuse_folders(config: TrainConfig) -> None:
-    """Raise TrainError for an NVMe folder that is not there, or one of NVMe or tokens that cannot be
-    written to.
+    """Raise TrainError for an NVMe folder that does not exist, or an NVMe or token folder that
+    cannot be written to.
     """
     for folder in config.nvme or ():
         if not os.path.isdir(folder):

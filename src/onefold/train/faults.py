@@ -1,43 +1,46 @@
-"""What a step may meet: numbers that are not finite, a slow rank.
+"""Faults in a step: numbers that are not finite, and a slow rank.
 
-    NonFinite.judge      is the step's update applied, left out, or does the run go back to a checkpoint?
+    NonFinite.judge      is the step's update applied or skipped, or does the run go back to a checkpoint?
     locate               in which unit, on which rank did numbers first go bad?
     Pace.look            which rank is slower than the others?
 
-| --on-nonfinite | then                                                                             | the run ends              |
-|----------------|----------------------------------------------------------------------------------|---------------------------|
-| stop           | nothing                                                                          | at the first              |
-| skip           | the step's samples are left out, the weights stay                                | at the `limit`-th in a row |
-| rollback       | the last checkpoint is loaded, and the run goes on behind the bad step's samples | at the `limit`-th in a row |
+| --on-nonfinite | what happens                                                                     | the run ends               |
+|----------------|----------------------------------------------------------------------------------|----------------------------|
+| stop           |                                                                                  | at the first bad step      |
+| skip           | the step's samples are skipped, the weights stay                                 | at the `limit`-th in a row |
+| rollback       | the last checkpoint is loaded; the run continues after the bad step's samples    | at the `limit`-th in a row |
 
-The update of a step that is not finite is never applied. Going back, none of the samples between
-the checkpoint and the bad step is read again: repeated bit for bit they would lead to the same
-weights, and to the same bad step or the next one. From the second time in a row on the checkpoint
-before is taken. In fp16 gradients that overflow are the loss scaler's business: it skips the step
-and lowers the scale, up to `SCALER_LIMIT` times in a row. A loss that is not finite was so before
-any scaling, and is handled as in the table.
+The update of a non-finite step is never applied. After a rollback, the run does not read the
+samples between the checkpoint and the bad step again. They would repeat the same steps bit for bit,
+and lead to the same bad step or the next one. The second bad step in a row goes back to the
+checkpoint before, and so on.
 
-[Note: the step is done once more] Nothing is watched while all is well: that would cost a pass over
-every output of every step, and a synchronization with a GPU. When loss or gradients come out
-non-finite, the weights have not been touched yet and the random generators' states from before the
-step are kept, so the same step is run again, bit for bit, with hooks that look at each unit:
+In fp16 the loss scaler handles gradients that overflow: it skips the step and lowers the scale, up
+to `SCALER_LIMIT` times in a row. A non-finite loss has nothing to do with the scale, and is handled
+as in the table.
+
+[Note: the step is done once more] Hooks that watch every step would cost a pass over every output,
+and a synchronization with a GPU. So no hooks are set while all is well. When loss or gradients come
+out non-finite, the weights have not been touched yet, and the random generators' states from before
+the step are kept. So `locate` runs the same step again, bit for bit, with hooks on each unit, and
+names the culprit:
 
     forward    the first unit in forward order whose output is bad while its input was not; between units it is the root's code
-    backward   the first unit in backward order that passes a bad gradient on while the one it received was not; failing that, the
+    backward   the first unit in backward order that passes on a bad gradient but received a good one; failing that, the
                last unit in forward order with a bad gradient of its own parameters
 
-In the backward pass the order must be the backward one: from the culprit on every earlier unit has
-bad gradients too, so the first in forward order would always be the embedding.
+The backward pass must be searched in backward order. Every unit before the culprit has bad
+gradients too, so the first unit in forward order would always be the embedding.
 
-[Note: an alert does not flap] In a step every rank takes as long as the slowest; what differs is
-how long each computes without waiting, so that is compared. Near the limit noise crosses it again
-and again, and on a busy machine now this rank is slow, now that one.
+[Note: an alert does not flap] Every rank's step takes as long as the slowest rank's. `Pace`
+therefore compares the time that each rank computes without waiting. Near the limit, noise crosses
+the limit again and again, and on a busy machine a different rank is slow each time.
 
-    none named ── above `factor` for a while ──► named ── well below `factor` for WINDOW steps on end ──► none named
+    none named ── above `factor` for a while ──► named ── well below `factor` for WINDOW steps in a row ──► none named
 
-A named rank stays the named one until it keeps up, whoever else is slow. "A while" is one look at
-first; then it doubles, from WINDOW steps on, with each alert, so that a run of n steps has some log
-n of them.
+A named rank stays the named one until it keeps up, even if another rank becomes slow. "A while" is
+one look for the first alert and WINDOW looks for the second; then it doubles with each alert. A run
+of n steps thus has about log n alerts.
 """
 
 from __future__ import annotations
@@ -64,11 +67,11 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.train.prepare import Run
 from onefold.wording import TrainError
 
-#: A scale of 65536 has fallen to nothing by then.
+#: Overflows in a row that end the run. 40 halvings bring a loss scale of 65536 to almost nothing.
 SCALER_LIMIT = 40
-#: Steps that are looked at together: one hiccup is no slow rank.
+#: Steps that `Pace` takes the median of, so that one hiccup does not make a slow rank.
 WINDOW = 20
-#: Seconds below which a lag is not worth a word.
+#: Seconds of lag per step below which no rank counts as slow.
 FLOOR = 0.005
 
 
@@ -80,8 +83,8 @@ class Verdict(enum.Enum):
 
 @dataclass
 class NonFinite:
-    """Judges each step, alike on all ranks: loss and norm are the same on all.
-    `total` counts steps that were not finite, `in_a_row` those since the last good step.
+    """Judges each step. All ranks judge alike, because loss and norm are the same on all.
+    `total` counts the non-finite steps, `in_a_row` those since the last good step.
     """
 
     run: Run
@@ -99,12 +102,12 @@ class NonFinite:
         where: Callable[[], str],
         scale: float | None = None,
     ) -> Verdict:
-        """What to do with a step (from 0) of that loss and gradient norm. Collective where they are
-        not finite.
+        """Decide what to do with a step (from 0) of this loss and gradient norm.
+        Collective if they are not finite.
 
         Args:
-            where: finds out where it came from, a sentence. Collective.
-            scale: the loss scale of that step; None: it is the scaler's still.
+            where: returns a sentence that says where the bad numbers came from. Collective.
+            scale: the step's loss scale; None if it is still the scaler's current one.
 
         Raises:
             TrainError: the run ends here.
@@ -148,12 +151,12 @@ class NonFinite:
 
 @dataclass(frozen=True, order=True)
 class Location:
-    """Where a number first was not finite. The order is that of time.
+    """Where a number first was not finite. Locations sort by time.
 
     Attributes:
         micro_batch: from 0. backward: in the backward pass. turn: how many units' inputs and
-            outputs were looked at before.
-        what: "the output", "its gradient", ...
+            outputs were checked before.
+        what: "the output", "a gradient in the backward pass", ...
     """
 
     micro_batch: int
@@ -172,7 +175,7 @@ class Location:
 
 @dataclass
 class NonFiniteHooks:
-    """Hooks on the units' modules; the first bad place of this rank is `found`."""
+    """Hooks on the units' modules. `found` is the first bad place on this rank."""
 
     engine: Engine
     rank: int
@@ -207,7 +210,7 @@ class NonFiniteHooks:
 
     def _before(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if in_autograd():
-            return  # a recomputation: it was looked at the first time
+            return  # a recomputation, whose tensors were checked in the forward pass
         self.turn += 1
         for t in _numbers((args, kwargs)):
             if not t.requires_grad:
@@ -246,7 +249,7 @@ def _finite(t: torch.Tensor) -> bool:
 
 
 def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
-    """Units with a non-finite weight or gradient on this rank, in forward order."""
+    """Return the units with a non-finite weight or gradient on this rank, in forward order."""
     out = []
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
@@ -257,13 +260,14 @@ def bad_parameters(engine: Engine, gradients: bool) -> list[str]:
 
 
 def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dict[str, Any]) -> str:
-    """Run the step again and say where its numbers first went bad. Collective; gradients are
-    dropped, weights stay.
+    """Run the step again and say where its numbers first went bad.
+    Collective. Drops the gradients and keeps the weights.
 
     Args:
-        repeat: computes the step's forward and backward passes; calls what it is given after each
+        repeat: computes the step's forward and backward passes, and calls its argument after each
             micro-batch.
-        before: the generators' states at the step's beginning. They end as they are now.
+        before: the random generators' states at the step's beginning. The generators are restored
+            to their current states afterwards.
     """
     engine, ranks = onefold.engine_of(run.model), run.ranks
     after = capture()
@@ -276,7 +280,7 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
     run.optimizer.zero_grad()
     restore(after, 0, 1)
     places, *bad = zip(*ranks.gather((hooks.found, weights, gradients)), strict=True)
-    # Of all ranks, in forward order
+    # Units that are bad on any rank, in forward order
     weights, gradients = (
         [unit.name for unit in engine.units if any(unit.name in names for names in of_ranks)]
         for of_ranks in bad
@@ -301,21 +305,22 @@ def locate(run: Run, repeat: Callable[[Callable[[], None]], object], before: dic
 
 @dataclass
 class Pace:
-    """Compares the ranks' own seconds. See [Note: an alert does not flap].
-    `factor`: times the others' median that make a rank slow, 0 for none. `slow`: the slow rank.
+    """Compares the seconds that each rank computes. See [Note: an alert does not flap].
+    `factor`: a rank is slow above this multiple of the others' median; 0 names none. `slow`: the
+    slow rank.
     """
 
     factor: float
     slow: int | None = None
     _seen: deque[tuple[float, ...]] = field(default_factory=lambda: deque(maxlen=WINDOW))
     _alerts: int = 0
-    #: The rank that may be named next, and for how many looks on end it, or the end of the alert,
-    #: has been due.
+    #: The rank that may be named next, or the named one, and for how many looks in a row the alert
+    #: or its end has been due.
     _next: int | None = None
     _due: int = 0
 
     def look(self, seconds: Sequence[float]) -> str | None:
-        """Take in one step's seconds, by rank. A sentence when a rank gets slow or keeps up."""
+        """Add one step's seconds, by rank. Returns a sentence when a rank gets slow or keeps up."""
         self._seen.append(tuple(seconds))
         if self.factor <= 0 or len(seconds) < 2 or len(self._seen) < WINDOW:
             return None

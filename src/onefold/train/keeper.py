@@ -1,7 +1,7 @@
-"""When the checkpoints of a run are written, and going back to one.
+"""When a run writes checkpoints, and how it goes back to one.
 
-every --save-every steps, behind the training          ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
-SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, waited for
+every --save-every steps, in the background            ─► OUTPUT/checkpoints/step-00000100, the last --keep of them
+SIGTERM, SIGUSR1, --save-before; Ctrl-C; the last step ─► the same, and the run waits for it
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from onefold.train.prepare import Run
     from onefold.train.report import Reporter
 
-#: Until a save has been measured: bytes a second that any disk writes.
+#: Assumed write speed in bytes per second, until a save has been measured.
 SLOW_DISK = 100 << 20
 #: Seconds from the end of the last save to the end of the process, with some to spare.
 LEAVING = 5.0
-#: How much longer than any before the next save may take.
+#: The next save may take this many times as long as the longest so far.
 SPARE = 1.5
 
 
 class Keeper:
-    """The checkpoints of a run that steps.
+    """Writes the checkpoints of a run, and loads one to go back to.
 
     Args:
-        begun: when the run started, seconds since the epoch; what --save-before counts from.
+        begun: when the run started, seconds since the epoch. --save-before counts from there.
 
     Attributes:
-        saved: the step of the last checkpoint, None before the first. path: where it lies.
+        saved: the step of the last checkpoint, None before the first. path: its folder.
     """
 
     def __init__(self, run: Run, folder: Path, say: Reporter, begun: float) -> None:
@@ -69,7 +69,7 @@ class Keeper:
 
     @property
     def save_seconds(self) -> float:
-        """What a save takes at most: as measured, else as its bytes would on a slow disk."""
+        """Seconds of the longest save so far; before the first, an estimate for a slow disk."""
         if self._save_s is not None:
             return self._save_s
         return (12 * self.run.trained + 4 * self.run.frozen) / SLOW_DISK
@@ -85,7 +85,7 @@ class Keeper:
     # -- saving ------------------------------------------------------------------------------------
 
     def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
-        """`step` steps are done, `skipped` of them left out: save if it is time to. Collective.
+        """Save if a checkpoint is due after `step` steps, `skipped` of them skipped. Collective.
         Raises CheckpointError if this save failed, or one that was under way.
         """
         self.look()
@@ -98,7 +98,7 @@ class Keeper:
         self._last = now
 
     def saves(self, step: int, stopping: Stop, over: bool) -> bool:
-        """Whether `after` saves, if it is given these. The same on every rank."""
+        """Whether `after` would save with these arguments. The same on every rank."""
         every = self.run.config.save_every
         urgent = bool(stopping & (Stop.PREEMPT | Stop.TIME))
         due = bool(every) and (over or step % (every or 1) == 0)
@@ -110,7 +110,7 @@ class Keeper:
             self.wait()
 
     def wait(self) -> None:
-        """Until the last checkpoint is whole. Raises: CheckpointError: it failed."""
+        """Wait until the last checkpoint is complete. Raises CheckpointError if it failed."""
         saving, self._saving = self._saving, None
         if self._checkpointer is not None:
             self._checkpointer.wait()
@@ -118,7 +118,7 @@ class Keeper:
             self._saved(saving.path, saving.seconds or saving.stall_s, saving.stall_s)
 
     def close(self) -> None:
-        """Give the folder back. Collective."""
+        """Close the checkpointer. Collective."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
@@ -142,11 +142,11 @@ class Keeper:
             tokenizer=run.loaded.tokenizer,
             frozen=base_of(run) is None,
         )
-        assert path is not None  # a save waits for the one before
+        assert path is not None  # a save waits for the previous one, so none is dropped
         self.saved = step
         self._saving = running(onefold.engine_of(run.model))
         if self._saving is None:
-            self.wait()  # it is over: raises if it failed
+            self.wait()  # the save is over; this raises if it failed
             seconds = time.perf_counter() - begun
             self._saved(path, seconds, seconds)
 
@@ -158,9 +158,10 @@ class Keeper:
     # -- going back --------------------------------------------------------------------------------
 
     def roll_back(self, bad_step: int, times: int) -> int:
-        """Load a checkpoint, and go on with the samples behind those of `bad_step` (from 0).
-        The first time in a row takes the newest, each further one the one before. Collective;
-        returns the step to go on with. Raises TrainError if there is no checkpoint yet.
+        """Load a checkpoint, and go on with the samples after those of `bad_step` (from 0).
+        `times`: rollbacks in a row. The first loads the newest checkpoint, each further one the
+        checkpoint before. Returns the step to go on with. Collective.
+        Raises TrainError if there is no checkpoint yet.
         """
         self.wait()
         run, ranks = self.run, self.run.ranks
@@ -188,7 +189,7 @@ class Keeper:
 
 
 def check_time(run: Run, keeper: Keeper) -> str | None:
-    """A sentence where --save-before or --grace looks too short for what is to be saved."""
+    """Return a warning if --save-before or --grace looks too short for a checkpoint."""
     need, config = SPARE * keeper.save_seconds, run.config
     if keeper.limit is not None and need + LEAVING > keeper.limit:
         short = f"--save-before {config.save_before}"
@@ -200,7 +201,7 @@ def check_time(run: Run, keeper: Keeper) -> str | None:
 
 
 def started_at() -> float:
-    """When the run first started, seconds since the epoch. Restarts change nothing."""
+    """Return when the run first started, in seconds since the epoch. Restarts do not change it."""
     if STARTED in os.environ:
         return float(os.environ[STARTED])
     of = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()

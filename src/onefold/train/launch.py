@@ -1,11 +1,11 @@
-"""`onefold train` where nobody has started ranks yet: torchrun as a child process.
+"""`onefold train` if no launcher has started ranks yet: torchrun as a child process.
 
-    joins, from_slurm    has a launcher set RANK? then this process is a rank (worker.run_rank)
-    launch               checks without torch ─► the output folder is claimed ─► ranks are counted ─► the agent runs, which checks the rest
-    _Waiting             while it runs: signals are passed on to the ranks, and met in time
-    _end                 no process is left
+    joins, from_slurm    in processes/host.py: has a launcher set RANK? then this process is a rank (worker.run_rank)
+    launch               checks without torch ─► claims the output folder ─► counts the ranks ─► runs the agent, which checks the rest
+    _Waiting             while the agent runs: passes signals on to the ranks, and enforces --grace
+    _end                 ends every process that is left
 
-The agent (agent.py) is torchrun with a rendezvous of its own on one machine, the user's on several.
+The agent (agent.py) is torchrun. On one machine it has its own rendezvous, on several the user's.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from onefold.train.early import check_batch
 from onefold.train.output import RUN, name_output, refuse_earlier_run, run_of
 from onefold.wording import TrainError, seconds_of
 
-#: Seconds that a rank which was killed gets to be gone.
+#: Seconds to wait until a killed rank is gone.
 ENDING = 5.0
-#: Seconds beyond --grace in which ranks that have saved may still leave.
+#: Seconds beyond --grace that ranks get to leave after they have saved.
 SPARE = 5.0
 
 
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
-    """(how many, why): --nproc, else one a GPU, else one a physical core.
+    """Return (how many, why): --nproc, else one per GPU, else one per physical core.
     Raises TrainError for more ranks than GPUs.
     """
     gpus = gpus_here() if config.device != "cpu" else 0
@@ -70,7 +70,7 @@ def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
 
 
 def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
-    """A rendezvous of its own on one machine, the user's on several.
+    """Return torchrun's arguments: its own rendezvous on one machine, the user's on several.
     Raises TrainError if something that several machines need is missing.
     """
     arguments = [f"--nproc-per-node={nproc}", f"--max-restarts={config.max_restarts}"]
@@ -98,11 +98,12 @@ def torchrun_arguments(config: TrainConfig, nproc: int) -> list[str]:
 
 
 def launch(config: TrainConfig) -> int:
-    """Run on ranks of this machine; the exit status: 0, 1 for a failure, 130 after Ctrl-C.
-    Raises TrainError if it cannot be; no rank was started then, and nothing is left.
+    """Run the training on ranks of this machine.
+    Returns the exit status: 0, 1 for a failure, 130 after Ctrl-C.
+    Raises TrainError if the run cannot start; then no rank was started and no file is left.
     """
     fewest, most = config.nodes
-    # It needs no GPUs counted, which takes an import of torch
+    # With --nproc, check before GPUs are counted, which imports torch
     if config.nproc is not None and fewest == most:
         check_batch(config, config.nproc * fewest)
     torchrun_arguments(config, config.nproc or 1)
@@ -118,8 +119,9 @@ def launch(config: TrainConfig) -> int:
 
 @contextlib.contextmanager
 def _claimed(config: TrainConfig) -> Iterator[tuple[TrainConfig, str]]:
-    """Inside, this run has its output folder to itself; gives `config` with that folder named, and
-    the run's name. A folder that was made for it and that nothing was put into goes with it.
+    """Hold the output folder for this run alone, inside the context.
+    Yields (`config` with the folder named, the run's name). On exit, removes a folder that was made
+    for this run and is still empty.
     """
     with _signals_later():
         named = name_output(config) if config.nodes[1] == 1 else config
@@ -141,7 +143,9 @@ def _claimed(config: TrainConfig) -> Iterator[tuple[TrainConfig, str]]:
 
 @contextlib.contextmanager
 def _signals_later() -> Iterator[None]:
-    """Inside, signals that ask to stop wait: what is made and who is to remove it come together."""
+    """Block the signals that ask to stop, inside the context. A signal then cannot arrive between
+    making the folder and registering its removal.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *PREEMPTION))
     try:
         yield
@@ -150,8 +154,8 @@ def _signals_later() -> Iterator[None]:
 
 
 def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
-    """Start the agent, which says `said` and starts the ranks, and wait for the end. Returns the
-    exit status. Raises the TrainError that the agent's checks end with.
+    """Start the agent, which prints `said` and starts the ranks, and wait for its end.
+    Returns the exit status. Raises TrainError if the agent's checks refuse the configuration.
     """
     asked = torchrun_arguments(config, nproc)
     with (
@@ -170,7 +174,7 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
             RUN: run,
         }
         if config.nodes[1] > 1:
-            # A fresh store for each start: one that is kept leads those that stay to one that left
+            # A new store for each restart: a shared one could be on a machine that has left
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         this = "onefold.train.agent"
         process = subprocess.Popen(
@@ -191,7 +195,7 @@ def _run(config: TrainConfig, nproc: int, run: str, said: str) -> int:
 
 @dataclass
 class _Waiting:
-    """The launcher while its ranks run: passes requests on, and sees that they are met in time."""
+    """The launcher while its ranks run: passes requests to stop on, and enforces their deadline."""
 
     process: subprocess.Popen[bytes]
     control: Path
@@ -203,7 +207,7 @@ class _Waiting:
     interrupted: int | None = None
 
     def to_the_end(self) -> int:
-        """The exit status of the run."""
+        """Wait for the end of the run and return its exit status."""
         while self.process.poll() is None:
             time.sleep(0.05)
             code = self._look()
@@ -218,7 +222,7 @@ class _Waiting:
         return 128 - code
 
     def _look(self) -> int | None:
-        """An exit status if the run is over now, whatever its processes do."""
+        """Return an exit status if the run is over now, even if processes still run."""
         new, self.heard = self.arrived[self.heard :], len(self.arrived)
         for number in new:
             over = self._passed_on(number)
@@ -230,7 +234,7 @@ class _Waiting:
             return None
         ended = len(list(self.control.glob("ended-*"))) == self.nproc
         if self.config.nodes[1] > 1 and ended and not _alive(self.control):
-            # The agent may wait minutes for those of other machines, and would end the run for them
+            # The agent may wait minutes for other machines' agents, and would end the run for them
             return 0
         if time.monotonic() > self.deadline:
             _say(
@@ -241,7 +245,7 @@ class _Waiting:
         return None
 
     def _passed_on(self, number: int) -> int | None:
-        """Ask the ranks to stop; an exit status if there is nothing to wait for."""
+        """Ask the ranks to stop. Returns an exit status if there is nothing to wait for."""
         if not (self.control / TRAINING).exists():
             return 128 + number
         if number not in PREEMPTION:
@@ -278,20 +282,21 @@ def _alive(control: Path) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes], control: Path) -> None:
-    """Leave no process. Ranks end with their agent ([Note: nobody is left behind]); this also ends
-    what they have started, since each leads a group, and sees them gone.
+    """End every process of the run and wait until the ranks are gone.
+    Ranks end with their agent ([Note: nobody is left behind]). Each rank leads a process group,
+    which is killed too, so the processes that a rank has started end with it.
     """
     if process.poll() is not None:
         return
-    process.send_signal(signal.SIGSTOP)  # it starts no more
+    process.send_signal(signal.SIGSTOP)  # the agent starts no more ranks
     pids = set(_pids(control))
-    with contextlib.suppress(OSError):  # those that have just begun; not every system tells
+    with contextlib.suppress(OSError):  # ranks without a pid file yet; not every system has /proc
         pids |= set(
             map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
         )
     watched = []
     for pid in pids:
-        with contextlib.suppress(OSError, AttributeError):  # gone; or not Linux
+        with contextlib.suppress(OSError, AttributeError):  # the rank is gone; or not Linux
             watched.append(os.pidfd_open(pid))
     process.kill()
     process.wait()

@@ -1,28 +1,31 @@
-"""The training loop. It is PyTorch's own; what stands around it measures, reports, and keeps the
-run alive.
+"""The training loop: a plain PyTorch loop, with code around it that measures, reports, and keeps
+the run alive.
 
     for each step
         for each micro-batch                      all but the last under onefold.no_sync
             loss · (its tokens · N / all tokens of the step) ─► backward
         clip
-        ranks sum their losses, what they were asked (to stop, and why), and how long each computed
-        by itself not finite?  stop, leave the step out, or go back to a checkpoint
-        optimizer step ─► held-out loss ─► metrics ─► checkpoint, if it is time
+        ranks sum their losses, their requests to stop (and why), and the seconds each computed by itself
+        not finite?  stop, skip the step, or go back to a checkpoint
+        optimizer step ─► held-out loss ─► metrics ─► checkpoint, if one is due
 
 [Note: a step late] On a device with streams the host does not wait for the step that it has just
-launched. Loss, norm and loss scale are copied to the host behind the step, and read in the next
-one:
+launched. Loss, norm and loss scale are copied to the host after the step, and the host reads them
+during the next step:
 
     device   forward, backward, clip, update of step s    │ forward, backward of step s + 1      │ clip, update
     host     launches forward and backward of step s + 1  │ reads step s, judges and reports it  │ launches clip and update
 
-What may follow from step s must not find the weights of step s + 1. So the device itself leaves an
-update out where loss or norm are not finite (optim/skip.py), and the host judges step s before it
-launches the update of step s + 1: the weights are then those that step s began with. Where the
-judgement changed anything, the gradients of step s + 1 are dropped and computed again. A step is
-read in itself where somebody needs to know: the run evaluates, saves, records or ends behind it. So
-is every step on a device without streams, and where the device cannot leave an update out (shards
-off the device, packed moments).
+A step with a non-finite loss or norm must not change the weights. Two rules ensure that:
+
+- The device itself skips the update if loss or norm are not finite (optim/skip.py).
+- The host judges step s before it launches the update of step s + 1. After a bad step s, the
+  weights are still those that step s began with. The gradients of step s + 1 are then dropped and
+  computed again.
+
+A step is read before the next one begins if the run evaluates, saves, records or ends after it.
+Every step is read so on a device without streams, and if the device cannot skip an update
+(offloaded shards, packed moments).
 """
 
 from __future__ import annotations
@@ -67,21 +70,21 @@ def train(
     alert: Callable[[str], None] = lambda text: None,
     forget: Callable[[int], None] = lambda step: None,
 ) -> int:
-    """Run the steps from `run.start` on and return how many are done. Collective; all ranks return
-    after the same one.
+    """Run the steps from `run.start` on and return how many are done.
+    Collective; all ranks return after the same step.
 
     Args:
-        stop_requested: what this rank was asked, as a `Stop`; why the steps ended stands in
-            `run.stopped` afterwards.
-        report: gets one row of metrics a step, on every rank, in the order of the steps; see [Note:
-            a step late] for when.
-        window: what records steps; None records the one for the report.
+        stop_requested: returns what this rank was asked, as a `Stop`. Afterwards `run.stopped` says
+            why the steps ended.
+        report: receives one row of metrics per step, on every rank, in the order of the steps; see
+            [Note: a step late] for when.
+        window: records steps; None records the one step for the report.
         keeper: writes the checkpoints; None writes none.
-        alert: tells the user of something that needs an eye.
-        forget: the run has gone back to a step; rows beyond it no longer count.
+        alert: tells the user of something that needs attention.
+        forget: called when the run goes back to a step; rows of later steps no longer count.
 
     Raises:
-        TrainError: loss or gradients are not finite, and the run is not to go on (see
+        TrainError: loss or gradients are not finite, and the run must end (see
             `onefold.train.faults`).
     """
     late = skips_on_device(run.optimizer, onefold.engine_of(run.model))
@@ -100,7 +103,7 @@ def train(
 
 @dataclass(frozen=True)
 class _Told:
-    """What the ranks told each other of a step."""
+    """What the ranks exchanged about a step: the summed loss, requests, each rank's own seconds."""
 
     loss: float
     stopping: Stop
@@ -109,7 +112,7 @@ class _Told:
 
 @dataclass
 class _Loop:
-    """One step at a time. The arguments are those of `train`."""
+    """Runs one step at a time. The fields are the arguments of `train`."""
 
     run: Run
     stop_requested: Callable[[], int]
@@ -134,15 +137,15 @@ class _Loop:
 
     @property
     def skipped(self) -> int:
-        """Steps whose update was left out, earlier starts counted in."""
+        """Steps whose update was skipped, including those of earlier starts."""
         return self.skipped_before + self._overflowed + self.nonfinite.total
 
     def step(self, step: int) -> int:
-        """Do step number `step` (from 0); returns the number of the next."""
+        """Do step number `step` (from 0) and return the number of the next step."""
         raise NotImplementedError
 
     def _begin(self, step: int) -> dict[str, Any]:
-        """Returns the random generators' states before the step."""
+        """Begin a step. Returns the random generators' states before the step."""
         for group in self.run.optimizer.param_groups:
             group["lr"] = self.run.config.lr * self.run.factor(step)
         generators = capture()
@@ -152,12 +155,16 @@ class _Loop:
         return generators
 
     def _own_seconds(self) -> float:
-        """What this rank has computed by itself: since the step began, and in the last update."""
+        """Seconds that this rank computed without waiting: since the step began, plus the last
+        update.
+        """
         waited = self.engine.traffic.exposed - self._waited
         return max(0.0, time.perf_counter() - self._begun - waited + self._update_s)
 
     def _tell(self, loss: float, own: float, asking: bool = True) -> _Told:
-        """Collective. `asking`: whether ranks may ask now to stop behind this step."""
+        """Exchange loss, requests and own seconds with the other ranks. Collective.
+        `asking`: whether ranks may now ask to stop after this step.
+        """
         ranks = self.run.ranks
         asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
         if asking and self.keeper is not None and ranks.is_first and self.keeper.time_is_up():
@@ -190,7 +197,9 @@ class _Loop:
         return over or (step + 1) % every == 0
 
     def _figures(self, step: int, tokens: int) -> Row:
-        """Figures of a step: `memory` of the process, `held` of the engine. Nothing is read yet."""
+        """Return a step's figures that need nothing from the device. `memory` is the process's,
+        `held` the engine's.
+        """
         figures = self.meter.step(tokens=tokens)
         held = figures.pop("memory")
         row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
@@ -202,7 +211,7 @@ class _Loop:
     def _complete(
         self, row: Row, told: _Told, norm: float, scale: float | None, applied: bool
     ) -> None:
-        """Put into `row` what was read from the device and told by the ranks."""
+        """Add to `row` what was read from the device and exchanged between the ranks."""
         row["loss"] = told.loss if math.isfinite(told.loss) else None
         row["grad_norm"] = norm if math.isfinite(norm) else None
         if scale is not None:
@@ -221,7 +230,9 @@ class _Loop:
                 self.alert(said)
 
     def _end(self, step: int, stopping: Stop, row: Row | None) -> int:
-        """What follows a step; returns the next one. `row`: None for a step that is read later."""
+        """Evaluate, report and save after a step. Returns the number of the next step.
+        `row`: None for a step that is read later.
+        """
         if row is not None:
             if self._evaluates(step, stopping):
                 sent = self.engine.traffic.total()
@@ -249,7 +260,7 @@ class _InTime(_Loop):
             return self._roll_back(step)
         applied = verdict is Verdict.APPLY
         if not applied:
-            # Finding out where went through the bad step once more
+            # `locate` ran the bad step again, which changed the codecs' error feedback
             self.engine.residuals.forget()
         begun = time.perf_counter()
         update(run, apply=applied)
@@ -264,14 +275,14 @@ class _InTime(_Loop):
 
 @dataclass
 class _Launched:
-    """A step that the device was given.
+    """A step that the host has launched on the device.
 
     Attributes:
-        generators: the states before it. begun: seconds of `time.perf_counter`. own: seconds of
-            this rank by itself.
-        reading: this rank's part of the loss, the gradient norm and, where there is one, the loss
-            scale behind the step.
-        row: its figures, once they were taken.
+        generators: the random generators' states before the step. begun: seconds of
+            `time.perf_counter`. own: seconds that this rank computed without waiting.
+        reading: this rank's part of the loss, the gradient norm and, with a scaler, the loss scale
+            after the step.
+        row: the step's figures, None until they are taken.
     """
 
     step: int
@@ -284,13 +295,13 @@ class _Launched:
 
 
 class _StepLate(_Loop):
-    """Steps are read and judged in the next one. See [Note: a step late]."""
+    """Each step is read and judged during the next one. See [Note: a step late]."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._launched: _Launched | None = None  # the step before, where it was not read yet
+        self._launched: _Launched | None = None  # the previous step, if it is not read yet
         self._arrived = 0.0
-        self._draw = 0  # `Residuals.draw` as the step began
+        self._draw = 0  # `Residuals.draw` when the step began
 
     def step(self, step: int) -> int:
         run = self.run
@@ -307,7 +318,7 @@ class _StepLate(_Loop):
                 return self._roll_back(before.step)
             assert before.row is not None
             self.report(before.row)
-            # Its place was looked for, and with it went the gradients of this step
+            # `locate` ran the bad step again and dropped this step's gradients: compute them again
             if verdict is Verdict.SKIP:
                 restore(generators, 0, 1)
                 loss, tokens = forward_backward(run, self.feed, step)
@@ -339,7 +350,7 @@ class _StepLate(_Loop):
         return over or saves or self._evaluates(step, stopping) or self.window.is_near(step)
 
     def _read(self, launched: _Launched) -> list[float]:
-        """Wait for that step's numbers, and for nothing behind them."""
+        """Wait for that step's numbers, and for nothing launched after them."""
         read = launched.reading.numbers()
         self._seconds = time.perf_counter() - max(launched.begun, self._arrived)
         self._arrived = time.perf_counter()
@@ -348,14 +359,14 @@ class _StepLate(_Loop):
     def _judge(
         self, launched: _Launched, told: _Told, read: list[float], overtaken: bool
     ) -> Verdict:
-        """Judge a step that was read, and complete its row. Collective where it was not finite.
-        `overtaken`: forward and backward pass of the next step were launched.
+        """Judge a step that was read, and complete its row. Collective if it was not finite.
+        `overtaken`: the next step's forward and backward passes are already launched.
         """
         residuals, (_, norm, *scale) = self.engine.residuals, read
 
         def where() -> str:
             if overtaken:
-                # That pass is made once more, with the random bits that it would have had
+                # The next step's pass will run again, and must draw the same random bits
                 residuals.draw = self._draw
             return self._where(launched.step, launched.generators)
 
@@ -371,7 +382,7 @@ class _StepLate(_Loop):
 
 
 def memory(run: Run) -> Row:
-    """Memory of this rank in bytes: of the process, or its GPU, now and at peak."""
+    """Return this rank's memory in bytes, now and at peak: of its GPU, else of the process."""
     figures = memory_figures(run.ranks.device)
     now, peak = resident_memory()
     if figures is not None:

@@ -1,4 +1,6 @@
-"""No memory left: which line of the plan was wrong, and what would take less."""
+"""The error message for a run that is out of memory: which line of the plan was wrong, and which
+options need less.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from onefold.recipe import Tier
 from onefold.train.prepare import Run
 from onefold.wording import TrainError, readable
 
-#: How torch and Python say on each device that an allocation failed.
+#: Parts of the messages with which torch and Python report a failed allocation, in lower case.
 _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "cannot allocate memory")
 
 
@@ -25,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain(run: Run, error: BaseException) -> TrainError:
-    """The sentence for an allocation that failed in this run's loop."""
+    """Return the error for an allocation that failed in this run's loop."""
     engine = onefold.engine_of(run.model)
     unit, phase = engine.forward.raised_in or ("(between units)", engine.phase)
     held = engine.memory.now()
@@ -45,7 +47,7 @@ def _told(sizes: Mapping[str, int]) -> str:
 
 
 def _wrong_line(predicted: Account, held: Mapping[str, int], available: int) -> str:
-    """The line of the plan that was exceeded: one of the engine's, or one of the others."""
+    """Name the line of the plan that was exceeded: one of the engine's, or one of the others."""
     planned = {c: max(predicted.peak.get(c, 0), predicted.ledger.get(c, 0)) for c in ENGINE}
     worst = max(ENGINE, key=lambda category: held.get(category, 0) - planned[category])
     if held.get(worst, 0) > planned[worst]:
@@ -59,7 +61,7 @@ def _wrong_line(predicted: Account, held: Mapping[str, int], available: int) -> 
 
 
 def _advice(run: Run) -> str:
-    """What would lower the peak, the cheapest first."""
+    """Return the options that would lower the peak, the cheapest first."""
     micro_batch, stage = run.choice.micro_batch, run.choice.stage
     smaller = (
         f"--micro-batch {micro_batch // 2} (with --global-batch {run.order.global_batch} the batch"
@@ -83,7 +85,7 @@ def _advice(run: Run) -> str:
 
 
 def _colder(run: Run) -> list[str]:
-    """What could still leave the device: to the host beside a GPU, else to a disk."""
+    """Return options that offload more: from a GPU to the host, else to a disk."""
     p, o = run.recipe.parameters.tier, run.recipe.optimizer.tier
     whole = run.recipe.offload_bytes is None and run.recipe.offload_share >= 1
     out = []

@@ -1,10 +1,11 @@
-"""`--optimizer` and `--optimizer-options`: which there are, what each takes, and how it is made.
+"""`--optimizer` and `--optimizer-options`: the known optimizers, their options, and how to make
+one.
 
     --optimizer sgd --optimizer-options "momentum=0.9 nesterov=true"
     --optimizer adamw --optimizer-options "betas=0.9,0.99 eps=1e-6"
 
-All of these step each element by itself, so that ranks can step parts of a parameter. The table
-needs no torch: a name or an option that is not in it is told at once.
+All of these optimizers update each element by itself, so ranks can step parts of a parameter. The
+table needs no torch, so an unknown name or option is reported at once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Value = bool | float | tuple[float, ...]
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer that may be named.
+    """A known optimizer.
 
     Attributes:
-        module, name: where its class is.
-        options: what `--optimizer-options` may give it.
-        package: what to install for it, "" for torch's own.
-        planned: what a plan calls one with as many states (plan/states.py).
+        module, name: the module and name of its class.
+        options: the names that `--optimizer-options` may set.
+        package: the package to install for it, "" for torch's own.
+        planned: the plan's name for an optimizer with as many states (plan/states.py).
     """
 
     module: str
@@ -56,14 +57,14 @@ KINDS = {
     "adadelta": Kind("torch.optim", "Adadelta", ("rho", "eps"), "adam"),
     "lion": Kind("lion_pytorch", "Lion", ("betas",), "lion", "lion-pytorch"),
 }  # fmt: skip
-#: Whose betas are --beta1 and --beta2.
+#: Optimizers whose betas are --beta1 and --beta2.
 WITH_BETAS = ("adamw", "adam", "nadam", "radam", "adamax")
-#: Options of the command that an optimizer takes too.
+#: Arguments of an optimizer that are options of the command.
 ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
 
 
 def read_options(value: object) -> object:
-    """What a text or a mapping says, as {name: value}. Raises ValueError for what is neither."""
+    """Parse a text or a mapping into {name: value}. Raises ValueError for anything else."""
     if value is None or value == "none":
         return None
     if isinstance(value, Mapping):
@@ -106,7 +107,7 @@ def _number(name: str, given: object) -> float:
 
 
 def check_optimizer(config: TrainConfig) -> None:
-    """Raise TrainError for an optimizer or an option that is not known, or not installed."""
+    """Raise TrainError if the optimizer or an option is unknown, or the package not installed."""
     kind = KINDS.get(config.optimizer)
     if kind is None:
         raise TrainError(f"--optimizer {config.optimizer}: {did_you_mean(config.optimizer, KINDS)}")
@@ -141,10 +142,10 @@ def check_optimizer(config: TrainConfig) -> None:
 
 
 def refuse_another(config: TrainConfig, kept: Mapping[str, Any], path: Path) -> None:
-    """Raise TrainError if the checkpoint at `path`, which has `kept` beside its states, has those of
-    another optimizer.
+    """Raise TrainError if the checkpoint at `path` has the states of another optimizer.
+    `kept`: the checkpoint's extra values.
     """
-    before = kept.get("optimizer", "adamw")  # one that does not say so is older than the option
+    before = kept.get("optimizer", "adamw")  # checkpoints from before --optimizer do not say
     if before != config.optimizer:
         raise TrainError(
             f"{path} holds the states of --optimizer {before}, and this run has {config.optimizer}."
@@ -153,7 +154,7 @@ def refuse_another(config: TrainConfig, kept: Mapping[str, Any], path: Path) -> 
 
 
 def planned_as(config: TrainConfig) -> str:
-    """What a plan calls an optimizer with as many states an element."""
+    """Return the plan's name for an optimizer with as many states per element."""
     given = config.optimizer_options or {}
     if config.optimizer == "sgd" and given.get("momentum"):
         return "sgd-momentum"
@@ -161,8 +162,8 @@ def planned_as(config: TrainConfig) -> str:
 
 
 def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
-    """The optimizer over the groups, as fast as torch has it. Raises TrainError for values that it
-    does not take.
+    """Make the optimizer over the groups, fused if torch has a fused kernel for it.
+    Raises TrainError for values that the optimizer does not take.
     """
     kind = KINDS[config.optimizer]
     made: Any = getattr(importlib.import_module(kind.module), kind.name)

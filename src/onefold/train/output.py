@@ -1,8 +1,8 @@
-"""The output folder of a run, which one run has at a time (processes/claim.py).
+"""The output folder of a run. Only one run at a time may use it (processes/claim.py).
 
     OUTPUT/run.lock        who has claimed the folder, as JSON; locked (flock) by every process of the run
     OUTPUT/train.yaml      the resolved configuration; `onefold train --config` reads it again
-    OUTPUT/metrics.jsonl   one line a step, one with "resumed" where a start went on from a checkpoint, then one with "done"
+    OUTPUT/metrics.jsonl   one line per step, one with "resumed" for each start from a checkpoint, a last one with "done"
     OUTPUT/checkpoints/    step-00000100 and so on, where the run keeps any
     OUTPUT/model/          the model, when the run has ended
 
@@ -26,14 +26,14 @@ from onefold.processes.claim import cannot_be_written
 from onefold.train.config import TrainConfig
 from onefold.wording import TrainError
 
-#: Files in an output folder.
+#: The metrics file in an output folder.
 METRICS = "metrics.jsonl"
-#: The name of the run, in the environment of what it starts.
+#: Environment variable with the name of the run, for the processes that the run starts.
 RUN = "ONEFOLD_RUN"
 
 
 def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
-    """The run's name: the same in all of its processes, and in no other run's."""
+    """Return the run's name: the same in all its processes, different from any other run's."""
     if RUN in environment:
         return environment[RUN]
     elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
@@ -47,8 +47,8 @@ def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
 
 
 def name_output(config: TrainConfig) -> TrainConfig:
-    """`config` with a new folder for its output, which is made, where it names none. Raises
-    TrainError if that cannot be.
+    """Make a new output folder if `config` names none, and return `config` with it.
+    Raises TrainError if the folder cannot be made.
     """
     if config.output is not None:
         return config
@@ -67,7 +67,7 @@ def name_output(config: TrainConfig) -> TrainConfig:
 
 
 def refuse_earlier_run(config: TrainConfig) -> None:
-    """Raise what `with_output` would, where no checkpoint has to be read for it."""
+    """Raise the error of `with_output` early, in those cases that need no look at checkpoints."""
     if config.output is None or config.overwrite or config.resume != "none":
         return
     folder = Path(config.output)
@@ -78,9 +78,10 @@ def refuse_earlier_run(config: TrainConfig) -> None:
 
 
 def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
-    """`config` with its output folder decided. Imports torch where that holds checkpoints.
-    With --overwrite, checkpoints of the run that is replaced are removed. `restarted`: this is
-    the same run once more. Raises TrainError for an earlier run's folder, or a file.
+    """Decide the output folder and return `config` with it.
+    With --overwrite, remove the checkpoints of the run that is replaced.
+    Imports torch if the folder holds checkpoints. `restarted`: the same run starts again.
+    Raises TrainError if the folder holds an earlier run, or is a file.
     """
     if config.output is None:
         return name_output(config)
@@ -100,7 +101,7 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
         return config
     earlier = _earlier_run(folder, bool(kept))
     if config.resume == "auto" and (kept or "model" not in earlier):
-        return config  # a run that ended before its first checkpoint begins again
+        return config  # a run that ended before its first checkpoint starts again from step 0
     own = [path.resolve() for path in (folder, folder / "checkpoints", *kept[:1])]
     if config.resume != "none" and kept and Path(config.resume).resolve() in own:
         return config
@@ -111,13 +112,13 @@ def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
 
 
 def _earlier_run(folder: Path, kept: bool) -> list[str]:
-    """What an earlier run has left in `folder`. `kept`: checkpoints, too."""
+    """Name what an earlier run has left in `folder`. `kept`: it has left checkpoints."""
     found = [name for name in ("model", METRICS) if os.path.exists(folder / name)]
     return found + ["checkpoints"] * kept
 
 
 def _holds_a_run(folder: Path, holds: list[str], instead: str) -> str:
-    """A sentence. `instead`: how to go on with it, "" if that cannot be."""
+    """Return the message. `instead`: the option that resumes the earlier run, "" if none can."""
     more = f", go on with it ({instead})" if instead else ""
     return (
         f"--output {folder} holds an earlier run ({', '.join(holds)}); name another folder{more},"
@@ -126,9 +127,9 @@ def _holds_a_run(folder: Path, holds: list[str], instead: str) -> str:
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:
-    """Save the resolved configuration, with what `describe` says was `chosen`.
-    Length and global batch are numbers in it: any number of ranks reads the same samples.
-    --overwrite and --json were said about this run only.
+    """Save the resolved configuration, with the values that `describe` returned as `chosen`.
+    It states the steps and the global batch as numbers, so any number of ranks reads the same
+    samples. It leaves out --overwrite and --json, which were meant for this run only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settled = {"steps": chosen["steps"], "epochs": None, "global_batch": chosen["global_batch"]}
@@ -141,13 +142,13 @@ def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> N
 
 
 class Metrics:
-    """The metrics file: a JSON object a line, flushed at once.
+    """The metrics file: one JSON object per line, flushed at once.
 
     Args:
-        after: go on with what is there, the rows of steps beyond this one cut; None begins anew.
+        after: keep the file's rows up to this step and append to them; None begins a new file.
 
     Attributes:
-        first: the row of the first step there is, None before it was written.
+        first: the row of the first step in the file, None if there is none yet.
     """
 
     def __init__(self, path: Path, after: int | None = None) -> None:
@@ -164,7 +165,7 @@ class Metrics:
         self._file.flush()
 
     def cut(self, after: int) -> None:
-        """Forget the rows of steps beyond `after`: the run has gone back to it."""
+        """Drop the rows of steps after `after`, to which the run has gone back."""
         if self._path.is_file():
             self._file.close()
             self._keep(after)
@@ -176,7 +177,7 @@ class Metrics:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:
-                continue  # the run was killed while it wrote
+                continue  # an incomplete line: the run was killed while it wrote
             if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
                 kept.append(line + "\n")
                 if self.first is None and isinstance(row.get("step"), int):

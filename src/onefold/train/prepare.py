@@ -1,5 +1,5 @@
-"""From a configuration to everything a loop needs: model, data, stage, sharded module, optimizer,
-schedule.
+"""Prepare everything that the loop needs from a configuration: model, data, stage, sharded module,
+optimizer, schedule.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ if TYPE_CHECKING:
 
 
 def names_without_decay(module: nn.Module) -> frozenset[str]:
-    """Names, before sharding, of the parameters that weight decay skips.
-    A tied weight has its first name: an embedding that is the output layer too is an embedding.
+    """Return the names, before sharding, of the parameters that weight decay skips.
+    A tied weight goes by its first name: an embedding that is also the output layer counts as an
+    embedding.
     """
     out: set[str] = set()
     for prefix, owner in module.named_modules():
@@ -63,7 +64,7 @@ def parameter_groups(
     no_decay: frozenset[str],
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Up to two groups for a torch optimizer, decayed and not, without frozen parameters."""
+    """Return up to two optimizer groups: with and without weight decay. Leaves out frozen ones."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named_parameters:
@@ -73,19 +74,19 @@ def parameter_groups(
     return [{"params": found, "weight_decay": decay} for found, decay in groups if found]
 
 
-#: Share of the run in which "wsd" (warm-up, stable, decay) falls.
+#: Share of the run that is the decay phase of "wsd" (warm-up, stable, decay).
 WSD_DECAY = 0.2
 
 
 def lr_factor(kind: str, steps: int, warmup: float, minimum: float) -> Callable[[int], float]:
     """Return step (from 0) -> factor on the peak learning rate, over a run of `steps`.
 
-    The first step already learns: warm-up gives (step + 1) / (warmup + 1). After the last step the
-    factor is `minimum`.
+    Warm-up gives (step + 1) / (warmup + 1), so the first step already learns. After the last step
+    the factor is `minimum`.
 
     Args:
         kind: "constant", "cosine", "linear" or "wsd".
-        warmup: steps before the peak if 1 or more, else that share of `steps` (rounded).
+        warmup: if 1 or more, the steps before the peak; below 1, the share of `steps` (rounded).
     """
     warmup = round(warmup) if warmup >= 1 else round(warmup * steps)
     falls = {"constant": math.inf, "wsd": steps - max(1, round(WSD_DECAY * steps))}
@@ -103,14 +104,15 @@ def lr_factor(kind: str, steps: int, warmup: float, minimum: float) -> Callable[
     return factor
 
 
-#: The step (from 0) that is recorded unless told otherwise: the first ones also build optimizer
-#: states and learn orders.
+#: The step (from 0) that is recorded by default. Earlier steps also build optimizer states and
+#: record the order of units.
 RECORDED = 3
 
 
 def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
-    """The first and the last step to record, from 0. `trace` is "FROM:TO" or one step, from 1.
-    Raises TrainError if it is neither, or lies outside the run.
+    """Return the first and the last step to record, from 0.
+    `trace` is "FROM:TO" or one step, counted from 1.
+    Raises TrainError if it is neither, or outside the run.
     """
     if trace is None:
         one = min(RECORDED, steps - 1)
@@ -133,9 +135,9 @@ class Run:
     """A run that is ready to step.
 
     Attributes:
-        start: steps that were done before, in an earlier start. earlier: what that start kept
-            beside its checkpoint.
-        stopped: why the steps end before the last one.
+        start: steps done before this start of the run. earlier: the extra values of the checkpoint
+            that this start resumes from (`checkpoints.kept_beside`).
+        stopped: why the steps ended before the last one.
     """
 
     config: TrainConfig
@@ -153,7 +155,7 @@ class Run:
     factor: Callable[[int], float]
     trained: int
     frozen: int
-    recording: Recording | None = None  # of one step, once it was run
+    recording: Recording | None = None  # of one step, once that step has run
     measured: Account | None = None
     start: int = 0
     earlier: dict[str, Any] = field(default_factory=dict)
@@ -163,9 +165,10 @@ class Run:
 def prepare(
     config: TrainConfig, ranks: Ranks, note: Callable[[str], None], point: Point | None = None
 ) -> Run:
-    """Load, choose, shard. Collective: every rank calls it with the same configuration.
-    `note` tells the user what is being done. The global batch of `point`, from which the run
-    will go on (`checkpoints.load`), stays.
+    """Load the model and data, choose the stage, shard the model.
+    Collective: every rank calls it with the same configuration.
+    `note` tells the user what is being done. If the run resumes from `point`
+    (`checkpoints.load`), it keeps the global batch of `point`.
     """
     if point is not None:
         optimizers.refuse_another(config, point.extra, point.path)
@@ -175,13 +178,13 @@ def prepare(
     free = ranks.least(ranks.free_memory())
     note(f"reading {config.data}")
     small = is_small(config.data)
-    # What cannot be read is told before a model is loaded
+    # Unreadable data is reported before the model is loaded
     documents = read_documents(config.data, config.text_field) if small else None
     note(f"loading {config.model}")
     loaded = load_on_first_rank(
         config.model, config.tokenizer, config.seed, config.seq, ranks, note
     )
-    config = with_precision(config)  # a model that was just downloaded
+    config = with_precision(config)  # known now, if the model was just downloaded
     if loaded.tokenizer is None:
         raise TrainError(
             f"--model {config.model} came without a tokenizer and none is installed; name one with"
@@ -202,7 +205,7 @@ def prepare(
     frozen = sum(p.numel() for p in model.parameters()) - trained
     refuse_frozen(config, frozen)
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
-        # A cache of keys and values is of no use in training; sampling asks for it
+        # The key-value cache is useless in training; `results.sample` turns it on
         model.config.use_cache = False
     choice = _choice(config, ranks, model, int(free), note)
     global_batch = config.global_batch or choice.micro_batch * ranks.world_size
@@ -212,7 +215,7 @@ def prepare(
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * data.epoch / global_batch))
 
-    steps_of(config.trace, steps)  # said before anything long begins
+    steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
     checkpoint_activations(model, config.activation_checkpointing)
     try:
@@ -227,7 +230,7 @@ def prepare(
         compile_blocks(model)
     optimizer = _optimizer(config, model, no_decay, ranks)
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
-    # Dropout differs from rank to rank; everything drawn before this line was the same everywhere.
+    # Everything drawn before this line is the same on all ranks; from here on dropout differs.
     torch.manual_seed(config.seed + 1_000_003 * (ranks.rank + 1))
     factor = lr_factor(config.schedule, steps, config.warmup, config.min_lr)
     return Run(
@@ -236,11 +239,11 @@ def prepare(
 
 
 def _sharded(loaded: Loaded, recipe: onefold.Recipe, seed: int, device: torch.device) -> nn.Module:
-    """The model in its shards, from rank 0's weights or the folder's. Collective."""
+    """Shard the model, with the weights of rank 0 or of the model's folder. Collective."""
     model: Any = loaded.module
     if loaded.weights is None:
         return onefold.shard(model, recipe, device=device)
-    # What the folder has not (a head, perhaps) is drawn as transformers would, from the seed
+    # Weights that the folder lacks (a new head, say) are drawn as in transformers, from the seed
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return onefold.shard(
@@ -251,8 +254,8 @@ def _sharded(loaded: Loaded, recipe: onefold.Recipe, seed: int, device: torch.de
 def _with_global_batch(
     config: TrainConfig, global_batch: int, ranks: Ranks, note: Callable[[str], None]
 ) -> TrainConfig:
-    """`config` with the global batch of the run that goes on, and a micro-batch that divides it.
-    Raises TrainError if another was asked for, or these ranks cannot share it.
+    """Return `config` with the global batch of the resumed run, and a micro-batch that divides it.
+    Raises TrainError if the options ask for another global batch, or these ranks cannot share it.
     """
     if config.global_batch not in (None, global_batch):
         raise TrainError(
@@ -274,7 +277,7 @@ def _with_global_batch(
 def _choice(
     config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]
 ) -> Choice:
-    """What the first rank chooses, on every rank. Collective."""
+    """Return the first rank's choice, on every rank. Collective."""
     job = {
         "seq": config.seq,
         "micro_batch": 0 if config.micro_batch == "auto" else config.micro_batch,
@@ -299,7 +302,7 @@ def _choice(
 def _optimizer(
     config: TrainConfig, model: nn.Module, no_decay: frozenset[str], ranks: Ranks
 ) -> torch.optim.Optimizer:
-    # A tile of a weight is decayed as the weight would be: it is known here by the weight's name.
+    # A tile is decayed like the weight that it is cut from, so it goes by the weight's name.
     known = {id(entry.param): entry.part.names[0] for entry in onefold.engine_of(model).entries}
     named = [(known.get(id(p), name), p) for name, p in model.named_parameters()]
     groups = parameter_groups(named, no_decay, config.weight_decay)
@@ -315,7 +318,7 @@ def _optimizer(
 def _tokens(
     config: TrainConfig, tokenizer: Tokenizer, ranks: Ranks, note: Callable[[str], None]
 ) -> list[Tokens]:
-    """The data's tokens out of the cache, where the first rank puts them. Collective."""
+    """Return the data's tokens from the cache, which the first rank fills. Collective."""
     root = config.data_cache or (config.output and os.path.join(config.output, "tokens"))
     if root is None:
         raise TrainError(
@@ -326,7 +329,7 @@ def _tokens(
 
 
 def _check_packing(config: TrainConfig, loaded: Loaded, data: Data) -> None:
-    """Raise TrainError for documents that are to be kept apart where that cannot be."""
+    """Raise TrainError if --pack documents cannot work with this data or model."""
     if config.pack != "documents":
         return
     if data.train.starts is None:

@@ -1,22 +1,22 @@
-"""What the user sees of a run, and what it leaves for `onefold report`.
+"""What the user sees of a run, and what the run writes for `onefold report`.
 
-Reporter          nothing: ranks other than the first
-JsonReporter      --json: one object a line
-ConsoleReporter   a progress bar in a terminal, lines where there is none
+Reporter          prints nothing: for ranks other than the first
+JsonReporter      --json: one object per line
+ConsoleReporter   a progress bar in a terminal, plain lines elsewhere
 
 event        values
-note         text: something is being done, or was done in another way than one may expect
+note         text: something is being done, or was done in an unexpected way
 plan         what was chosen and why, before the first step (`describe`)
 sample       when ("before" or "after" training), prompt, text
 step         figures of one step
-alert        text: something needs an eye, such as a step that was left out or a slow rank
-checkpoint   one is whole: step, path, seconds, and stall_s, those in which the training stood still
+alert        text: something needs attention, such as a skipped step or a slow rank
+checkpoint   one is complete: step, path, seconds, and stall_s, the seconds that training waited for it
 done         the run is over and saved
-error        it broke off (--json only)
+error        the run failed (--json only)
 
 Window       records steps: one for the report, or those that --trace names
 describe     what was chosen and why     totals   bytes sent since the run began
-observe      leaves in the output folder what the ledgers saw
+observe      writes this rank's ledgers into the output folder
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from onefold.wording import readable
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
 
-#: What rows and checkpoints call the bytes sent so far; see `totals`.
+#: Keys of the bytes sent so far, in rows and checkpoints; see `totals`.
 TOTALS = ("wire_bytes_total", "wire_bytes_between_total", "wire_bytes_plain_total")
 
 
 class Reporter:
-    """Says nothing."""
+    """Prints nothing."""
 
     def say(self, event: str, **values: Any) -> None:
         """See the table above."""
@@ -68,14 +68,14 @@ class Reporter:
 
 
 class JsonReporter(Reporter):
-    """One JSON object a line on stdout, with the key "event"."""
+    """Prints one JSON object per line on stdout, with the key "event"."""
 
     def say(self, event: str, **values: Any) -> None:
         print(json.dumps({"event": event, **values}), flush=True)
 
 
 class ConsoleReporter(Reporter):
-    """For people: a table, then a bar in a terminal, else a line every `log_every` steps."""
+    """Prints for people: a table, then a bar in a terminal, else a line every `log_every` steps."""
 
     def __init__(self, log_every: int, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -189,19 +189,19 @@ def _figures(row: dict[str, Any], borders: str) -> str:
 
 
 def reporter(first: bool, json_lines: bool, log_every: int) -> Reporter:
-    """The one that this rank uses."""
+    """Return the reporter that this rank uses."""
     if not first:
         return Reporter()
     return JsonReporter() if json_lines else ConsoleReporter(log_every)
 
 
 class Window:
-    """Records the run's steps from `first` to `last`; what it saw is put into the run."""
+    """Records the run's steps from `first` to `last` and stores the recording in the run."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self.first, self.last = steps_of(run.config.trace, run.steps)
-        # This process's first steps also build states and learn orders
+        # The first steps of this process build states and record orders, so count from its start
         if run.config.trace is None and run.start:
             self.first = self.last = min(run.start + self.first, run.steps - 1)
         self._stack = contextlib.ExitStack()
@@ -209,11 +209,13 @@ class Window:
         self._whole = 0
 
     def is_near(self, step: int) -> bool:
-        """Whether `step` is recorded or comes before the first one: it is then read by itself."""
+        """Whether `step` is being recorded, or is the one before the first recorded step.
+        The loop reads such a step before the next one begins.
+        """
         return self._recording is not None or step + 1 == self.first
 
     def begin(self, step: int) -> None:
-        """A step is about to begin."""
+        """Tell that `step` is about to begin."""
         if step == self.first:
             profiler = self.run.config.torch_profiler
             seen = record(
@@ -222,7 +224,9 @@ class Window:
             self._recording = self._stack.enter_context(seen)
 
     def end(self, step: int, over: bool, whole: bool = True) -> None:
-        """A step has ended. A window in which no update was applied (`whole`) moves on."""
+        """Tell that `step` has ended. `whole`: its update was applied. A window without any applied
+        update moves on to the next step.
+        """
         self._whole += whole and self._recording is not None
         if self._recording is not None and (step >= self.last or over):
             self._stack.close()
@@ -234,12 +238,12 @@ class Window:
             self.run.measured = measured(self.run.model, self.run.optimizer, recording)
 
     def close(self) -> None:
-        """The run broke off."""
+        """Stop recording, because the run failed or ended. An unfinished recording is dropped."""
         self._recording = None
         self._stack.close()
 
     def write(self, folder: Path) -> Path | None:
-        """This rank's trace, if the run was asked for one."""
+        """Write this rank's trace, if the run was asked for one."""
         config = self.run.config
         if self.run.recording is None or (config.trace is None and not config.torch_profiler):
             return None
@@ -247,11 +251,11 @@ class Window:
 
 
 def totals(run: Run) -> dict[str, int]:
-    """Bytes that this rank has sent since the run began, earlier starts counted in, as the rows
-    call them.
+    """Return the bytes that this rank has sent since the run began, including earlier starts.
 
-    wire_bytes_total; wire_bytes_between_total, of these between nodes, where there are several;
-    wire_bytes_plain_total, what the first would have been without codecs, where that differs.
+    - wire_bytes_total: all of them.
+    - wire_bytes_between_total: those sent between nodes, if there are several nodes.
+    - wire_bytes_plain_total: what the total would be without codecs, if that differs.
     """
     engine, earlier = onefold.engine_of(run.model), run.earlier
     all_of_them, across, uncoded = TOTALS
@@ -265,8 +269,8 @@ def totals(run: Run) -> dict[str, int]:
 
 
 def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
-    """What belongs to the bytes sent, in brackets, for people; "" for one node and no codec.
-    `row`: of a step, or with `ending` "_total" of the run. `borders`: `Group.borders`.
+    """Return details of the bytes sent, in brackets, for people; "" for one node and no codec.
+    `row`: a step's, or the run's with `ending` "_total". `borders`: `Group.borders`.
     """
     said = []
     between, plain = row.get(f"wire_bytes_between{ending}"), row.get(f"wire_bytes_plain{ending}")
@@ -278,7 +282,7 @@ def of_the_wire(row: Mapping[str, Any], borders: str, ending: str = "") -> str:
 
 
 def describe(run: Run) -> dict[str, Any]:
-    """What was chosen and why, ready for JSON."""
+    """Return what was chosen and why, ready for JSON."""
     config, choice, ranks = run.config, run.choice, run.ranks
     rows = ("parameters", "gradients", "optimizer")
     return {
@@ -315,7 +319,7 @@ def describe(run: Run) -> dict[str, Any]:
 
 
 def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
-    """Leave this rank's ledgers in the output folder, for `onefold report`."""
+    """Write this rank's ledgers into the output folder, for `onefold report`."""
     if run.measured is None or not rows:
         return
     later = rows[1:] or rows

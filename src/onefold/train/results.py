@@ -1,4 +1,4 @@
-"""What a run leaves: the model, and a sample of its text before and after."""
+"""The results of a run: the saved model, and a sample of its text before and after training."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from onefold.pretrained.merged import export_merged
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.train.prepare import Run
 
-#: Where --merge writes.
+#: Folder in OUTPUT that --merge writes.
 MERGED = "merged"
-#: Times the whole model in fp32 that each rank must have free, to hold it for a sample.
+#: A rank holds the whole model for a sample if this many times its fp32 size is free.
 SPARE_TO_HOLD = 4
 
 
 def prompt_of(run: Run) -> str:
-    """What the sample continues."""
+    """Return the prompt that the text sample continues."""
     usual = 'The "with" statement is used to' if run.config.data == "topics" else "The"
     return run.config.prompt or usual
 
 
 def sample(run: Run) -> str | None:
-    """What the model continues the prompt with; None if it cannot generate. Collective."""
+    """Return the model's continuation of the prompt; None if it cannot generate. Collective."""
     model: Any = run.model
     words, most = run.loaded.tokenizer, run.config.sample_tokens
     if not most or words is None or not callable(getattr(model, "generate", None)):
@@ -40,8 +40,8 @@ def sample(run: Run) -> str | None:
     ids = torch.tensor([prompt], device=run.ranks.device)
     model.eval()
     try:
-        # Each rank writes the same text. Blocks run uncompiled: each length that generating goes
-        # through would be compiled.
+        # Each rank generates the same text. Blocks run uncompiled, because generation would compile
+        # them anew for each sequence length.
         uncompiled = torch.compiler.set_stance("force_eager")
         with _readable(run), torch.no_grad(), uncompiled:
             out = model.generate(
@@ -58,9 +58,7 @@ def sample(run: Run) -> str | None:
 
 
 def _readable(run: Run) -> contextlib.AbstractContextManager[nn.Module]:
-    """The model to generate with: whole on every rank where there is ample room, else gathered unit
-    by unit. Collective.
-    """
+    """Gather the whole model on every rank if memory is ample, else unit by unit. Collective."""
     ranks, whole = run.ranks, 4 * (run.trained + run.frozen)
     free = int(ranks.least(ranks.free_memory()))
     if free >= SPARE_TO_HOLD * whole or ranks.world_size == 1:
@@ -69,11 +67,14 @@ def _readable(run: Run) -> contextlib.AbstractContextManager[nn.Module]:
 
 
 def export(run: Run, folder: Path) -> str:
-    """Write the whole model to `folder`, and say what it is. Collective.
-    A transformers model as one; of a model of peft the adapters alone (and beside them, with
-    --merge, the model that they make); any other as safetensors with the names of its state dict.
-    Replaces an earlier folder once the new one is whole.
-    Raises CheckpointError on every rank if it cannot be written.
+    """Write the model to `folder`, and return the kind of what was written. Collective.
+
+    - A transformers model: in the Hugging Face format.
+    - A peft model: its adapters alone. With --merge, also the merged model, in a folder beside it.
+    - Any other model: safetensors with the names of its state dict.
+
+    Replaces an earlier folder once the new one is complete.
+    Raises CheckpointError on every rank if the folder cannot be written.
     """
     model: Any = run.loaded.module
     dtype = saved_in(run)
@@ -97,8 +98,9 @@ def export(run: Run, folder: Path) -> str:
 
 
 def saved_in(run: Run) -> torch.dtype | None:
-    """--save-dtype; where it is auto, what the weights of a folder are in: the model is saved as
-    large as it came, and a run on it has the same --precision. None: what is stepped.
+    """Return the dtype of the saved weights: --save-dtype, or with auto the dtype of a folder's
+    weights. Auto thus keeps the model's size, and a later run on it has the same --precision.
+    None means the dtype of the master weights.
     """
     said: str = run.config.save_dtype
     name = run.config.model

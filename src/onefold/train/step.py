@@ -1,8 +1,8 @@
-"""What one step is made of: gradients, their norm, the update; and the loss on held-out samples.
+"""The parts of one step: gradients, their norm, the update; and the loss on held-out samples.
 
-The engine averages gradients over ranks, as DDP does, hence the factor of their number on the loss:
-the sum is the gradient of the mean over every token that counts in the global batch, however it was
-cut.
+The engine averages gradients over ranks, as DDP does. Each rank therefore multiplies its loss by
+the number of ranks. The result is the gradient of the mean over all counted tokens of the global
+batch, however the batch is cut into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from onefold.wording import TrainError
 def forward_backward(
     run: Run, feed: Feed, step: int, each: Callable[[], None] = lambda: None
 ) -> tuple[torch.Tensor, int]:
-    """One step's gradients, left in the model. Returns (this rank's part of the loss, in fp32 on
-    the device; tokens of the whole global batch). `each` is called after every micro-batch.
+    """Compute one step's gradients and leave them in the model.
+    Returns (this rank's part of the loss, in fp32 on the device; tokens of the whole global batch).
+    `each` is called after every micro-batch.
     """
     samples, ranks = run.data.train, run.ranks
     cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)
@@ -54,8 +55,9 @@ def forward_backward(
 
 
 def measure_gradients(run: Run) -> torch.Tensor:
-    """Unscale and clip; the norm before clipping, in fp32 on the device, alike on every rank.
-    Collective. NaN where units were stepped in the backward pass: it is never known.
+    """Unscale and clip the gradients; return their norm before clipping, in fp32 on the device.
+    The norm is the same on every rank. It is NaN if units were stepped in the backward pass, where
+    it is never known. Collective.
     """
     if run.recipe.step_in_backward:
         return torch.tensor(math.nan)
@@ -65,7 +67,7 @@ def measure_gradients(run: Run) -> torch.Tensor:
 
 
 def update(run: Run, apply: bool) -> None:
-    """Step, unless the step is left out, and drop the gradients."""
+    """Step if `apply`, and drop the gradients."""
     if apply and run.scaler is not None:
         run.scaler.step(run.optimizer)
     elif apply:
@@ -77,7 +79,7 @@ def update(run: Run, apply: bool) -> None:
 
 def update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
     """Step, unless `loss` or the gradients are not finite on some rank, and drop the gradients.
-    The device finds that out; the host does not wait. Collective.
+    The device decides, and the host does not wait for it. Collective.
     """
     bad = loss.isfinite().logical_not().to(torch.float32)
     onefold.engine_of(run.model).agree_on_overflow(bad)
@@ -90,7 +92,7 @@ def update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
 
 
 def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
-    """The mean loss over the tokens of `batch` that count, in fp32, a scalar."""
+    """Return the mean loss over the counted tokens of `batch`, an fp32 scalar."""
     out = model(**{name: _sent(tensor, device) for name, tensor in batch.items()})
     loss = getattr(out, "loss", None)
     if loss is None and isinstance(out, dict):
@@ -107,17 +109,19 @@ def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
 
 
 def _sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`tensor` on its way to `device`: from pinned memory, so that the host does not wait for what
-    the device has to do first.
+    """Start copying `tensor` to `device`. The copy is from pinned memory, so that the host does not
+    wait for the device's earlier work.
     """
     if tensor.device.type == device.type:
         return tensor
-    # torch's own pinned memory: it is not used again before the copy has read it.
+    # torch's pinned allocator does not reuse this memory before the copy has read it.
     return (tensor.pin_memory() if has_streams(device) else tensor).to(device, non_blocking=True)
 
 
 def held_out_loss(run: Run) -> float:
-    """Mean loss over the tokens of the held-out samples. Collective; each rank reads its part."""
+    """Return the mean loss over the tokens of the held-out samples.
+    Collective; each rank reads its part.
+    """
     total = counted = 0.0
     samples, ranks = run.data.held_out, run.ranks
     cut = (ranks.rank, ranks.world_size, run.choice.micro_batch)

@@ -1,12 +1,13 @@
 """One rank of a run, from joining the others to the saved model.
 
     run_rank    join ─► watch the other ranks ─► decide about the output folder, and claim it ─► _run
-    _run        checkpoint to go on from ─► prepare ─► load ─► train ─► model, closing row, sample of its text
-    Rank        what this process was asked, who has gone, and what to say when it fails
+    _run        find the checkpoint to resume ─► prepare ─► load ─► train ─► write model, closing row, text sample
+    Rank        what this process was asked, which ranks have gone, and what to say when it fails
 
-A rank that learns in a collective that another has gone gets a `StallError` there, and `PATIENCE`
-seconds to say so. One that computes is ended by a timer. Either way no rank is left behind, and
-torchrun can start those that remain.
+When a rank has gone, the others end too, so that torchrun can start the ranks anew:
+
+- A rank that is inside a collective gets a `StallError` there, and `PATIENCE` seconds to report it.
+- A rank that is computing is ended by a timer.
 """
 
 from __future__ import annotations
@@ -40,23 +41,25 @@ from onefold.train.report import TOTALS, JsonReporter, Reporter, Window, describ
 from onefold.train.results import MERGED, export, prompt_of, sample
 from onefold.wording import TrainError, seconds_of
 
-#: Seconds that a rank gets to end by itself after another has gone: a collective's error waits 3 s
-#: for the others' notes.
+#: Seconds that a rank gets to end by itself after another has gone. They include the 3 s for which
+#: a collective's error waits for the other ranks' notes.
 PATIENCE = 5.0
-#: Seconds in which a rank that stops with the others waits whether its own machine is asked to end
-#: as well.
+#: Seconds that a rank waits, after it stopped with the others, for a request that its own machine
+#: end as well.
 LINGER = 5.0
-#: Options about the launcher, which each machine has for itself.
+#: Options about the launcher, which each machine sets for itself.
 OF_A_LAUNCHER = ("max_restarts", "nnodes", "rdzv_endpoint", "rdzv_conf", "local_addr")
 OF_A_MACHINE = ("nproc", "device", "grace", "rdzv_id", "rdzv_backend", *OF_A_LAUNCHER)
 
 
 class Rank:
-    """What this process knows of itself and the others while it runs.
+    """What this process knows about itself and the other ranks.
 
     Attributes:
-        stop: what it was asked. peers: who notices that a rank has gone, None for a lone rank.
-        doing: for people. otherwise: a sentence about ranks that were told other options.
+        stop: what this process was asked. peers: notices that a rank has gone; None for a single
+            rank, or if not all ranks can connect to rank 0.
+        doing: what this rank is doing, for messages. otherwise: a sentence about ranks that were
+            given other options, "" if there are none.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -71,17 +74,17 @@ class Rank:
         self.run: Run | None = None
 
     def watch(self, ranks: Ranks) -> None:
-        """Notice from now on which rank goes. Collective."""
+        """Start to watch for ranks that go. Collective."""
         self.peers = PeerMonitor.connect(ranks, self._one_has_gone)
         self.stop.generation = ranks.from_first(f"{time.time_ns()}-{os.getpid()}")
 
     def leave(self) -> None:
-        """The others need not miss this rank any more."""
+        """Leave in order: the other ranks no longer report this one as gone."""
         if self.peers is not None:
             self.peers.close()
 
     def place(self) -> str:
-        """Where this rank stands."""
+        """Say where this rank is, for messages."""
         if self.run is None or self.doing != "training":
             return "while " + self.doing
         engine = onefold.engine_of(self.run.model)
@@ -90,24 +93,26 @@ class Rank:
         return f"in the {engine.phase} pass{where}, step {engine.step + 1}"
 
     def fail(self, error: BaseException) -> None:
-        """Tell what went wrong, once on this machine, and end this process."""
+        """Report what went wrong, once per machine, and end this process."""
         if self.stop.speak_first():
             self._say(error)
-            # A CheckpointError may be about a rank that went while it saved
+            # Not for a CheckpointError: a rank may have gone during the save, so restart
             if isinstance(error, TrainError):
                 self.stop.no_restart()
         sys.stdout.flush()
         sys.stderr.flush()
-        if self.peers is not None and self.peers.gone:  # who is to blame is known
+        if self.peers is not None and self.peers.gone:  # another rank is to blame: leave in order
             self.leave()
-        if self.run is not None:  # nothing is left on the disks
+        if self.run is not None:  # remove this rank's files from the disks
             with contextlib.suppress(Exception):
                 onefold.engine_of(self.run.model).transfers.close()
-        # Not sys.exit: process groups that are in the middle of something would be waited for.
+        # Not sys.exit, which would wait for process groups with an operation under way
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 
     def _who_has_gone(self, error: BaseException) -> list[Peer]:
-        """A collective may notice a moment before the monitor does."""
+        """Return the ranks that have gone. Wait up to 1 s after an error that another rank may have
+        caused: a collective may notice it earlier than the monitor.
+        """
         if self.peers is None:
             return []
         end = time.monotonic() + (1.0 if isinstance(error, RuntimeError | CheckpointError) else 0.0)
@@ -121,20 +126,20 @@ class Rank:
         end.start()
 
     def _tell_who_has_gone(self) -> None:
-        """torchrun ends this rank: perhaps because of another."""
+        """Report which rank has gone, when torchrun ends this one perhaps because of it."""
         if self._who_has_gone(RuntimeError()) and self.stop.speak_first():
             self._say(StallError(f"rank {self.number} ends {self.place()}."))
 
     def _end(self) -> None:
-        """Another rank has gone, and this one has not noticed by itself: it computes."""
+        """End this rank: another has gone, and this one is computing and has not noticed."""
         if self.stop.speak_first():
             self._say(StallError(f"rank {self.number} ends {self.place()}: it cannot go on alone."))
-        self.leave()  # who is to blame is known
+        self.leave()  # another rank is to blame: leave in order
         os._exit(1)
 
     def _say(self, error: BaseException) -> None:
         gone = self._who_has_gone(error)
-        # A connection closed as it was written to
+        # Any other RuntimeError is, say, a write to the connection of the rank that has gone
         if gone and isinstance(error, RuntimeError) and not isinstance(error, StallError):
             error = StallError(
                 f"rank {self.number} ends {self.place()}: {str(error).splitlines()[0][:200]}"
@@ -156,8 +161,8 @@ class Rank:
 
 
 def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
-    """Be one rank and return the exit status. The first rank that something goes wrong on tells.
-    `claim`: this process's hold on the output folder, where it has one already.
+    """Run as one rank and return the exit status. The first rank that fails reports the error.
+    `claim`: this process's claim on the output folder, if it has one already.
     """
     me = Rank(config)
     try:
@@ -183,25 +188,27 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
 
 
 def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
-    """This rank's hold on the output folder, as long as it lives. Collective."""
+    """Return this rank's claim on the output folder, held until the rank ends. Collective."""
     assert config.output is not None
     folder, run = Path(config.output), ranks.from_first(run_of(config, os.environ))
     if claim is not None and claim.folder == folder:
         return claim
-    if claim is not None:  # this rank was told another folder than the first
+    if claim is not None:  # this rank was given another folder than the first rank
         claim.undo()
     return Claim.take(folder, run)
 
 
 def unlike(given: TrainConfig, taken: TrainConfig) -> str:
-    """Options of this machine that give way to those of the first rank's, "" if there are none."""
+    """Name the options in which this machine differs from the first rank, whose options hold.
+    "" if there are none.
+    """
     left_open = {*OF_A_MACHINE, "" if given.output is not None else "output"}
     names = [name for name in TrainConfig.model_fields if name not in left_open]
     return changed((name, getattr(given, name), getattr(taken, name)) for name in names)
 
 
 def otherwise(said: list[str]) -> str:
-    """A sentence for what each rank says of `unlike`."""
+    """Return one sentence from the results of `unlike`, one per rank; "" if all are empty."""
     parts = []
     for text in filter(None, dict.fromkeys(said)):
         who = [str(rank) for rank, other in enumerate(said) if other == text]
@@ -244,7 +251,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
 
 
 class Log:
-    """Where rows go: the metrics file, TensorBoard, the screen, and `rows` of this start."""
+    """Sends rows to the metrics file, TensorBoard and the screen, and keeps this start's `rows`."""
 
     def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
         first = run.ranks.is_first
@@ -259,14 +266,14 @@ class Log:
             self.metrics.write(row)
 
     def row(self, row: Row) -> None:
-        """One step's figures."""
+        """Write one step's figures."""
         self.rows.append(row)
         for file in self.files:
             file.write(row)
         self.say.say("step", **row)
 
     def forget(self, step: int) -> None:
-        """The run has gone back to `step`."""
+        """Drop the rows after `step`, to which the run has gone back."""
         self.rows[:] = [row for row in self.rows if row["step"] <= step]
         for file in self.files:
             file.cut(step)
@@ -277,7 +284,7 @@ class Log:
 
 
 def _about_starting(run: Run, me: Rank) -> list[str]:
-    """What a reader should know about how this start came to be."""
+    """Return notes about this start: differing options, restarts, options without effect."""
     config, said = run.config, [me.otherwise]
     if restarts():
         most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
@@ -305,11 +312,11 @@ def _about_starting(run: Run, me: Rank) -> list[str]:
 
 
 def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
-    """Returns how many steps are done."""
+    """Train, and write the trace if one was asked for. Returns how many steps are done."""
     window = Window(run)
     try:
         done = train(run, lambda: me.stop.asked, log.row, window, keeper, log.say.alert, log.forget)
-    except TrainError:  # on every rank alike: a checkpoint under way may be completed
+    except TrainError:  # raised on every rank: complete the checkpoint that is under way
         with contextlib.suppress(CheckpointError):
             keeper.wait()
         raise
@@ -329,13 +336,13 @@ def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
 def _finish(
     run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float
 ) -> None:
-    """The model, unless time is short; the closing row; a sample of its text. Collective."""
+    """Write the model, unless time is short; the closing row; a sample of its text. Collective."""
     observe(run, folder, log.rows)
     hurried = bool(run.stopped & (Stop.PREEMPT | Stop.TIME))
     stopped = done < run.steps or hurried
     kind, model = None, folder / "model"
     if not hurried:
-        me.leave()  # the first rank writes for long, and may finish even if another goes
+        me.leave()  # the first rank may write for long, and finishes even if another rank goes
         kind = export(run, model)
         if kind == "adapters" and run.config.merge:
             log.say.note(f"the whole model with its adapters: {folder / MERGED}")
@@ -365,7 +372,9 @@ def _finish(
 
 
 def _exit_code(run: Run, me: Rank) -> int:
-    """0; 130 after Ctrl-C; `AGAIN` on a machine that is to go on with those that remain."""
+    """Return 0, or 130 after Ctrl-C.
+    `AGAIN` asks torchrun to restart: another machine was preempted, and this one goes on.
+    """
     several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
     elastic = several and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
     if Stop.PREEMPT in run.stopped and elastic:
@@ -381,7 +390,7 @@ def _show_sample(run: Run, say: Reporter, when: str) -> None:
     try:
         text = sample(run)
     except (ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
-        # transformers cannot generate with it, on any rank: all have the same prompt
+        # transformers cannot generate with this model. All ranks fail alike: the prompt is the same
         said = " ".join(str(error).split())
         say.note(f"no sample of its text {when} training: {type(error).__name__}: {said[:200]}")
         return

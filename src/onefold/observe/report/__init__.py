@@ -4,7 +4,7 @@
     observed.json            ─► the recipe, the plan
     observed-rank*.json      ─► memory and timeline of a step, traffic, predicted against measured, imbalance
 
-What a run did not leave is named on the page, with how to get it.
+If a file or figure is missing, the page says so, and how to get it.
 """
 
 from onefold.observe.report.page import Report, build, save, write_report

@@ -1,7 +1,7 @@
 """The charts of the page.
 
 loss, throughput        over the whole run
-memory, timeline        of one recorded step of one rank: what it held, what it computed, sent and waited for
+memory, timeline        of one recorded step of one rank: memory held; work, moves and waits
 traffic, step_times     across units and ranks
 """
 
@@ -28,16 +28,16 @@ from onefold.observe.runfile import RankObserved
 from onefold.observe.trace import Move, Recording, merged
 from onefold.plan.schema import ENGINE, MOMENTS, Account
 
-#: Levels of memory that are drawn at most; a screen has no more.
+#: The most levels of memory that are drawn; a screen cannot show more.
 LEVELS = 1500
-#: Waits that are shaded over all rows at most.
+#: The most waits that are shaded over all rows.
 SHADED = 60
 #: From this many steps on, a running mean is drawn over the loss.
 SMOOTHED_FROM = 40
 
 
 def loss(metrics: Metrics) -> Figure | None:
-    """Loss by step, with its running mean on long runs and the held-out loss as points."""
+    """Draw the loss by step, with its running mean on long runs and the held-out loss as points."""
     steps, values = metrics.series("loss")
     if not steps:
         return None
@@ -59,7 +59,7 @@ def loss(metrics: Metrics) -> Figure | None:
 
 
 def throughput(metrics: Metrics) -> Figure | None:
-    """Tokens a second by step, and their median."""
+    """Draw the tokens per second by step, and their median."""
     steps, values = metrics.series("tokens_per_s")
     if not steps:
         return None
@@ -89,9 +89,7 @@ def _line(
     opacity: float | None = None,
     **line: Any,
 ) -> Any:
-    """A line, or the point where there is one. `says`: what stands beside the pointer, "" for
-    nothing.
-    """
+    """Return a line, or a marker for a single point. `says`: the hover text, "" for none."""
     mode = "lines" if len(x) > 1 else "markers"
     hover = {"hovertemplate": says} if says else {"hoverinfo": "skip"}
     return plotly().Scatter(x=x, y=y, name=name, mode=mode, line=line, opacity=opacity, **hover)
@@ -105,13 +103,13 @@ def _running_mean(values: list[float], window: int) -> list[float]:
     return out
 
 
-#: From this many bars on, bars have no labels of their own.
+#: Above this many bars, not every bar has a label.
 CROWDED = 40
 
 
 def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
-    """Payload bytes that a rank sends in a step, by unit, stacked by move; in the order of the
-    run.
+    """Draw the payload bytes that a rank sends in a step, by unit in the order of the run, stacked
+    by move.
     """
     go = plotly()
     if not by_unit:
@@ -130,7 +128,7 @@ def traffic(by_unit: Mapping[str, Mapping[str, int]]) -> Figure | None:
 
 
 def step_times(ranks: Sequence[RankObserved]) -> Figure | None:
-    """What each rank's step was made of."""
+    """Draw the parts of each rank's step."""
     go = plotly()
     timed = [
         r for r in ranks if r.measured.seconds.get("step") and r.measured.seconds.get("compute")
@@ -161,7 +159,7 @@ def step_times(ranks: Sequence[RankObserved]) -> Figure | None:
 
 
 def _stacked(traces: list[Any], bars: int, height: int, x: str) -> Figure:
-    """Stacked horizontal bars, each `height` pixels."""
+    """Return stacked horizontal bars, each `height` pixels."""
     crowded = bars > CROWDED
     ticks = {"nticks": 20} if crowded else {"dtick": 1}
     axis = {"autorange": "reversed", "type": "category", "title": {"text": ""}, **ticks}
@@ -177,7 +175,7 @@ def _stacked(traces: list[Any], bars: int, height: int, x: str) -> Figure:
 
 
 def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
-    """(what the plan's line is, bytes): without activations if the recording does not know them."""
+    """Return (name, bytes) of the plan's line, without activations if they were not recorded."""
     if step.activations_watched:
         return "plan's peak", plan.peak_bytes
     engine = plan.ledger or {c: plan.peak.get(c, 0) for c in ENGINE}
@@ -185,7 +183,7 @@ def planned_peak(plan: Account, step: Recording) -> tuple[str, int]:
 
 
 def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, int, str]]:
-    """The plan's lines over the memory of a tier: (name, bytes, how it is dashed)."""
+    """Return the plan's lines for the memory of a tier: (name, bytes, dash style)."""
     if plan is None:
         return []
     if tier != DEVICE:
@@ -200,7 +198,7 @@ def _lines(step: Recording, plan: Account | None, tier: str) -> list[tuple[str, 
 
 
 def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
-    """Bytes held on a tier over the step, stacked by category, under the plan's line."""
+    """Draw the bytes held on a tier over the step, stacked by category, with the plan's lines."""
     go = plotly()
     times, series = thinned(*step.levels(tier), LEVELS)
     x = [1000 * (t - step.start) for t in times]
@@ -230,7 +228,7 @@ def memory(step: Recording, plan: Account | None, tier: str = DEVICE) -> Figure:
 
 
 def timeline(step: Recording) -> Figure:
-    """What was computed, what was on the wire, and, in red, when the rank stood still for it."""
+    """Draw the work, the moves, and, in red, the waits for moves."""
     go = plotly()
     rows: list[str] = []
     traces: list[Any] = []
@@ -253,7 +251,7 @@ def timeline(step: Recording) -> Figure:
 
     blocks = any(w.unit != "(root)" for w in step.work if w.kind == "compute")
     for phase in ("forward", "backward"):
-        # The longest first, so that a unit inside another one lies on top of it.
+        # Longest first, so that a unit inside another is drawn on top of it
         found = sorted(
             (w for w in step.work if w.kind == "compute" and w.phase == phase),
             key=lambda w: w.start - w.end,
@@ -261,7 +259,7 @@ def timeline(step: Recording) -> Figure:
         texts = [
             (w.start, w.end, f"{w.unit}<br>{phase}, {in_seconds(w.end - w.start)}") for w in found
         ]
-        if blocks:  # what encloses them is paler, and under them
+        if blocks:  # the root around the units is paler, and drawn under them
             around = [t for t, w in zip(texts, found, strict=True) if w.unit == "(root)"]
             texts = [t for t, w in zip(texts, found, strict=True) if w.unit != "(root)"]
             bars("compute", f"{phase}, root", _pale(COLOURS[phase]), around)
@@ -323,7 +321,7 @@ def _moves(step: Recording, bars: Any) -> None:
         ("reduce", ("reduce-scatter", "all-reduce")),
         ("other", None),
     ):
-        # Of moves between tiers only the sum is told: no end is noted
+        # Moves between tiers are not drawn: when they end is not known
         known = ("all-gather", "reduce-scatter", "all-reduce", *MOVED)
         chosen = [m for m in step.moves if (m.move in moves if moves else m.move not in known)]
         for number, lane in enumerate(lanes((m.launched, m.landed, m) for m in chosen)):

@@ -1,5 +1,5 @@
-"""Figures as people read them, and what every chart has in common: plotly, transparent grounds, and
-colours that the page sets for light and dark.
+"""Format figures for people, and make charts: the layout that all charts share, with plotly, and
+transparent backgrounds because the page sets the colours of light and dark mode.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10),
 
 
 def byte_unit(values: Iterable[float]) -> tuple[str, int]:
-    """The binary unit in which the largest of `values` is at least 1: its name and its bytes."""
+    """Return the name and bytes of the binary unit in which the largest value is at least 1."""
     largest = max((abs(v) for v in values), default=0)
     return next(((name, size) for name, size in UNITS if largest >= size), UNITS[-1])
 
 
 def in_bytes(value: float) -> str:
-    """ "1.52 GiB", "312 MiB", "0 B"."""
+    """Format bytes: "1.52 GiB", "312 MiB", "0 B"."""
     name, size = byte_unit([value])
     return (
         f"{value / size:.0f} {name}"
@@ -60,7 +60,7 @@ def in_bytes(value: float) -> str:
 
 
 def in_seconds(value: float) -> str:
-    """ "1.84 s", "312 ms", "45 µs"."""
+    """Format seconds: "1.84 s", "312 ms", "45 µs"."""
     for name, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(value) >= size:
             return (
@@ -72,7 +72,7 @@ def in_seconds(value: float) -> str:
 
 
 def in_unit(value: float | None, unit: str) -> str:
-    """A figure of an account: unit "bytes", "s", "1/s" or ""; an en dash where there is none."""
+    """Format a figure of an account, of unit "bytes", "s", "1/s" or ""; an en dash for None."""
     if value is None:
         return "–"
     if unit == "bytes":
@@ -87,7 +87,7 @@ Figure = dict[str, Any]
 
 @cache
 def plotly() -> Any:
-    """The module `plotly.graph_objects`.
+    """Return the module `plotly.graph_objects`.
 
     Raises:
         ModuleNotFoundError: plotly is not installed; the message says how to install it.
@@ -101,16 +101,14 @@ def plotly() -> Any:
 
 
 def plotly_source() -> str:
-    """plotly.js, whole, to be put into the page."""
+    """Return the source of plotly.js, for the page."""
     plotly()
     source: str = import_module("plotly.offline").get_plotlyjs()
     return source
 
 
 def figure(traces: list[Any], *, height: int, x: str, y: str, **layout: Any) -> Figure:
-    """Checked traces and layout as plain JSON. `height` in pixels; `x`, `y` are titles of the
-    axes.
-    """
+    """Return the figure as plain JSON, checked by plotly. `height`: pixels. `x`, `y`: titles."""
     go = plotly()
     axes = {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
     for name in axes:
@@ -150,14 +148,14 @@ def figure(traces: list[Any], *, height: int, x: str, y: str, **layout: Any) -> 
 def thinned(
     times: list[float], series: dict[str, list[int]], limit: int
 ) -> tuple[list[float], dict[str, list[int]]]:
-    """Steps for drawing: at most some `limit` of them, in which every stretch of time keeps its
+    """Thin out a series to about `limit` points for drawing. Each interval of time keeps its
     highest sum and its last level.
     """
     if len(times) <= limit:
         return times, series
     totals = [sum(values) for values in zip(*series.values(), strict=True)]
     span = (times[-1] - times[0]) or 1.0
-    buckets: dict[int, tuple[int, int]] = {}  # stretch -> (its highest, its last)
+    buckets: dict[int, tuple[int, int]] = {}  # {interval: (index of its highest, of its last)}
     for i, at in enumerate(times):
         number = int((at - times[0]) / span * (limit // 2))
         highest = buckets[number][0] if number in buckets else i

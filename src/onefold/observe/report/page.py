@@ -1,4 +1,4 @@
-"""From a run's folder to the page."""
+"""Build the report page from a run's folder."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from onefold.observe.report.tables import (
 from onefold.observe.runfile import RUN_FILE, Observed, RankObserved, RunFileError, read_observed
 from onefold.plan.schema import LOGITS
 
-#: Ranks whose recorded step goes into the page; of more, the first, the last, the slowest and the
-#: fullest are taken.
+#: The page shows the recorded steps of up to this many ranks. Of more ranks it shows the first, the
+#: last, the slowest and the one with most memory.
 RANKS_SHOWN = 8
-#: Why a line of the comparison is far from 1 in every run.
+#: The sentence that explains why the ratio of logits is far from 1 in every run.
 OF_LOGITS = (
     "At peak the plan counts logits with their fp32 copy and their gradient; the ledger sees what"
     " is saved for backward, so its figure is lower there."
@@ -43,10 +43,12 @@ OWN_LOOP = "onefold.observe.write_observed()"
 
 @dataclass
 class Report:
-    """What the page shows.
+    """The contents of the page.
 
-    `figures`: name -> figure, or rank -> figure where one may choose. `missing`: section ->
-    sentence. `window`: how much was recorded.
+    Attributes:
+        figures: {name: figure}, or {name: {rank: figure}} if the reader may choose the rank.
+        said: {section: sentences}. missing: {section: why it is missing}.
+        window: how much was recorded.
     """
 
     title: str
@@ -67,8 +69,8 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         out: the file to write; None is `report.html` in the folder.
 
     Raises:
-        RunFileError: there is no such folder, nothing in it to report, or a file in it that cannot
-            be read.
+        RunFileError: the folder does not exist, has nothing to report, or has a file that cannot be
+            read.
         ModuleNotFoundError: plotly or jinja2 is not installed.
     """
     return save(build(Path(run)), Path(out) if out is not None else Path(run) / "report.html")
@@ -169,7 +171,7 @@ def _observed(report: Report, observed: Observed | None) -> None:
 
 
 def _steps(report: Report, observed: Observed) -> None:
-    """Memory and timeline of the recorded step, for some ranks."""
+    """Draw memory and timeline of the recorded step, for some ranks."""
     chosen = [(r, r.step) for r in _ranks_to_show(observed.ranks) if r.step is not None]
     if not chosen:
         for name in ("memory", "timeline"):
@@ -218,7 +220,7 @@ def _steps(report: Report, observed: Observed) -> None:
 
 
 def _across(report: Report, observed: Observed) -> None:
-    """Traffic by unit, and how far the ranks are apart."""
+    """Show the traffic by unit, and the differences between ranks."""
     if not observed.ranks:
         report.missing["traffic"] = report.missing["imbalance"] = "No rank has left its file yet."
         return
@@ -273,7 +275,7 @@ def _ranks_to_show(found: tuple[RankObserved, ...]) -> list[RankObserved]:
 
 
 def render(report: Report) -> str:
-    """The page as text: styles, script, plotly.js and data are all inside.
+    """Return the page as text, with styles, script, plotly.js and data inside.
 
     Raises:
         ModuleNotFoundError: jinja2 is not installed.
@@ -292,9 +294,9 @@ def render(report: Report) -> str:
     environment = jinja.Environment(
         autoescape=True, undefined=jinja.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    # "<" in a string of the data must not close the script element that holds it.
+    # A "<" in the data must not close the script element around it.
     data = json.dumps(report.figures, separators=(",", ":")).replace("<", "\\u003c")
-    # What the project itself wrote
+    # Files of this package and generated data, which need no escaping
     trusted = {name: jinja.utils.markupsafe.Markup(text) for name, text in (
         ("style", read("page.css")), ("script", read("page.js")), ("plotly", plotly_source()), ("data", data),
     )}  # fmt: skip

@@ -1,5 +1,5 @@
-"""What the page says in words and tables: the figures at its top, predicted beside measured, what went
-between nodes, how far ranks are apart.
+"""The words and tables of the page: the figures at its top, predicted against measured, traffic
+between nodes, differences between ranks.
 """
 
 from __future__ import annotations
@@ -23,30 +23,26 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class Metrics:
-    """Rows of the steps in order, and the closing row ({} while a run is under way or after it
-    broke off).
-    """
+    """The rows of the steps in order, and the closing row ({} if the run goes on or failed)."""
 
     rows: list[Mapping[str, Any]] = field(default_factory=list)
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of the rows that have a finite number under `key`."""
+        """Return (steps, values) of the rows that have a finite number under `key`."""
         found = [
             (int(row["step"]), float(row[key])) for row in self.rows if _is_number(row.get(key))
         ]
         return [step for step, _ in found], [value for _, value in found]
 
     def typical(self, key: str) -> float | None:
-        """The median over the run, the first tenth (warming up) left out; None if there is no such
-        figure.
-        """
+        """Return the median over the run without its first tenth (warm-up); None without values."""
         _, values = self.series(key)
         return median(values[len(values) // 10 if len(values) > 1 else 0 :]) if values else None
 
 
 def read_metrics(folder: Path) -> Metrics | None:
-    """The metrics in a run's folder, None if it has none. A last line that was cut off is left out.
+    """Read the metrics in a run's folder; None if it has none. Skips an incomplete last line.
 
     Raises:
         RunFileError: a line that is not the last cannot be read.
@@ -66,7 +62,7 @@ def read_metrics(folder: Path) -> Metrics | None:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
-            if number == len(lines):  # the run was killed while it wrote
+            if number == len(lines):  # an incomplete line: the run was killed while it wrote
                 break
             raise RunFileError(
                 f"{path}, line {number}, is not JSON: the file was changed, or written by another"
@@ -90,9 +86,7 @@ def _is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class WireLine:
-    """One line of the table, ready to be read; `plain` and `ratio` are "" where no move of the run
-    was encoded.
-    """
+    """One line of the traffic table, as text. `plain` and `ratio` are "" if no move was encoded."""
 
     name: str
     sent: str
@@ -102,13 +96,13 @@ class WireLine:
 
 
 def borders_of(ranks: Sequence[RankObserved]) -> str:
-    """What the run's bytes went between: "nodes", or "groups" of the recipe's."""
+    """Return the word for what bytes went between: "nodes", or "groups" of the recipe."""
     return next((_word(r) for r in ranks if r.step is not None and r.step.borders), "nodes")
 
 
 def wire_table(rank: RankObserved) -> list[WireLine]:
-    """Each move, and of it what went between nodes; then their sums. [] where there is one node and
-    nothing was encoded.
+    """Return a line per move, one for its bytes between nodes, and the sums.
+    [] for one node without codecs.
     """
     total = sum(rank.wire.values(), Sent())
     across, coded = _several(rank), any(sent.encoded for sent in rank.wire.values())
@@ -130,7 +124,7 @@ def wire_table(rank: RankObserved) -> list[WireLine]:
 
 
 def wire_sentence(rank: RankObserved) -> str:
-    """The same in words, for where `wire_table` has lines."""
+    """Return the totals of `wire_table` in words."""
     total, said = sum(rank.wire.values(), Sent()), []
     if _several(rank) and rank.step is not None:
         said.append(
@@ -146,7 +140,7 @@ def wire_sentence(rank: RankObserved) -> str:
 
 
 def in_brief(rank: RankObserved) -> str:
-    """The same behind a figure; "" where `wire_table` has no lines."""
+    """Return the totals of `wire_table` as an addition to a figure; "" if the table is empty."""
     total = sum(rank.wire.values(), Sent())
     said = f"; {in_bytes(total.between)} between {_word(rank)}" if _several(rank) else ""
     return said + (f"; {in_bytes(total.plain)} without codecs" if total.encoded else "")
@@ -174,15 +168,15 @@ def _times(plain: int, sent: int) -> str:
     return f"{plain / sent:.2f}" if sent else "–"
 
 
-#: Ratios up to here from 1 are called close.
+#: Ratios at most this far from 1 are called close.
 CLOSE = 0.05
-#: And up to here near.
+#: Ratios at most this far from 1 are called near.
 NEAR = 0.25
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One figure at the top: what it is, its value, and what goes with it."""
+    """One figure at the top of the page: its label, its value, and a note."""
 
     label: str
     value: str
@@ -191,9 +185,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class ComparedLine:
-    """One line of the table, ready to be read. `verdict`: "close", "near", "far", or "" where there
-    is no ratio.
-    """
+    """A line of the comparison, as text. `verdict`: "close", "near", "far"; "" without a ratio."""
 
     name: str
     predicted: str
@@ -204,12 +196,12 @@ class ComparedLine:
 
 
 def fullest(ranks: Sequence[RankObserved]) -> RankObserved:
-    """The rank that held most."""
+    """Return the rank with the highest peak memory."""
     return max(ranks, key=lambda r: r.measured.peak_bytes)
 
 
 def headline(observed: Observed | None) -> str:
-    """The run in a line."""
+    """Describe the run in a line."""
     if observed is None:
         return ""
     stage = f"ZeRO stage {observed.stage}" if observed.stage is not None else "a recipe of its own"
@@ -218,7 +210,7 @@ def headline(observed: Observed | None) -> str:
 
 
 def tiles(metrics: Metrics | None, observed: Observed | None) -> list[Tile]:
-    """The figures that one looks for first; those that are not known are left out."""
+    """Return the figures for the top of the page, without unknown ones."""
     out: list[Tile] = []
     if metrics is not None:
         _, losses = metrics.series("loss")
@@ -283,7 +275,7 @@ def _of_ranks(ranks: Sequence[RankObserved], plan: Account | None) -> list[Tile]
 
 
 def outside_view(rank: RankObserved) -> str:
-    """What the machine says beside the ledgers, in a sentence; "" where the run did not ask it."""
+    """Compare the ledgers with the machine's counters in a sentence; "" if the run has none."""
     m = rank.machine
     if not m:
         return ""
@@ -304,7 +296,7 @@ def outside_view(rank: RankObserved) -> str:
     )
 
 
-#: What a move between tiers is called.
+#: The words for moves between tiers.
 _MOVED = {
     "up": "to the device",
     "down": "to the host",
@@ -314,8 +306,8 @@ _MOVED = {
 
 
 def between_tiers(rank: RankObserved, step: Recording) -> str:
-    """What a rank moved between tiers in a step, and how long it waited for it, in a sentence; ""
-    where nothing moved.
+    """Say in a sentence what a rank moved between tiers in a step, and how long it waited for that;
+    "" if it moved nothing.
     """
     moved = {move: nbytes / max(1, step.steps) for move, nbytes in step.moved().items()}
     if not moved:
@@ -330,8 +322,8 @@ _BYTES = ("available",)
 
 
 def readable_facts(facts: Mapping[str, Any]) -> dict[str, str]:
-    """What a run says of itself, as people read it: words for keys, units, three digits of
-    fractions.
+    """Format the facts of a run for people: keys as words, bytes with units, fractions with three
+    digits.
     """
     out = {}
     for key, value in facts.items():
@@ -350,11 +342,11 @@ def readable_facts(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 def comparison(plan: Account, measured: Account) -> list[ComparedLine]:
-    """`compare` as text."""
+    """Return the lines of `compare` as text."""
     out = []
     for line in compare(plan, measured):
         if not line.predicted and not line.measured:
-            continue  # neither was there anything, nor was there to be
+            continue  # nothing was predicted, and nothing measured
         ratio = line.ratio
         verdict = ""
         if ratio is not None and line.name != "bound of the peak":
@@ -370,7 +362,7 @@ def comparison(plan: Account, measured: Account) -> list[ComparedLine]:
 
 @dataclass(frozen=True)
 class Spread:
-    """One figure over the ranks, ready to be read. `imbalance` is the largest ÷ the mean."""
+    """One figure over the ranks, as text. `imbalance` is the largest ÷ the mean."""
 
     name: str
     least: str
@@ -382,12 +374,12 @@ class Spread:
 
     @property
     def differs(self) -> bool:
-        """Whether naming a rank says anything."""
+        """Whether the ranks differ visibly, so that naming a rank makes sense."""
         return self.least != self.most
 
 
 def spreads(ranks: Sequence[RankObserved]) -> list[Spread]:
-    """How far the ranks are apart, figure by figure; those that no rank has are left out."""
+    """Return how the ranks differ, one line per figure. Leaves out figures that no rank has."""
 
     def seconds(key: str) -> Callable[[RankObserved], float]:
         return lambda r: r.measured.seconds.get(key, 0.0)
