@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_iter
 import onefold.runtime
 from onefold.doctor.kernels import kernels_of
 from onefold.memory import nbytes_of
+from onefold.runtime.parameters import interval, operators, outside, parameter
 
 
 def of_engine() -> bool:
@@ -26,7 +27,7 @@ def of_engine() -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_RUNTIME):
-            if not file[len(_RUNTIME) + 1 :].startswith(_BETWEEN):
+            if not file.startswith(_BETWEEN):
                 return True
         elif file == _MODULE:
             return False
@@ -37,7 +38,12 @@ def of_engine() -> bool:
 _MODULE = torch.nn.modules.module.__file__
 _RUNTIME = str(Path(onefold.runtime.__file__).parent)
 #: Files and folders of the runtime that carry out the model's operations on parameters.
-_BETWEEN = ("parameter.py", "operators", "interval.py", "outside.py")
+_BETWEEN = (
+    parameter.__file__,
+    interval.__file__,
+    outside.__file__,
+    str(Path(operators.__file__).parent),
+)
 
 
 #: Operations that do not read the tensor that they write to.
