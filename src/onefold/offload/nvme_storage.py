@@ -246,11 +246,13 @@ class NvmeStorage(OffloadStorage):
 
     def take_gradient(
         self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
-    ) -> None:
+    ) -> bool:
         """Write the gradients of the entries `wanted` to NVMe, or add to those that are there.
 
         `total`: host sums for the addresses `span`. `.grad` of the entries becomes storageless.
         """
+        if not self.gradients_on_disk:
+            return False
         region, base = self.region("gradient", self.flat.dtypes.master), self.flat.owned[0]
         if all(e.param.grad is None for e in self.flat.entries):
             self.scale = None
@@ -294,6 +296,7 @@ class NvmeStorage(OffloadStorage):
                         [total[x - span[0] : y - span[0]]], 2.0
                     )[0]
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
+        return True
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """See `Storage`. Reads the gradient again unless `norms` has the answer."""

@@ -422,7 +422,7 @@ class Gatherer:
         try:
             flat.storage.put(full)
         except TierError as error:
-            if self.group.size == 1 or not (torch.is_grad_enabled() or self.progress.backward_open):
+            if not self.progress.awaited_by_others:
                 raise
             self.progress.failed(error)
 

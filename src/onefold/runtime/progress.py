@@ -62,6 +62,7 @@ class Progress:
         self.failure_agreed = False
         self.last_failure: BaseException | None = None
         self.closed = False
+        self._several = group.size > 1
         self._defers = recipe.reduce_at == "boundary"
         # In groups of one rank there is no sum to hold
         self._holds = (
@@ -86,6 +87,13 @@ class Progress:
         between groups waits for the last micro-batch.
         """
         return self._holds and not self.sync
+
+    @property
+    def awaited_by_others(self) -> bool:
+        """Whether other ranks wait for this one until the boundary, in this pass: an error of this
+        rank must not stop it alone.
+        """
+        return self._several and (torch.is_grad_enabled() or self.backward_open)
 
     def context(self, move: str, unit: str) -> CollectiveContext:
         """Return the context of a collective that starts now: its step and pass."""

@@ -456,12 +456,12 @@ class Reducer:
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
-        if storage.gradients_on_disk and not in_backward:
-            try:
-                storage.take_gradient(r.total, r.result_range, meant)
-            except TierError as error:
-                # The other ranks wait for this one: all raise before the optimizer steps
-                self.progress.failed(error)
+        try:
+            if not in_backward and storage.take_gradient(r.total, r.result_range, meant):
+                return kept
+        except TierError as error:
+            # The other ranks wait for this one: all raise before the optimizer steps
+            self.progress.failed(error)
             return kept
         total, same = r.total, r.total.dtype == flat.dtypes.master
         for entry, part in (

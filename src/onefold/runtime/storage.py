@@ -195,14 +195,15 @@ class Storage(ABC):
 
     def take_gradient(
         self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
-    ) -> None:
+    ) -> bool:
         """Add sums over the addresses `span` to the gradients on disk, for the entries `wanted`.
-        Only for storage with `gradients_on_disk`.
+
+        Returns False if gradients are stored in memory: then they are put into `.grad`.
 
         Raises:
             TierError: they could not be written.
         """
-        raise AssertionError("gradients are stored in memory")
+        return False
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """Return the p-norm, a 0-dim tensor, of the part of the gradient of `entry` that this rank
