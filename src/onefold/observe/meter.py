@@ -113,7 +113,8 @@ class Meter:
         """Return the figures of a step. Call it after the optimizer has stepped.
 
         Args:
-            loss, grad_norm: numbers or one-element tensors. See [Note: no synchronization].
+            loss: a number or a one-element tensor. See [Note: no synchronization].
+            grad_norm: likewise.
             tokens: of the step, on all ranks together.
             scaler: a GradScaler. A step after which its scale fell counts as skipped.
 
