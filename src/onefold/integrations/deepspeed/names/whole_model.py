@@ -195,7 +195,7 @@ class _Tensor:
         return math.prod(self.shape) * 4
 
     def read(self, source: Source) -> torch.Tensor:
-        whole = torch.empty(math.prod(self.shape), dtype=torch.float32)
+        whole = torch.empty(math.prod(self.shape), dtype=torch.float32, device="cpu")
         source.read(self.item, 0, whole.numel(), whole)
         return whole.view(self.shape)
 
