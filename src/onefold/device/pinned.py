@@ -135,7 +135,7 @@ class HostBuffers:
         nbytes = numel * dtype.itemsize
         with self._lock:
             for known in self._known[nbytes]:
-                if _owners(known) == 1:
+                if owners_of(known) == 1:
                     return known[:].view(dtype)
             fresh = host_empty(nbytes, torch.uint8, self.device)
             self._known[nbytes].append(fresh)
@@ -146,8 +146,10 @@ class HostBuffers:
         self._known.clear()
 
 
-def _owners(t: torch.Tensor) -> int:
-    """Return the number of tensors that share t's memory, t included; 2 if torch has no counter."""
-    storage = t.untyped_storage()
+def owners_of(t: torch.Tensor) -> int:
+    """Return the number of tensors that share t's storage, t included. If torch has no counter of
+    them, return 2: the memory is then never reused.
+    """
+    storage = t.untyped_storage()  # this handle is an owner too
     count = getattr(torch._C, "_storage_Use_Count", None)
     return int(count(storage._cdata)) - 1 if count is not None else 2
