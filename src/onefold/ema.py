@@ -228,7 +228,7 @@ class EMA:
         found = whole_state_dict(engine, model, self._values)
         if engine.rank != 0:
             return {}
-        return {"n_averaged": torch.tensor(self.updates)} | {
+        return {"n_averaged": torch.tensor(self.updates, device="cpu")} | {
             f"module.{name}": value for name, value in found.items()
         }
 

@@ -121,7 +121,7 @@ def _tell(engine: Engine, error: BaseException | None) -> None:
         BaseException: `error`, if it raised on this rank.
         RuntimeError: it raised on another rank.
     """
-    payload = torch.tensor([error is not None], dtype=torch.uint8)
+    payload = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
     place = CollectiveContext("control", "(unsharded)", engine.step, "state")
     try:
         told: Any = [bool(t.item()) for t in engine.group.exchange_control(payload, place)]

@@ -189,6 +189,33 @@ def test_two_splits_of_a_dataset_are_two_parts_with_tokens_of_their_own(
     assert len(list((tmp_path / "tokens").iterdir())) == 2
 
 
+@pytest.mark.parametrize("there", ["whole", "a part"])
+def test_of_two_runs_that_finish_a_cache_the_second_keeps_what_is_whole(
+    there: str, tmp_path: Path
+) -> None:
+    data = lines(tmp_path / "d.jsonl", [{"text": text} for text in TEXTS])
+    folder = tmp_path / "tokens" / "key"
+
+    def maker(aside: str) -> token_cache._Maker:
+        rows = sources.rows_of(data)
+        made = token_cache._Maker(rows, ByteTokenizer(), folder.with_name(aside), data)
+        made.folder = folder
+        return made
+
+    first, second = maker("first"), maker("second")
+    assert first.advance(60.0)
+    if there == "a part":
+        (folder / "meta.json").unlink()
+    with (folder / "tokens.bin").open("rb") as opened:
+        assert second.advance(60.0)
+        kept = os.fstat(opened.fileno()).st_ino == (folder / "tokens.bin").stat().st_ino
+    first.close()
+    second.close()
+    assert kept == (there == "whole")
+    assert [path.name for path in folder.parent.iterdir()] == ["key"]
+    assert len(token_cache.Tokens.open(folder, data).ends) == len(TEXTS)
+
+
 def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onefold.integrations.deepspeed import data_loader
 from onefold.integrations.deepspeed.config import SchedulerSpec, explain, read_deepspeed
 from onefold.integrations.deepspeed.lion import Lion
 from onefold.integrations.deepspeed.names import (
@@ -177,6 +178,16 @@ def use_all_stages(folder: str) -> None:
 def test_the_documented_surface_of_an_engine_works_at_every_stage(tmp_path: Path) -> None:
     run_ranks(2, use_all_stages, str(tmp_path))
     assert {p.name for p in tmp_path.iterdir()} == {"0.bin", "1.bin", "3.bin"}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_batches_are_pinned_if_asked_for_and_there_is_an_accelerator(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_loader, "available", lambda: there)
+    engine, data = made(0), [torch.tensor(0.0)]
+    assert engine.deepspeed_io(data).pin_memory is there
+    assert engine.deepspeed_io(data, pin_memory=False).pin_memory is False
 
 
 def test_in_fp16_a_loss_that_nothing_scaled_is_refused() -> None:

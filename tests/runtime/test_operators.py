@@ -421,3 +421,26 @@ def copied_by_new_tensor(stage: int) -> list[bool]:
 def test_new_tensor_of_a_part_is_a_copy_of_the_whole(stage: int) -> None:
     for good in run_ranks(2, copied_by_new_tensor, stage):
         assert all(good) and len(good) >= 6
+
+
+#: Operators of torch 2.11 that later versions have removed.
+REMOVED = {"align_as", "align_to", "has_names", "names", "refine_names", "rename_"}
+
+
+def test_the_tables_of_operators_name_what_torch_has() -> None:
+    places = (torch, torch.Tensor, torch.nn.functional, torch.ops.aten)
+    here = {name for place in places for name in dir(place)}
+    here |= {f"special_{name}" for name in dir(torch.special)}
+    tables = {
+        name: table - {f"{base}_" for base in known.ELEMENTWISE}  # not all have a form in place
+        for name, table in vars(known).items()
+        if isinstance(table, frozenset)
+    }
+    assert len(tables) == 14
+    absent = {
+        f"{table}: {name}"
+        for table, names in tables.items()
+        for name in names - here - REMOVED
+        if not hasattr(torch.ops.aten, name)
+    }
+    assert not absent, absent

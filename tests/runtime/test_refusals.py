@@ -475,3 +475,44 @@ def test_a_list_of_what_ddp_is_to_leave_out_is_refused_by_name() -> None:
     )
     with pytest.raises(ValueError, match=r"leave out 'bias'.*_ddp_params_and_buffers_to_ignore"):
         onefold.shard(model, onefold.Recipe.zero(1))
+
+
+class Multiplies(nn.Module):
+    """A model whose forward pass uses a parameter of another model."""
+
+    def __init__(self, other: nn.Parameter) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.other = [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) @ self.other[0]
+
+
+def parameters_of_freed_models(stage: int) -> list[str]:
+    """What a pass says of a parameter whose model is freed; then where something else still holds
+    what the engine knows about the parameter.
+    """
+    import onefold
+
+    recipe, said = onefold.Recipe.zero(stage, stall_timeout=60.0), []
+    for held in (False, True):
+        freed: Any = onefold.shard(nn.Linear(4, 4), recipe)
+        weight, entries = freed.weight, [*onefold.engine_of(freed).entries] if held else []
+        del freed
+        assert [entry.engine() for entry in entries] == [None, None] * held
+        model = onefold.shard(Multiplies(weight), recipe)
+        for graded in (True, False):
+            with torch.set_grad_enabled(graded), pytest.raises(RuntimeError) as error:
+                model(torch.ones(2, 4))
+            said.append(f"{type(error.value).__name__}: {error.value}")
+    return said
+
+
+@pytest.mark.parametrize("stage", SHARDED)
+def test_a_parameter_of_a_freed_model_is_refused_in_a_pass_of_another(stage: int) -> None:
+    expected = (
+        "ShardedParameterError: 'weight' is one rank's part of a parameter whose model is gone:"
+        " nothing can make it whole."
+    )
+    assert run_ranks(2, parameters_of_freed_models, stage) == [[expected] * 4] * 2

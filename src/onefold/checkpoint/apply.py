@@ -328,7 +328,7 @@ def _set_groups(
                     continue
                 ours = group.get(key)
                 if isinstance(ours, torch.Tensor):
-                    ours.copy_(torch.as_tensor(value))
+                    ours.copy_(torch.as_tensor(value, device="cpu"))
                 elif isinstance(ours, tuple) and isinstance(value, list):
                     group[key] = tuple(value)
                 else:

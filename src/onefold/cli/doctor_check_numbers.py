@@ -38,8 +38,8 @@ def values(
     another order have other bits.
     """
     generator = torch.Generator().manual_seed(1 + 7919 * rank + 104729 * seed)
-    found = torch.randn(numel, generator=generator) * torch.exp2(
-        torch.randint(-8, 8, (numel,), generator=generator)
+    found = torch.randn(numel, generator=generator, device="cpu") * torch.exp2(
+        torch.randint(-8, 8, (numel,), generator=generator, device="cpu")
     )
     return found.to(dtype)
 
@@ -229,7 +229,7 @@ def _reduced(
         [values(numel, r, seed=i) for r in range(here.world)] for i, numel in enumerate(PARAMETERS)
     ]
     mine = [parts[here.rank].to(here.device) for parts in every]
-    model(mine, [torch.zeros(numel) for numel in PARAMETERS]).backward()
+    model(mine, [torch.zeros(numel, device="cpu") for numel in PARAMETERS]).backward()
     optimizer.step()
     optimizer.zero_grad()
     with onefold.full_params(model):

@@ -78,7 +78,9 @@ def batch(here: Here, step: int, micro: int, rank: int | None = None) -> torch.T
     """Return the token ids of one micro-batch of one rank."""
     of = here.rank if rank is None else rank
     generator = torch.Generator().manual_seed((step * 10 + micro) * 4099 + of)
-    return torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=generator).to(here.device)
+    return torch.randint(0, VOCABULARY, (BATCH, TOKENS), generator=generator, device="cpu").to(
+        here.device
+    )
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Messages(Standing):
         if self.size == 1 or self.fake:  # on a fake backend the others' payloads equal this rank's
             return [payload] * self.size
         # Row i is of the rank i positions after this one
-        have = torch.empty((self.size, payload.numel()), dtype=torch.uint8)
+        have = torch.empty((self.size, payload.numel()), dtype=torch.uint8, device="cpu")
         have[0] = payload
         step = 1
         while step < self.size:
@@ -122,7 +122,7 @@ class Messages(Standing):
         if self.ordered:
             return out
         if self._row_of is None:  # copied to the device once
-            self._row_of = torch.tensor(self.at).to(value.device)
+            self._row_of = torch.tensor(self.at, device="cpu").to(value.device)
         return out.index_select(0, self._row_of)
 
 

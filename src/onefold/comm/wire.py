@@ -141,7 +141,7 @@ class Gloo(Wire):
         tag = group.tag(launch.move, launch.unit_index, launch.addresses)
         after: list[Callable[[], object]] = []
         if group.device.type != "cpu":  # gloo moves host memory only: stage through it
-            host = [(p, torch.empty(t.shape, dtype=t.dtype)) for p, t in recvs]
+            host = [(p, torch.empty(t.shape, dtype=t.dtype, device="cpu")) for p, t in recvs]
             after = [
                 lambda t=t, h=h: t.copy_(h)  # type: ignore[misc]
                 for (_, t), (_, h) in zip(recvs, host, strict=True)

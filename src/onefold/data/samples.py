@@ -65,15 +65,15 @@ class Samples:
     def batch(self, indices: Indices) -> Batch:
         rows = self._rows(indices)
         shape = len(rows), max(len(self.tokens[row]) for row in rows)
-        ids = torch.full(shape, self.padding, dtype=torch.int64)
-        labels = torch.full(shape, IGNORE, dtype=torch.int64)
+        ids = torch.full(shape, self.padding, dtype=torch.int64, device="cpu")
+        labels = torch.full(shape, IGNORE, dtype=torch.int64, device="cpu")
         for number, row in enumerate(rows):
             length = len(self.tokens[row])
             ids[number, :length] = torch.from_numpy(self.tokens[row])
             labels[number, :length] = torch.from_numpy(self.labels[row])
         if self.starts is None:
             return {"input_ids": ids, "labels": labels}
-        positions = torch.arange(shape[1]).repeat(shape[0], 1)
+        positions = torch.arange(shape[1], device="cpu").repeat(shape[0], 1)
         for number, row in enumerate(rows):
             begins = self.starts(row)
             labels[number, begins] = IGNORE  # no earlier token of the document predicts them

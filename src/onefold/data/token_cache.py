@@ -118,7 +118,7 @@ def tokens_of(
 
         def place(part: Part = part) -> tuple[Path, bool]:
             folder = root / _key(part, field, tokenizer)
-            return folder, (folder / "meta.json").is_file()
+            return folder, is_complete(folder)
 
         folder, there = ranks.on_first(place)
         if not there:
@@ -267,9 +267,19 @@ class _Maker:
             "whole": self._into.whole,
         }
         (self._aside / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
-        # The rename fails if a folder is there, for example one that another run has just made
+        with contextlib.suppress(OSError):  # a folder is there
+            self._aside.rename(self.folder)
+            return
+        # Another run has just made it: its ranks map it by now, so it stays. `close` removes ours
+        if is_complete(self.folder):
+            return
         shutil.rmtree(self.folder, ignore_errors=True)
         self._aside.rename(self.folder)
+
+
+def is_complete(folder: Path) -> bool:
+    """Return whether a cache folder is there and complete: its description is written last."""
+    return (folder / "meta.json").is_file()
 
 
 def remove_abandoned(folder: Path) -> None:

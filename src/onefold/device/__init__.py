@@ -22,7 +22,7 @@ from onefold.device.facts import (
     free_memory,
     memory_figures,
 )
-from onefold.device.pinned import HostBuffers, host_empty, host_pages
+from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
 from onefold.device.place import (
     available,
     backend_name,
@@ -72,6 +72,7 @@ __all__ = [
     "memory_figures",
     "new_event",
     "new_stream",
+    "owners_of",
     "rng_state",
     "seconds_between",
     "set_default",

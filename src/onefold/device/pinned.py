@@ -99,15 +99,15 @@ def host_empty(
     """
     nbytes = numel * dtype.itemsize
     if not has_streams(device):
-        return torch.empty(numel, dtype=dtype)
+        return torch.empty(numel, dtype=dtype, device="cpu")
     if nbytes >= SMALL and can_pin_in_place(device):
         return host_pages(nbytes, nbytes >= HUGE_PAGE, device, paged).view(dtype)
     if not paged or not nbytes:
-        return torch.empty(numel, dtype=dtype, pin_memory=True)
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
     # torch's allocator usually returns whole pages, but does not promise it: align within a larger
     # buffer.
     whole = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    buffer = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=True)
+    buffer = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device="cpu", pin_memory=True)
     skipped = -buffer.data_ptr() % mmap.PAGESIZE
     return buffer[skipped : skipped + nbytes].view(dtype)
 
@@ -131,11 +131,11 @@ class HostBuffers:
         no streams.
         """
         if not has_streams(self.device) or not numel:
-            return torch.empty(numel, dtype=dtype)
+            return torch.empty(numel, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         with self._lock:
             for known in self._known[nbytes]:
-                if _owners(known) == 1:
+                if owners_of(known) == 1:
                     return known[:].view(dtype)
             fresh = host_empty(nbytes, torch.uint8, self.device)
             self._known[nbytes].append(fresh)
@@ -146,8 +146,10 @@ class HostBuffers:
         self._known.clear()
 
 
-def _owners(t: torch.Tensor) -> int:
-    """Return the number of tensors that share t's memory, t included; 2 if torch has no counter."""
-    storage = t.untyped_storage()
+def owners_of(t: torch.Tensor) -> int:
+    """Return the number of tensors that share t's storage, t included. If torch has no counter of
+    them, return 2: the memory is then never reused.
+    """
+    storage = t.untyped_storage()  # this handle is an owner too
     count = getattr(torch._C, "_storage_Use_Count", None)
     return int(count(storage._cdata)) - 1 if count is not None else 2

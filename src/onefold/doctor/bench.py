@@ -88,7 +88,7 @@ class Bench:
 
     def _every(self, values: Sequence[float]) -> torch.Tensor:
         """Gather all ranks' values: [ranks, len(values)] float64 on the host. Collective."""
-        mine = torch.tensor(values, dtype=torch.float64).view(torch.uint8)
+        mine = torch.tensor(values, dtype=torch.float64, device="cpu").view(torch.uint8)
         return torch.stack(
             [
                 part.view(torch.float64)

@@ -216,7 +216,7 @@ def measure_host_link(bench: Bench) -> HostLink | None:
     if not has_streams(bench.device):
         return None
     nbytes = bench.sizes.copy_bytes[-1]
-    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    host = torch.zeros(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     device = torch.zeros(nbytes, dtype=torch.uint8, device=bench.device)
     down = bench.seconds(lambda: device.copy_(host, non_blocking=True))
     up = bench.seconds(lambda: host.copy_(device, non_blocking=True))

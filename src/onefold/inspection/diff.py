@@ -345,7 +345,7 @@ _ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
     if isinstance(a, _ARRAYS) or isinstance(b, _ARRAYS):
         try:
-            x, y = torch.as_tensor(a), torch.as_tensor(b)
+            x, y = torch.as_tensor(a, device="cpu"), torch.as_tensor(b, device="cpu")
         except (TypeError, ValueError, RuntimeError):
             return False
         if x.shape != y.shape:
@@ -362,7 +362,7 @@ def _same(a: Any, b: Any, tolerance: Tolerance) -> bool:
 def _plain(value: Any) -> Any:
     """Return a short form of a value, for output and JSON."""
     if isinstance(value, _ARRAYS):
-        tensor = torch.as_tensor(value)
+        tensor = torch.as_tensor(value, device="cpu")
         return tensor.item() if tensor.numel() == 1 else _shown(tensor)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

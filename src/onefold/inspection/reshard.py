@@ -139,7 +139,7 @@ def _blocks(record: Record, start: int, stop: int) -> Iterator[Cut]:
 def _read(
     source: FolderSource, record: Record, start: int, stop: int, advance: Advance
 ) -> torch.Tensor:
-    out = torch.empty(stop - start, dtype=DTYPES[record.dtype])
+    out = torch.empty(stop - start, dtype=DTYPES[record.dtype], device="cpu")
     source.read(record.item, start, stop, out)
     advance(out.numel() * out.element_size())
     return out

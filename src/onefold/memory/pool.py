@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from onefold.device import host_empty, host_pages
+from onefold.device import host_empty, host_pages, owners_of
 from onefold.device.pinned import HUGE_PAGE
 
 # Categories of the ledger, by the names that plans and reports use too.
@@ -169,7 +169,7 @@ class Pool:
         """
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -nbytes_of(buffer), unit)
-        if _owners(buffer) <= 1:
+        if owners_of(buffer) <= 1:
             self._free[buffer.numel(), buffer.dtype].append(buffer)
             self.ledger.add(IDLE, nbytes_of(buffer))
 
@@ -189,12 +189,3 @@ def storage_of(t: torch.Tensor) -> int:
 def nbytes_of(t: torch.Tensor) -> int:
     """Return the bytes of a tensor's elements."""
     return t.numel() * t.element_size()
-
-
-def _owners(t: torch.Tensor) -> int:
-    """Return the number of tensors that share t's storage, t included."""
-    storage = t.untyped_storage()
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    # The Python handle `storage` is an owner too. If torch has no such counter, return 2: the
-    # buffer is then never reused.
-    return count(storage._cdata) - 1 if count is not None else 2

@@ -68,7 +68,7 @@ class NvmeStorage(OffloadStorage):
 
     def build(self, device: torch.device) -> torch.Tensor:
         d = self.flat.dtypes
-        self.shown = torch.empty(self.numel, dtype=d.master)
+        self.shown = torch.empty(self.numel, dtype=d.master, device="cpu")
         self._build_rest(device)
         self.region("master", d.master)
         if self.reads_ahead and d.compute != d.master:
@@ -158,7 +158,7 @@ class NvmeStorage(OffloadStorage):
         """Read elements (or items) [start, stop) of the region `kind` into new host memory."""
         region = self.regions[kind]
         if start == stop:
-            return torch.empty(0, dtype=region.dtype)
+            return torch.empty(0, dtype=region.dtype, device="cpu")
         first = start // SECTOR * SECTOR
         out = empty(
             min(region.numel, -(-stop // SECTOR) * SECTOR) - first,

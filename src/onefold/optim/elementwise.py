@@ -144,10 +144,14 @@ def _try(
     The cuts are at multiples of 128 elements, where SIMD vectors end.
     """
     generator, numel = torch.Generator().manual_seed(0), prod(shape)
-    start, way = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+
+    def drawn() -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device)
+
+    start, way = drawn(), drawn()
     # All gradients point roughly one way, as in training. An optimizer that estimates a distance
     # (Prodigy) then finds one.
-    grads = [way + 0.3 * torch.randn(shape, generator=generator).to(device) for _ in range(_TRIED)]
+    grads = [way + 0.3 * drawn() for _ in range(_TRIED)]
     try:
         whole = _run(optimizer, start, grads, options)
     except Exception as error:
@@ -228,7 +232,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return b is not None and bool(torch.as_tensor(a == b).all())
+    same = a == b
+    return b is not None and bool(same.all() if isinstance(same, torch.Tensor) else same)
 
 
 def _arguments(optimizer: Optimizer) -> dict[str, Any]:
@@ -238,9 +243,8 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
     known = inspect.signature(type(optimizer).__init__).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
     arguments = {k: v for k, v in optimizer.defaults.items() if anything or k in known}
-    for name in ("lr",):
-        if name in arguments:
-            arguments[name] = 0.05
+    if "lr" in arguments:
+        arguments["lr"] = 0.05
     if arguments.get("capturable"):
         arguments["capturable"] = False
     return arguments

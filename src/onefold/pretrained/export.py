@@ -225,7 +225,7 @@ def _own(engine: Engine, model: nn.Module) -> Iterator[tuple[str, int, torch.Ten
     buffers. Encoded weights are decoded one flat buffer at a time. Weights on NVMe are read piece
     by piece.
     """
-    flat, decoded = None, torch.empty(0)
+    flat, decoded = None, torch.empty(0, device="cpu")
     for entry in engine.entries:
         start, stop = entry.accounted()
         if stop > start:

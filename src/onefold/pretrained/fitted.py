@@ -172,7 +172,7 @@ class Fitted(View):
         for one, two, runs in self._twice.get(item, ()):
             for begin in range(start, stop, STEP):
                 end = min(begin + STEP, stop)
-                again = torch.empty(end - begin, dtype=out.dtype)
+                again = torch.empty(end - begin, dtype=out.dtype, device="cpu")
                 self._read(runs, begin, end, again)
                 if not torch.equal(again, out[begin - start : end - start]):
                     raise CheckpointError(

@@ -67,7 +67,7 @@ class Tags:
         kept, rows = min(2, width), numel_of(shape) // max(1, width)
         self._starts.append(self._next)
         self._sources.append((name, width, rows))
-        numbers = torch.arange(self._next, self._next + rows * kept)
+        numbers = torch.arange(self._next, self._next + rows * kept, device="cpu")
         self._next += rows * kept + 2  # a gap: numbers of two tensors are never consecutive
         return numbers.view((*shape[:-1], kept) if len(shape) > 1 else shape)
 

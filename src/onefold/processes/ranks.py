@@ -59,7 +59,7 @@ class Ranks:
 
     def sum(self, *values: float, how: Any = dist.ReduceOp.SUM) -> list[float]:
         """Return each value, summed (or reduced by `how`) over all ranks. Collective."""
-        numbers = torch.tensor(values, dtype=torch.float64)
+        numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._talk(
             "the ranks' figures", lambda: dist.all_reduce(numbers, op=how, group=self.control)
         )

@@ -22,7 +22,7 @@ _DROPPED = 20  # bits of fraction that fp32 has and e4m3 has not
 @cache
 def numbers_of_bytes() -> torch.Tensor:
     """Return the number of each byte value, as fp32."""
-    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    return torch.arange(256, device="cpu").to(torch.uint8).view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)

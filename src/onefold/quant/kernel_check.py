@@ -99,8 +99,8 @@ def cases(by: Blockwise) -> Iterator[tuple[str, torch.Tensor]]:
     ):
         for name, dtype in DTYPES.items():
             info = torch.finfo(dtype)
-            floats = torch.randn(numel, generator=generator, dtype=torch.float64)
-            floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator))
+            floats = torch.randn(numel, generator=generator, dtype=torch.float64, device="cpu")
+            floats *= torch.exp2(torch.randint(-12, 6, (numel,), generator=generator, device="cpu"))
             for at, factor in (
                 (0, 4 * info.smallest_normal),
                 (200, info.max / 2),
@@ -120,15 +120,16 @@ def ties(by: Blockwise) -> torch.Tensor:
     """Return fp32 blocks with a scale of 1. They hold the midpoints between any two of the codec's
     numbers, the next floats above and below, and the numbers themselves.
     """
-    numbers = {"fp8": numbers_of_bytes().nan_to_num(), "nf4": torch.tensor(levels())}.get(
-        by.name, torch.arange(-by.top, by.top + 1)
-    )
+    numbers = {
+        "fp8": numbers_of_bytes().nan_to_num(),
+        "nf4": torch.tensor(levels(), device="cpu"),
+    }.get(by.name, torch.arange(-by.top, by.top + 1, device="cpu"))
     numbers = numbers.double().unique()
     halves = ((numbers[1:] + numbers[:-1]) / 2).float()
-    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    up, down = torch.tensor(torch.inf, device="cpu"), torch.tensor(-torch.inf, device="cpu")
     near = torch.cat([halves, halves.nextafter(up), halves.nextafter(down), numbers.float()])
     rows = torch.nn.functional.pad(near, (0, -near.numel() % (by.block - 1))).view(-1, by.block - 1)
-    return torch.cat([torch.full((rows.shape[0], 1), by.top), rows], dim=1).flatten()
+    return torch.cat([torch.full((rows.shape[0], 1), by.top, device="cpu"), rows], dim=1).flatten()
 
 
 def _codec_differs(
@@ -217,18 +218,18 @@ def parts_of(ranks: int, n: int, dtype: torch.dtype, generator: torch.Generator)
     infinity and NaN.
     """
     info = torch.finfo(dtype)
-    found = torch.randn(ranks, n, generator=generator, dtype=torch.float64)
-    found *= torch.exp2(torch.randint(-10, 11, (ranks, n), generator=generator))
-    kinds = torch.randint(0, 12, (n,), generator=generator)
+    found = torch.randn(ranks, n, generator=generator, dtype=torch.float64, device="cpu")
+    found *= torch.exp2(torch.randint(-10, 11, (ranks, n), generator=generator, device="cpu"))
+    kinds = torch.randint(0, 12, (n,), generator=generator, device="cpu")
     for kind, factor in ((0, -0.0), (1, info.max / 2), (2, info.smallest_normal / 8)):
         found = torch.where(
             kinds == kind, found.abs() * factor if kind == 0 else found * factor, found
         )
     found = found.clamp(info.min, info.max).to(dtype)
     found[0, kinds == 3] = -found[-1, kinds == 3]
-    found[ranks // 2, kinds == 4] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)[
-        torch.arange(int((kinds == 4).sum())) % 3
-    ]
+    found[ranks // 2, kinds == 4] = torch.tensor(
+        [torch.nan, torch.inf, -torch.inf], dtype=dtype, device="cpu"
+    )[torch.arange(int((kinds == 4).sum()), device="cpu") % 3]
     raw = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     # The NaN of CUDA: all bits set except the sign
     found.view(raw)[-1, kinds == 5] = torch.iinfo(raw).max

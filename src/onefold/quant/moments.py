@@ -176,7 +176,7 @@ def _torchao_step(optimizer: Any) -> None:
         for p in group["params"]:
             state = optimizer.state[p]
             if not state:
-                state["step"] = torch.tensor(0.0)
+                state["step"] = torch.tensor(0.0, device="cpu")
                 state |= {key: torch.zeros_like(p) for key in moments_of(group)}
             state["step"] += 1
             single_param_adam(
@@ -311,7 +311,9 @@ def _put_back(
     how: MomentPolicy, piece: Piece, stand_in: nn.Parameter, state: dict[str, Any]
 ) -> dict[str, Any]:
     """Store masters and moments of `stand_in` in `piece`. Return the rest of its state."""
-    step = torch.as_tensor(state["step"])
+    step = state["step"]
+    if not isinstance(step, torch.Tensor):
+        step = torch.tensor(step, device="cpu")
     for key in SIGNED:
         if key in state:
             pack(how, piece, key, state[key], step)
@@ -454,14 +456,8 @@ def adopted(
     )
     for key in moments_of(group):
         if any(name in there for format in FORMATS.values() for name in format.keys(key)):
-            pack(
-                replace(how, seed=None),
-                piece,
-                key,
-                unpacked(how, there, key, n),
-                torch.zeros(()),
-                again=True,
-            )
+            value, step = unpacked(how, there, key, n), torch.zeros((), device="cpu")
+            pack(replace(how, seed=None), piece, key, value, step, again=True)
     return parts
 
 

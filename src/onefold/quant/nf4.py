@@ -31,8 +31,8 @@ def _cells(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     For each cell: the level at its lower end (int32), and the border inside it (fp32; infinity if
     there is none).
     """
-    between = torch.tensor(borders(), dtype=torch.float32)
-    ends = torch.arange(CELLS + 1) * (2.0 / CELLS) - 1.0
+    between = torch.tensor(borders(), dtype=torch.float32, device="cpu")
+    ends = torch.arange(CELLS + 1, device="cpu") * (2.0 / CELLS) - 1.0
     lower = torch.bucketize(ends, between, out_int32=True)
     inside = torch.bucketize(ends + 2.0 / CELLS, between) > lower
     border = torch.where(inside, between[lower.long().clamp(max=14)], torch.inf)

@@ -27,7 +27,7 @@ def levels() -> tuple[float, ...]:
     above = [normal.inv_cdf(0.5 + (end - 0.5) * i / 8) for i in range(1, 9)]
     below = [-normal.inv_cdf(0.5 + (end - 0.5) * i / 7) for i in range(1, 8)]
     found = torch.tensor(
-        [x / above[-1] for x in sorted([*below, 0.0, *above])], dtype=torch.float64
+        [x / above[-1] for x in sorted([*below, 0.0, *above])], dtype=torch.float64, device="cpu"
     )
     return tuple(found.float().tolist())
 
@@ -35,7 +35,7 @@ def levels() -> tuple[float, ...]:
 @cache
 def borders() -> tuple[float, ...]:
     """Return the 15 borders between levels, in fp32: midpoints of neighbours, rounded once."""
-    level = torch.tensor(levels(), dtype=torch.float32)
+    level = torch.tensor(levels(), dtype=torch.float32, device="cpu")
     return tuple(((level[1:] + level[:-1]) / 2).tolist())
 
 
@@ -44,7 +44,7 @@ def pairs(device: torch.device) -> torch.Tensor:
     """Return the two numbers of each byte value, low bits first, as the bits of one float64. One
     look-up gives both.
     """
-    level = torch.tensor(levels(), dtype=torch.float32)
+    level = torch.tensor(levels(), dtype=torch.float32, device="cpu")
     return (
         torch.stack([level.repeat(16), level.repeat_interleave(16)], dim=1)
         .view(torch.float64)

@@ -29,8 +29,8 @@ import enum
 ALL, GROUP = "all", "group"
 #: Values of `Recipe.group` besides a number of ranks.
 NODE, FLAT = "node", "flat"
-#: Who adds gradients up, see `Recipe.reduce`.
-ORDERED, NATIVE = "ordered", "native"
+#: A value of `Recipe.reduce`: the backend adds gradients up.
+NATIVE = "native"
 
 
 class Placement(enum.Enum):

@@ -168,12 +168,10 @@ class Forward:
         self.resources.memory.look()
         self.resources.transfers.host.look()
         check_in_place(self.units)
-        if (
-            self.structure.look(everywhere=self.progress.step < 2)
-            and (root := self.units[0].module()) is not None
-        ):
+        early = self.progress.step < 2  # most changes of a model and wrappers come by now
+        if self.structure.look(everywhere=early) and (root := self.units[0].module()) is not None:
             self.buffers.find(root)
-        if self.progress.step < 2:
+        if early:
             check_not_wrapped(self.units[0].module())
         # Before `follow_trainable`: it must see what was trainable when the optimizer stepped
         self.copies.look_for_writes()

@@ -20,14 +20,6 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
-    from onefold.runtime.unit import Unit
-
-
-def gathered_bytes(unit: Unit) -> int:
-    """Return the bytes of the unit's gathered buffers on a rank."""
-    return sum(
-        flat.layout.numel * flat.dtypes.compute.itemsize for flat in unit.flats if not flat.resident
-    )
 
 
 def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
@@ -36,7 +28,7 @@ def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
     """
     chosen, left = [], limit
     for index in engine.gather.forward_order:
-        nbytes = gathered_bytes(engine.units[index])
+        nbytes = engine.units[index].gathered_bytes
         if left is None or nbytes <= left:
             chosen.append(index)
             left = None if left is None else left - nbytes

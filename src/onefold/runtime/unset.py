@@ -126,7 +126,7 @@ class Unset:
         if self._group.size == 1 or self._group.fake:
             self._keep(mine)
             return
-        payload = torch.tensor(mine, dtype=torch.uint8)
+        payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         said = self._group.exchange_control(
             payload, CollectiveContext("control", "(unset)", self._progress.step, "state")
         )
@@ -207,7 +207,7 @@ def _some(names: list[str]) -> str:
     )
 
 
-_NONE = torch.empty(0)  # stands for a buffer that is gone: nobody can use it
+_NONE = torch.empty(0, device="cpu")  # stands for a buffer that is gone: nobody can use it
 
 
 def _entry_is_unset(entry: Entry) -> bool:
@@ -233,7 +233,7 @@ def without_value(group: Group, unit: Unit, coming: Collection[str]) -> set[str]
         for entry in unit.entries
     ]
     if mine and group.size > 1 and not group.fake:
-        payload = torch.tensor(mine, dtype=torch.uint8)
+        payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         mine = group.exchange_control(payload, CollectiveContext("control", "(unset)", 0, "state"))[
             0
         ].tolist()

@@ -57,10 +57,11 @@ class _Block(nn.Module):
         own = [getattr(self, name) for name in self.names]
         if own and self.inner:
             x = _Read.apply(x, own[0])
+        row = torch.zeros(1, dtype=torch.long, device="cpu")  # any row of an embedding would do
         for path in self.inner:
             module = self.get_submodule(path)
-            looks_up = type(module) is nn.Embedding  # it looks up row 0; any row would do
-            x = x + module(torch.zeros(1, dtype=torch.long)).sum() if looks_up else module(x)
+            looks_up = type(module) is nn.Embedding
+            x = x + module(row).sum() if looks_up else module(x)
         return _Read.apply(x, *own) if own else x
 
 

@@ -111,14 +111,13 @@ def _grouped_mm(
     dtype = out_dtype or a.dtype
     last = -(-b.shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
     if a.dim() == b.dim() == 2:
-        return torch.empty_strided(
-            (offs.shape[0], a.shape[0], b.shape[1]), (a.shape[0] * last, last, 1), dtype=dtype
-        )
-    if a.dim() == b.dim() == 3:
-        return torch.empty_strided(
-            (a.shape[0], a.shape[1], b.shape[2]), (a.shape[1] * last, last, 1), dtype=dtype
-        )
-    return torch.empty_strided((a.shape[-2], b.shape[-1]), (last, 1), dtype=dtype)
+        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
+    elif a.dim() == b.dim() == 3:
+        shape = (a.shape[0], a.shape[1], b.shape[2])
+    else:
+        shape = (a.shape[-2], b.shape[-1])
+    stride = (shape[1] * last, last, 1) if len(shape) == 3 else (last, 1)
+    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
 
 
 #: {operation: function to run instead of torch's rule for fake tensors}

@@ -127,7 +127,7 @@ class Integers:
             count = int(
                 torch.broadcast_to(mask, torch.broadcast_shapes(mask.shape, args[0].shape)).sum()
             )
-            return torch.empty(count, dtype=args[0].dtype)
+            return torch.empty(count, dtype=args[0].dtype, device="cpu")
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -151,7 +151,7 @@ class Integers:
         )
 
     def _fake_like(self, real: torch.Tensor) -> torch.Tensor:
-        fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype)
+        fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="cpu")
         self.learn(fake, real)
         return fake
 
@@ -179,7 +179,7 @@ class Integers:
         if picked.numel() > LARGEST:
             return
         with unset_fake_temporarily():
-            rows = torch.arange(picked.numel()) % scores.shape[-1]
+            rows = torch.arange(picked.numel(), device="cpu") % scores.shape[-1]
             self.learn(picked, rows.reshape(picked.shape))
         self.notes["routing by computed scores was taken as balanced"] = None
 
@@ -252,7 +252,7 @@ def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = Non
 
 def _empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
-    return torch.empty_strided(t.size(), t.stride(), dtype=kind)
+    return torch.empty_strided(t.size(), t.stride(), dtype=kind, device="cpu")
 
 
 @contextmanager
@@ -303,7 +303,11 @@ def _contents(t: torch.Tensor) -> torch.Tensor:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily(), torch.no_grad():
-        return torch.zeros(t.size(), dtype=t.dtype) if t.is_meta else t.detach().cpu().clone()
+        return (
+            torch.zeros(t.size(), dtype=t.dtype, device="cpu")
+            if t.is_meta
+            else t.detach().cpu().clone()
+        )
 
 
 def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:

@@ -120,7 +120,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
     job = asked.job
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
-        ids = torch.zeros((samples, job.seq), dtype=torch.long)
+        ids = torch.zeros((samples, job.seq), dtype=torch.long, device="cpu")
         return {"input_ids": ids, "labels": ids.clone()}
 
     found = plan_here(

@@ -1,7 +1,7 @@
 """Checks of a configuration that need no torch. They take about a second, while loading a model
 takes minutes. They change nothing.
 
-    check_early      model, tokenizer, NVMe folders, --resume and data exist and can be read
+    check_early      tokenizer, NVMe folders, --resume, data and model exist and can be read
     check_batch      the global batch can be cut on these ranks
     refuse_groups    groups divide the ranks
 """
@@ -53,11 +53,8 @@ def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) ->
 
 def check_early(config: TrainConfig) -> None:
     """Raise TrainError unless everything that the options name exists and can be read."""
-    if kind_of(config.model) == "hub":
-        check_hub(config.model)
     check_tokenizer(config.tokenizer)
     check_optimizer(config)
-    check_lora(config)
     refuse_folders(config)
     if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
         raise TrainError(
@@ -65,6 +62,11 @@ def check_early(config: TrainConfig) -> None:
             " such as OUTPUT/checkpoints/step-00000100."
         )
     check_data(config.data, config.seq, config.text_field)
+    # The model comes last: where the user has named none, the default's package may be missing,
+    # and what the user has named wrong is told first
+    if kind_of(config.model) == "hub":
+        check_hub(config.model)
+    check_lora(config)
 
 
 def check_lora(config: TrainConfig) -> None:

@@ -60,7 +60,7 @@ def measure_gradients(run: Run) -> torch.Tensor:
     it is never known. Collective.
     """
     if run.recipe.step_in_backward:
-        return torch.tensor(math.nan)
+        return torch.tensor(math.nan, device="cpu")
     if run.scaler is not None:
         run.scaler.unscale_(run.optimizer)
     return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)

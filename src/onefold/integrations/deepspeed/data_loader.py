@@ -21,8 +21,10 @@ def data_loader(
     shuffle: bool = True,
     sampler: Any = None,
     workers: int = 0,
+    pin_memory: bool = True,
 ) -> Any:
-    """Make a loader of micro-batches of this rank's share of the data.
+    """Make a loader of micro-batches of this rank's share of the data. With `pin_memory` its
+    batches are in pinned memory if there is an accelerator.
 
     `loader.sampler.set_epoch` changes the order.
     """
@@ -39,7 +41,7 @@ def data_loader(
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=workers,
-        pin_memory=available(),
+        pin_memory=pin_memory and available(),
     )
 
 
@@ -82,7 +84,7 @@ class MicroBatches(EngineFacts):
             batch_size: None takes the micro-batch size.
             collate_fn: None takes the one that `initialize` was given.
             num_local_io_workers: number of processes that read; None reads in this process.
-            pin_memory: accepted without effect; memory is pinned if there is an accelerator.
+            pin_memory: whether batches are in pinned memory, if there is an accelerator.
         """
         return data_loader(
             dataset,
@@ -94,4 +96,5 @@ class MicroBatches(EngineFacts):
             shuffle=route == "train",
             sampler=data_sampler,
             workers=num_local_io_workers or 0,
+            pin_memory=pin_memory,
         )

@@ -218,7 +218,7 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         finite = math.isfinite(norm)
         if finite:
             scale_gradients(self.module, min(1.0, limit / (norm + 1e-6)) / scale)
-        self._norm = torch.tensor(norm)
+        self._norm = torch.tensor(norm, device="cpu")
         self.loss_scaler.update(not finite)
         if not finite and self.global_rank == 0:
             logger.info(

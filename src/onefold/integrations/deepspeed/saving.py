@@ -89,7 +89,7 @@ def save_whole(
     error: str | None = None
     if rank == 0:
         try:
-            _write(whole, path)
+            write_tensors(whole, path, safe=path.suffix == ".safetensors")
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
     if world_size > 1:
@@ -127,12 +127,16 @@ def whole_in(
     return out
 
 
-def _write(state: dict[str, Tensor], path: Path) -> None:
-    """Write to a temporary name and rename it, so that the file is complete or absent."""
+def write_tensors(state: dict[str, Tensor], path: Path, safe: bool) -> None:
+    """Write to a temporary name and rename it, so that the file is complete or absent.
+
+    Args:
+        safe: write safetensors, instead of a pickle for `torch.load`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        if path.suffix == ".safetensors":
+        if safe:
             from safetensors.torch import save_file
 
             # safetensors refuses tensors that share memory: tied weights are written twice

@@ -91,4 +91,4 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
         for gradients in by_device(here):
             torch._foreach_mul_(gradients, factor)
         for storage in on_disk:
-            storage.scale_gradients(torch.tensor(factor))
+            storage.scale_gradients(torch.tensor(factor, device="cpu"))

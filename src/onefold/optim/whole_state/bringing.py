@@ -173,7 +173,7 @@ class _PartReader:
                 return _part(self.optimizer, entry, key, x, y).to(dtype)
             except Exception as error:
                 self.error = self.error or f"{type(error).__name__}: {error}"
-                return torch.zeros(y - x, dtype=dtype)
+                return torch.zeros(y - x, dtype=dtype, device="cpu")
 
         return read
 
@@ -188,7 +188,7 @@ def _part(optimizer: Optimizer, entry: Entry, key: str, x: int, y: int) -> torch
             held = entry.flat.storage.elements(entry, name, value, x, y)
             parts[name] = held.read() if isinstance(held, OnDisk) else held
     if not parts:  # this tile was never stepped, but other tiles of the parameter were
-        return torch.zeros(y - x)
+        return torch.zeros(y - x, device="cpu")
     if key in parts:
         return parts[key]
     how = moment_policy(optimizer, entry)

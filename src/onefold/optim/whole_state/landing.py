@@ -337,7 +337,8 @@ def _landing(optimizer: Optimizer, entry: Entry, key: str, dtype: torch.dtype) -
                 for name, kind in dtypes.items()
             }
             piece = moments.Piece(entry, entry.part.first + x, values, values, new, {}, False)
-            moments.pack(replace(how, seed=None), piece, key, values, torch.zeros(()), again=True)
+            step = torch.zeros((), device="cpu")
+            moments.pack(replace(how, seed=None), piece, key, values, step, again=True)
         for name, value in new.items():
             into = storage.elements(entry, name, parts[name], x, y)
             into.write(0, value) if isinstance(into, OnDisk) else into.copy_(value)

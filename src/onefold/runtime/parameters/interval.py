@@ -127,13 +127,7 @@ class IntervalSpec:
 
         `local` has this rank's elements. `what` names the operation, for messages.
         """
-        engine, group = self.owners.meet(f"{self.name!r}")
-        context = CollectiveContext(
-            "state",
-            f"{what} of {self.name!r}, which every rank must call",
-            engine.progress.step,
-            engine.progress.phase,
-        )
+        engine, group, context = self._begin("state", what)
         full = torch.empty(self.numel, dtype=local.dtype, device=engine.device)
         raw, parts = full.view(torch.uint8), [self._at(p) for p in range(group.size)]
         width = local.element_size()
@@ -151,14 +145,15 @@ class IntervalSpec:
         """Return the `values`, [k], of every rank of the group as [ranks, k], in rank order, on the
         engine's device.
         """
-        engine, group = self.owners.meet(f"{self.name!r}")
-        context = CollectiveContext(
-            "control",
-            f"{what} of {self.name!r}, which every rank must call",
-            engine.progress.step,
-            engine.progress.phase,
-        )
+        engine, group, context = self._begin("control", what)
         return group.gather_values(values.to(engine.device), context)
+
+    def _begin(self, move: str, what: str) -> tuple[OwningEngine, Group, CollectiveContext]:
+        """Return the engine, the group, and what the ledger and messages say of a collective."""
+        engine, group = self.owners.meet(f"{self.name!r}")
+        subject = f"{what} of {self.name!r}, which every rank must call"
+        progress = engine.progress
+        return engine, group, CollectiveContext(move, subject, progress.step, progress.phase)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:

@@ -511,14 +511,16 @@ def _substitute(
         if isinstance(value, ShardedParameter):
             info = value.__dict__.get("onefold")
             entry = info._entry() if info is not None else None
-            if entry is None or not wanted(entry.engine()):
+            engine = entry.engine() if entry is not None else None
+            # A parameter of a freed model stays: `compute` raises where its elements are needed
+            if entry is None or engine is None or not wanted(engine):
                 return value
             if (name := name_of(func)) == "data":
                 entry.flat.written_in_forward = True  # it may be: see `Whole` in runtime/entry.py
             return (
                 entry.compute
                 if is_about_itself(func) and name not in ("data", "detach")
-                else entry.engine().use(entry)
+                else engine.use(entry)
             )
         if isinstance(value, (list, tuple)):
             return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value

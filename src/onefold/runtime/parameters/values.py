@@ -55,7 +55,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     return dress(grad.detach(), spec)
 
 
-_nothing = torch.empty(0)
+_nothing = torch.empty(0, device="cpu")
 
 
 def dropped_grad(param: Any) -> torch.Tensor | None:

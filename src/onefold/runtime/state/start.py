@@ -76,7 +76,7 @@ def rank_0_needs_values(engine: Engine, module: nn.Module) -> bool:
     rank gets the same answer. Collective.
     """
     mine = has_meta(module)
-    payload = torch.tensor([mine], dtype=torch.uint8)
+    payload = torch.tensor([mine], dtype=torch.uint8, device="cpu")
     return bool(engine.group.exchange_control(payload, _START)[0].item())
 
 

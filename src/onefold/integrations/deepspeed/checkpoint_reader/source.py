@@ -175,7 +175,7 @@ class DeepSpeedSource(Source):
             return {}
         return {
             key: (
-                torch.tensor(float(value))
+                torch.tensor(float(value), device="cpu")
                 if key == "step"
                 else value.clone()
                 if isinstance(value, torch.Tensor)

@@ -19,9 +19,7 @@ from typing import Any, Literal
 from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.keys import (
     AIO_ALIASES,
-    OFFLOAD,
-    SECTIONS,
-    TOP,
+    PLACES,
     TOP_ALIASES,
     ZERO_ALIASES,
     Section,
@@ -35,11 +33,6 @@ _ALIASES: Mapping[str, Mapping[str, str]] = {
     "": TOP_ALIASES,
     "zero_optimization": ZERO_ALIASES,
     "aio": AIO_ALIASES,
-}
-_PLACES: Mapping[str, Section] = {
-    "": TOP,
-    **SECTIONS,
-    **{f"zero_optimization.{name}": keys for name, keys in OFFLOAD.items()},
 }
 _DECIDES = "decides {} of Recipe.zero"
 
@@ -103,11 +96,11 @@ def _reason(path: str, reasons: Mapping[str, str]) -> str | None:
 
 
 def _rows(prefix: str, section: Mapping[str, Any]) -> Iterator[KeyOutcome]:
-    known, aliases = _PLACES[prefix], _ALIASES.get(prefix, {})
+    known, aliases = PLACES[prefix], _ALIASES.get(prefix, {})
     for given, value in section.items():
         name = aliases.get(given, given)
         path = f"{prefix}.{name}" if prefix else name
-        if path in _PLACES and isinstance(value, Mapping):
+        if path in PLACES and isinstance(value, Mapping):
             yield from _rows(path, value)
         elif path in ("optimizer.params", "scheduler.params") and isinstance(value, Mapping):
             for option, chosen in value.items():

@@ -340,3 +340,10 @@ SECTIONS: Mapping[str, Section] = {
     "scheduler": SCHEDULER,
     "aio": AIO,
 }
+
+#: Every section by its path; "" is the top level.
+PLACES: Mapping[str, Section] = {
+    "": TOP,
+    **SECTIONS,
+    **{f"zero_optimization.{name}": keys for name, keys in OFFLOAD.items()},
+}

@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from onefold.integrations.deepspeed.config.keys import OFFLOAD, SECTIONS, TOP, Section
+from onefold.integrations.deepspeed.config.keys import PLACES, Section
 from onefold.integrations.deepspeed.config.values import AUTO, asks, check_value, is_unset, nearest
 
-#: The sections in which a misplaced key is looked up, and keys that too many sections have.
-_PLACES: Mapping[str, Section] = {
-    "": TOP,
-    **SECTIONS,
-    **{f"zero_optimization.{name}": keys for name, keys in OFFLOAD.items()},
-}
+#: Keys that too many sections have to say where a misplaced one belongs.
 _ANYWHERE = ("type", "params", "enabled", "device")
 
 
@@ -75,7 +70,7 @@ class Reading:
     def _unknown(self, prefix: str, name: str, known: Section, aliases: Mapping[str, str]) -> None:
         path = f"{prefix}.{name}" if prefix else name
         if not name.startswith(("_", "#", "/")) and name.lower() not in ("comment", "comments"):
-            for other, keys in _PLACES.items():
+            for other, keys in PLACES.items():
                 if other != prefix and name in keys and name not in _ANYWHERE:
                     where = f'inside "{other}"' if other else "at the top level"
                     raise ValueError(f"{path}: this key belongs {where}; move it there.")

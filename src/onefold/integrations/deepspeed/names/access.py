@@ -53,7 +53,9 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     with disable_torch_function():
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
-        known = spec.exchange(torch.tensor([float(held is not None)]), "optimizer states")
+        known = spec.exchange(
+            torch.tensor([float(held is not None)], device="cpu"), "optimizer states"
+        )
         if not bool((known > 0).any()):
             return None
         local = torch.empty(0, device=param.device) if held is None else held.detach().float()

@@ -29,6 +29,7 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.integrations.deepspeed.saving import write_tensors
 from onefold.recipe.options import bytes_of
 
 _LATEST = "latest"
@@ -115,7 +116,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         for number, shard in enumerate(shards, 1):
             counted = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
             file = target.name if single else f"{stem}{counted}{suffix}"
-            _write({n: v for t in shard for n, v in t.named(source)}, folder / file, safe)
+            state = {n: v for t in shard for n, v in t.named(source)}
+            write_tensors(state, folder / file, safe)
             where |= {name: file for tensor in shard for name in tensor.names}
     if len(shards) > 1:
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
@@ -195,7 +197,7 @@ class _Tensor:
         return math.prod(self.shape) * 4
 
     def read(self, source: Source) -> torch.Tensor:
-        whole = torch.empty(math.prod(self.shape), dtype=torch.float32)
+        whole = torch.empty(math.prod(self.shape), dtype=torch.float32, device="cpu")
         source.read(self.item, 0, whole.numel(), whole)
         return whole.view(self.shape)
 
@@ -262,19 +264,3 @@ def _pickled(value: Any) -> io.BytesIO:
     torch.save(value, file)
     file.seek(0)
     return file
-
-
-def _write(state: dict[str, torch.Tensor], path: Path, safe: bool) -> None:
-    """Write to a temporary name and rename it, so that the file is complete or absent."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        if safe:
-            from safetensors.torch import save_file
-
-            # safetensors refuses tensors that share memory: tied weights are written twice
-            save_file({name: value.clone() for name, value in state.items()}, aside)
-        else:
-            torch.save(state, aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

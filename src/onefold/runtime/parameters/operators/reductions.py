@@ -142,7 +142,9 @@ def _equal(spec: IntervalSpec, x: torch.Tensor, other: torch.Tensor) -> bool | N
         return None
     if spec.shape != theirs.shape:
         return False
-    every = spec.exchange(torch.tensor([torch.equal(x, other)], dtype=torch.uint8), "equal")
+    every = spec.exchange(
+        torch.tensor([torch.equal(x, other)], dtype=torch.uint8, device="cpu"), "equal"
+    )
     return bool(every.all())
 
 
