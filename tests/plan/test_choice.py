@@ -16,7 +16,6 @@ from random_plans import GIB, activity, gpus
 from examples import examples
 from onefold.plan import choose
 from onefold.plan.activity import Activity, assumed_dims, blocks_of
-from onefold.plan.architectures import architecture
 from onefold.plan.choose import (
     Question,
     deeper,
@@ -31,7 +30,7 @@ from onefold.plan.evaluate import Candidate, usable_bytes
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
-from onefold.plan.shapes import ModelShape
+from onefold.plan.shapes import ModelShape, architecture
 
 
 def question(shape: ModelShape, ranks: int, capacity: float, job: Job) -> Question:
