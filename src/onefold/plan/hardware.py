@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.doctor.calibration import Calibration
+from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 #: What a GPU has if its entry leaves a key out.
@@ -226,15 +227,12 @@ def _number(value: Any, where: str) -> float:
     return float(value)
 
 
-def _check_keys(values: Any, known: Iterable[str], where: str) -> Mapping[str, Any]:
+def _check_keys(values: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}: expected a table, such as [{where}].")
-    known = sorted(known)
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
-            raise ValueError(f"{where} has no key {key!r}. {hint}")
+            raise ValueError(f"{where} has no key {key!r}. {did_you_mean(key, known)}")
     return values
 
 
