@@ -13,8 +13,8 @@ from benchmarks.plan_matrix.settings import Cell, batch, build
 from onefold.plan.activity import Activity
 from onefold.plan.api import machine_here
 from onefold.plan.choose import Question
-from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job, Scheme
+from onefold.plan.modules import model_shape
 from onefold.plan.schema import Account
 from onefold.tracing.trace import trace
 

@@ -13,11 +13,11 @@ from functools import cache
 
 from benchmarks.validation.formulas import compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS
-from onefold.plan.architectures import architecture
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
 from onefold.plan.planner import plan
+from onefold.plan.shapes import architecture
 
 ADAM, ACCUMULATING, INFINITY = (states.CONVENTIONS[name] for name in ("16", "18", "20"))
 GB, TERA = 1e9, 1e12

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from benchmarks.validation.formulas import activations, estimators, states
 from benchmarks.validation.tables import Line, Table, read
-from onefold.plan.architectures import architecture
-from onefold.plan.shapes import Transformer
+from onefold.plan.shapes import Transformer, architecture
 
 GB, GIB, TIB, BILLION = 1e9, 2**30, 2**40, 1e9
 CONVENTIONS = states.CONVENTIONS

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from benchmarks.validation.formulas import compute, traffic
 from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import Line, Table, read
-from onefold.plan.architectures import ARCHITECTURES, architecture
 from onefold.plan.hardware import machine
+from onefold.plan.shapes import ARCHITECTURES, architecture
 from onefold.plan.times import Work, step_times
 
 #: Layers and width of the sizes that the reports name only by size.

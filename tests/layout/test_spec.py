@@ -152,7 +152,7 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None
 def of_engine_and_plan(options: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The specs that a real engine was made of, those of the plan, and what was allocated."""
     import onefold
-    from onefold.plan.from_module import model_shape
+    from onefold.plan.modules import model_shape
     from onefold.plan.states import units_of
 
     out = []

@@ -12,9 +12,8 @@ import pytest
 import torch
 from benchmarks.validation.formulas import compute
 
-from onefold.plan import architectures
-from onefold.plan.architectures import ARCHITECTURES, architecture, model_of
-from onefold.plan.shapes import Transformer
+from onefold.plan import shapes
+from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture, model_of
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -53,14 +52,14 @@ def test_a_token_passes_two_of_eight_experts() -> None:
     [("GPT2-XL", "gpt2-xl"), ("meta-llama/Llama-2-7b-hf", "llama-2-7b"), ("gpt3", "gpt3-175b")],
 )
 def test_other_spellings_are_understood(given: str, meant: str) -> None:
-    assert architectures.known(given)
+    assert shapes.known(given)
     assert architecture(given).name == meant
 
 
 def test_an_unknown_name_gets_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"'lama-3-8b'.*'llama-3-8b'"):
         architecture("lama-3-8b")
-    assert not architectures.known("lama-3-8b")
+    assert not shapes.known("lama-3-8b")
     with pytest.raises(ValueError, match=r"family 't5'.*llama"):
         model_of("x", "t5", ARCHITECTURES["gpt2"].dims)
 
@@ -116,7 +115,7 @@ def test_the_parameters_are_those_of_the_real_module_unit_by_unit(name: str) -> 
 
     from onefold.runtime.units import find_units
 
-    row = architectures.find(name)
+    row = shapes.find(name)
     if row.family == "mixtral" and int(transformers.__version__.split(".")[0]) < 5:
         pytest.skip("transformers 4 keeps each expert in matrices of its own; the table follows 5")
     with warnings.catch_warnings(), torch.device("meta"):

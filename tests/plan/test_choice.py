@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from random_plans import GIB, activity, gpus
 
 from examples import examples
-from onefold.plan import choose
 from onefold.plan.activity import Activity, assumed_dims, blocks_of
-from onefold.plan.architectures import architecture
 from onefold.plan.choose import (
     Question,
     deeper,
@@ -31,7 +29,7 @@ from onefold.plan.evaluate import Candidate, usable_bytes
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
-from onefold.plan.shapes import ModelShape
+from onefold.plan.shapes import ModelShape, architecture
 
 
 def question(shape: ModelShape, ranks: int, capacity: float, job: Job) -> Question:
@@ -185,8 +183,10 @@ def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, capacity
     each = blocks_of(asked.model)[0].numel
     blocks = (numel - (asked.model.numel - each * len(blocks_of(asked.model)))) // each
     assert deeper(asked.model, blocks).numel == numel
-    assert choose._at(asked, Scheme(stage), build, blocks).fits
-    assert not choose._at(asked, Scheme(stage), build, blocks + 1).fits
+    for count, fits in ((blocks, True), (blocks + 1, False)):
+        model = deeper(asked.model, count)
+        there = replace(asked, model=model, activities=build(model))
+        assert there.answer(Scheme(stage)).fits == fits
 
 
 def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:

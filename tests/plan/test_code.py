@@ -14,13 +14,12 @@ from benchmarks.peers.model import GPT, Shape
 from torch import nn
 
 from onefold.plan.activity import Activity
-from onefold.plan.architectures import model_of
-from onefold.plan.formulas import CODES, check_code
+from onefold.plan.formulas import CODES, MicroBatchBytes
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
-from onefold.plan.model_code import build, class_for
+from onefold.plan.modules import build, class_for
 from onefold.plan.planner import plan
-from onefold.plan.shapes import Transformer
+from onefold.plan.shapes import Transformer, model_of
 from onefold.simulation.stand_in import _config
 from onefold.tracing.trace import trace
 
@@ -106,8 +105,6 @@ def test_a_block_keeps_what_its_terms_say_to_the_byte(code: str) -> None:
     """A block in the middle of the trace, less the constants of a whole step (a generator's state,
     an expert's offsets).
     """
-    from onefold.plan.formulas import block_bytes, kept_beyond
-
     dims = DIMS[code]
     for precision, element in (("bf16", 2), ("fp32", 4)):
         ids = torch.zeros(2, LENGTH, dtype=torch.long, device="meta")
@@ -115,9 +112,7 @@ def test_a_block_keeps_what_its_terms_say_to_the_byte(code: str) -> None:
             module(code), {"input_ids": ids, "labels": ids}, precision=precision, device="cuda"
         )  # type: ignore[arg-type]
         traced = next(u.saved for u in said.units if u.name.endswith(".1"))
-        formula = block_bytes(dims, 2, LENGTH, element_bytes=element) + 2 * LENGTH * kept_beyond(
-            code, dims, LENGTH, element
-        )
+        formula = MicroBatchBytes(dims, 2, LENGTH, element, code).whole
         assert 0 <= traced - formula <= 64, (
             f"{precision}: traced {traced:,}, by its terms {formula:,}"
         )
@@ -158,4 +153,4 @@ def test_a_plan_says_how_its_activations_were_counted() -> None:
             "as fused kernels keep them" in note and "GPT-2 1.8 times" in note for note in notes
         ), notes
     with pytest.raises(ValueError, match="code='falcon'"):
-        check_code("falcon")
+        MicroBatchBytes(DIMS["gpt2"], 1, LENGTH, 2, "falcon")

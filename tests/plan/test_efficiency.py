@@ -15,7 +15,7 @@ from examples import examples
 from onefold.doctor.calibration import CalibrationError
 from onefold.doctor.kernels import Kernels
 from onefold.doctor.measured import AtRanks, middle
-from onefold.plan.efficiency import COPIED, PARTS, Shares, shares, shares_of, work_of
+from onefold.plan.efficiency import COPIED, PARTS, shares, shares_of, work_of
 from onefold.plan.hardware import calibrated
 from onefold.plan.times import step_times
 from onefold.plan.traffic import Software
@@ -30,14 +30,14 @@ def test_steps_say_which_shares_they_reached(step: float, move: float, copies: f
     """Within what a deviation of 5 % in a measured step leaves open."""
     found = with_steps(without_steps(2), step, move, copies)
     said = shares(found.at[0].steps, calibrated(found, 2))
-    assert said.step == pytest.approx(step, rel=0.1)
+    assert said.step_share == pytest.approx(step, rel=0.1)
     assert said.handed_s == pytest.approx(2 * COPY * copies, rel=0.4)
 
 
 def test_moves_that_are_slower_in_a_step_are_noticed() -> None:
     found = with_steps(without_steps(2), move_share=0.25)
     said = shares(found.at[0].steps, calibrated(found, 2))
-    assert said.move < 0.5 < 0.9 < said.step
+    assert said.move_share < 0.5 < 0.9 < said.step_share
 
 
 @examples(20)
@@ -59,7 +59,7 @@ def test_a_step_that_is_the_sum_of_its_parts_has_shares_of_one() -> None:
     found = calibration(1, 2, 4)
     for ranks in (1, 2, 3, 4):
         said = shares_of(found, ranks=ranks)
-        assert (said.step, said.move) == pytest.approx((1.0, 1.0), rel=1e-3)
+        assert (said.step_share, said.move_share) == pytest.approx((1.0, 1.0), rel=1e-3)
         assert said.handed_s == pytest.approx(COPY * ranks, rel=0.2)  # 3 ranks lie between 2 and 4
 
 
@@ -67,9 +67,9 @@ def test_what_no_step_has_shown_stays_at_one() -> None:
     """A lone rank sends nothing, so that nothing says what its moves would reach."""
     alone = with_steps(without_steps(1), 0.5)
     said = shares(alone.at[0].steps, calibrated(alone, 1))
-    assert said.step == pytest.approx(0.5, rel=0.02)
-    assert said.move == pytest.approx(1.0, rel=1e-3)
-    assert shares((), calibrated(alone, 1)) == Shares()
+    assert said.step_share == pytest.approx(0.5, rel=0.02)
+    assert said.move_share == pytest.approx(1.0, rel=1e-3)
+    assert shares((), calibrated(alone, 1)) == PARTS
 
 
 def test_a_calibration_without_steps_is_planned_as_the_sum_of_its_parts() -> None:
@@ -102,7 +102,7 @@ def test_operations_cost_what_passes_showed() -> None:
 def test_shares_between_numbers_of_ranks_lie_between() -> None:
     low, high = with_steps(without_steps(1, 4), 0.9), with_steps(without_steps(1, 4), 0.5)
     found = replace(low, at=(low.at[0], high.at[1]))
-    steps = [shares_of(found, ranks=r).step for r in (1, 2, 3, 4)]
+    steps = [shares_of(found, ranks=r).step_share for r in (1, 2, 3, 4)]
     assert steps == sorted(steps, reverse=True)
     assert len(set(steps)) == 4
 

@@ -14,8 +14,7 @@ from torch import nn
 
 import onefold
 from models import TinyGPT, TinyMLP
-from onefold.plan.from_module import model_shape, transformer_of
-from onefold.plan.model_code import module_of
+from onefold.plan.modules import model_shape, module_of, transformer_of
 from onefold.tracing.trace import trace
 
 needs_transformers = pytest.mark.skipif(

@@ -20,11 +20,10 @@ from models import TinyGPT, tokens_of
 from onefold.memory import MOMENTS
 from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
-from onefold.plan.bound import bound_of
-from onefold.plan.from_module import model_shape
+from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.replay import Replay
-from onefold.plan.states import at_rest, topology_of, units_of
+from onefold.plan.states import at_rest, bound_of, topology_of, units_of
 from onefold.plan.wire import elsewhere, legs_of, wire
 from onefold.recipe import Recipe
 from ranks import run_ranks

@@ -21,14 +21,13 @@ from random_plans import (
 )
 
 from examples import examples
-from onefold.plan.bound import bound_of
 from onefold.plan.evaluate import FRAGMENTED, evaluate
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.states import at_rest, units_of
+from onefold.plan.states import at_rest, bound_of, units_of
 from onefold.recipe import Recipe
 
 FRAGMENTED_FACTOR = 1 + FRAGMENTED

@@ -56,7 +56,7 @@ def observed(
 ) -> dict[str, Any]:
     """What the ledgers of a real engine say of a step in the steady state."""
     import onefold
-    from onefold.plan.from_module import model_shape
+    from onefold.plan.modules import model_shape
     from onefold.plan.replay import Replay
     from onefold.plan.states import at_rest, units_of
     from onefold.plan.wire import wire
@@ -137,8 +137,8 @@ def test_units_at_the_turn_leave_the_engines_peak_as_it_is_and_save_a_gather(
     name: str, options: dict[str, Any]
 ) -> None:
     """Every forward pass ends with them, and every backward pass begins with them."""
-    from onefold.plan.architectures import architecture
     from onefold.plan.replay import Replay
+    from onefold.plan.shapes import architecture
     from onefold.plan.states import units_of
     from onefold.plan.wire import wire
     from onefold.recipe import Recipe

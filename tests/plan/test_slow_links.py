@@ -13,13 +13,13 @@ from legs import by_link
 from random_plans import GIB, gpus
 
 import onefold
+from onefold.plan.alternatives import waiting
 from onefold.plan.api import plan_here
-from onefold.plan.architectures import architecture
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
 from onefold.plan.schema import Account
-from onefold.plan.slow_links import waiting
+from onefold.plan.shapes import architecture
 from onefold.plan.states import topology_of, units_of
 from onefold.plan.wire import legs_of
 from onefold.quant import codec

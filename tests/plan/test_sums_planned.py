@@ -23,20 +23,18 @@ from models import TinyGPT, tokens_of
 from onefold.device.copies import WINDOW
 from onefold.memory import LEAVING, MOMENTS
 from onefold.plan import hardware
+from onefold.plan.alternatives import reduction_seconds
 from onefold.plan.api import plan_here
-from onefold.plan.bound import bound_of
-from onefold.plan.copies import summed_bytes
-from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
+from onefold.plan.modules import model_shape
 from onefold.plan.planner import Plan, plan
 from onefold.plan.replay import Replay
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import topology_of, units_of
-from onefold.plan.sums import reduction_seconds
+from onefold.plan.states import bound_of, topology_of, units_of
 from onefold.plan.times import SUMMING_ON_A_GPU
 from onefold.plan.traffic import Software
-from onefold.plan.wire import legs_of, wire
+from onefold.plan.wire import legs_of, summed_bytes, wire
 from onefold.recipe import Recipe
 from ranks import run_ranks
 

@@ -21,13 +21,12 @@ from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
 from onefold.offload.activations import NEAR
 from onefold.plan.activity import Activity
-from onefold.plan.architectures import architecture
-from onefold.plan.bound import bound_of
-from onefold.plan.from_module import model_shape
+from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import moved_by, offloaded_bytes, on_host
 from onefold.plan.replay import Replay
-from onefold.plan.states import at_rest, units_of
-from onefold.plan.tiles import in_tiles
+from onefold.plan.shapes import architecture
+from onefold.plan.states import at_rest, bound_of, units_of
+from onefold.plan.subject import in_tiles
 from onefold.plan.wire import wire
 from onefold.recipe import Recipe
 from onefold.tracing.trace import trace

@@ -15,9 +15,9 @@ from onefold.models.build import checkpoint_activations
 from onefold.plan.activity import Activity
 from onefold.plan.choose import Question
 from onefold.plan.efficiency import shares_of
-from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import calibrated
 from onefold.plan.job import Job, Scheme
+from onefold.plan.modules import model_shape
 from onefold.tracing.trace import trace, trace_at
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ def test_a_calibrated_plan_prices_operations_and_says_how_steps_compare() -> Non
 
     assert traced.kernels is not None
     handed = 3 * shape.trainable * shares_of(found, ranks=2).handed_s
-    passes = 3 * found.pass_seconds(traced.kernels, ranks=2) / shares_of(found, ranks=2).step
+    passes = 3 * found.pass_seconds(traced.kernels, ranks=2) / shares_of(found, ranks=2).step_share
     assert seconds(traced) == pytest.approx(passes + handed, rel=1e-6)
     assert seconds(replace(traced, kernels=None)) != pytest.approx(passes + handed, rel=1e-3)
     # Of frozen parameters there are no gradients: what was traced does not hold

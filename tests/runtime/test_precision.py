@@ -373,10 +373,9 @@ def all_ledgers() -> dict[tuple[str, int, int], dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_plan_counts_16_bit_models_as_the_ledgers_do(ranks: int) -> None:
     from onefold import Recipe
-    from onefold.plan.bound import bound_of
-    from onefold.plan.from_module import model_shape
+    from onefold.plan.modules import model_shape
     from onefold.plan.replay import Replay
-    from onefold.plan.states import at_rest, units_of
+    from onefold.plan.states import at_rest, bound_of, units_of
     from onefold.plan.wire import wire
 
     shapes = {"bf16": model_shape(bf16_gpt()), "mixed": model_shape(Mixed())}

@@ -18,8 +18,8 @@ from torch import nn
 import onefold
 from models import TinyGPT
 from onefold.observe import resident_memory
-from onefold.plan.architectures import model_of as shape_of
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.plan.shapes import model_of as shape_of
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.stand_in import stand_in
@@ -288,7 +288,7 @@ def test_a_trillion_parameters_on_a_thousand_ranks_take_no_memory() -> None:
 
 
 def test_a_stand_in_has_the_units_of_its_shape() -> None:
-    from onefold.plan.from_module import model_shape
+    from onefold.plan.modules import model_shape
 
     shape = SHAPES["mixtral"]
     module, names = stand_in(shape)

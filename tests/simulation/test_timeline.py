@@ -20,15 +20,15 @@ import onefold
 from onefold.device import clocked, current_stream, has_streams, simulated
 from onefold.observe.chrome import write_simulated
 from onefold.plan import hardware
-from onefold.plan.copies import handled_bytes, summed_bytes
 from onefold.plan.evaluate import evaluate
-from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
+from onefold.plan.modules import model_shape
 from onefold.plan.states import units_of
 from onefold.plan.subject import subject_of
 from onefold.plan.times import SUMMING_ON_A_GPU
 from onefold.plan.traffic import Software
+from onefold.plan.wire import handled_bytes, summed_bytes
 from onefold.simulation import prices
 from onefold.simulation.clock import Clock
 from onefold.simulation.prices import Prices

@@ -167,7 +167,7 @@ def _compute(found: Calibration) -> Table:
             rates = [
                 f"{found.peak_rate(dtype, at.ranks) / 1e12:.3g}",
                 f"{block / 1e12:.3g}",
-                f"{shares.step:.0%}" if shares else "–",
+                f"{shares.step_share:.0%}" if shares else "–",
             ]
             once = [f"{found.copy_rate(at.ranks) / 1e9:.3g}", f"{nbytes / seconds / 1e9:.3g}"]
             first = dtype == found.dtypes[0]
@@ -198,7 +198,7 @@ def _lines(found: Calibration) -> Iterable[str]:
                 f"which takes {at.overlap.slowdown:.2f} times as long beside it."
             )
             moves = [
-                f"{shares_of(found, d, at.ranks).move:.0%} ({SHORT.get(d, d)})"
+                f"{shares_of(found, d, at.ranks).move_share:.0%} ({SHORT.get(d, d)})"
                 for d in found.dtypes
             ]
             if at.steps:

@@ -31,7 +31,7 @@ from onefold.doctor.benchmark_blocks import (
 )
 from onefold.doctor.kernels import Kernels, count
 from onefold.doctor.measured import StepPoint
-from onefold.plan.from_module import model_shape
+from onefold.plan.modules import model_shape
 from onefold.plan.states import units_of
 from onefold.plan.wire import calls_of, wire
 from onefold.recipe import Recipe

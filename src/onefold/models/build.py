@@ -25,7 +25,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.data.text import ByteTokenizer, Tokenizer, load_tokenizer, smollm2_path
 from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
-from onefold.plan.model_code import factory_of, quietly
+from onefold.plan.modules import factory_of, quietly
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
 from onefold.tracing.repeat import repeated_blocks

@@ -1,20 +1,21 @@
-"""Room `plan`: what a job will hold, send and take, before it runs. Knows no running engine.
+"""Room `plan`: what a job will hold, send and take, before it runs. It knows no running engine.
 
-| question                                  | files, in the order to read them                                           |
-|-------------------------------------------|----------------------------------------------------------------------------|
-| What is asked, on which machine?          | `job`, `hardware`, `api`                                                   |
-| What is the model?                        | `shapes`, `architectures`, `from_module`, `model_code`, `tiles`, `subject` |
-| What does a rank hold, send and copy?     | `states`, `wire`, `copies`, `offloaded`                                    |
-| What does it hold at most?                | `replay` and `replayed`, `bound`, `activity`, `formulas`                   |
-| How long does it take?                    | `traffic`, `times`, `efficiency`                                           |
-| What is one scheme's account?             | `schema`, `evaluate`                                                       |
-| Which scheme, and what else would do?     | `choose`, `slow_links`, `sums`, `cannot_fit`                               |
-| How is it told?                           | `planner`, `tables`                                                        |
+| question                                      | files, in the order to read them         |
+|-----------------------------------------------|------------------------------------------|
+| What is asked, on which machine?              | `job`, `hardware`, `api`                 |
+| What is the model?                            | `shapes`, `modules`, `subject`           |
+| What does a rank hold, at most?               | `states`, `replay`, `offloaded`          |
+| What do a micro-batch's activations hold?     | `activity`, `formulas`                   |
+| What does a rank send and copy?               | `wire`, `traffic`                        |
+| How long does a step take?                    | `times`, `efficiency`                    |
+| What is the account of one scheme?            | `schema`, `evaluate`                     |
+| Which scheme, and what are the alternatives?  | `choose`, `alternatives`                 |
+| How is the plan shown?                        | `planner`, `tables`                      |
 
-What is not counted is looked at, in rooms of their own: a module's activations in `tracing`, a
-machine's speeds in `doctor`, a step of the engine itself in `simulation`.
+Other rooms look at what cannot be counted: `tracing` at a module's activations, `doctor` at a
+machine's speeds, `simulation` at a step of the engine itself.
 
-`onefold.plan(model, ...)` is `onefold.plan.api.plan`: the room can be called by its own name.
+`onefold.plan(model, ...)` is `onefold.plan.api.plan`: the room itself can be called.
 `onefold.plan.recipe_for(model, ...)` is the recipe for the machine that this process runs on.
 """
 
@@ -26,7 +27,7 @@ from typing import Any
 
 
 class _Room(types.ModuleType):
-    """This package, which answers when it is called."""
+    """This package, which can be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from onefold.plan.api import plan
@@ -35,7 +36,7 @@ class _Room(types.ModuleType):
 
 
 def recipe_for(model: Any, **job: Any) -> Any:
-    """The lowest stage whose peak fits this machine, from a plan of `model`. Collective; see
+    """Return a recipe of the lowest stage whose peak fits this machine. Collective; see
     `onefold.plan.api.recipe_for`.
     """
     from onefold.plan.api import recipe_for as find

@@ -1,5 +1,5 @@
-"""What a micro-batch keeps and computes, in slots that line up with the engine's: from a trace, or
-from dimensions.
+"""What a micro-batch keeps and computes, from a trace or from dimensions. Its slots correspond to
+the engine's.
 
     slot      forward 0   forward 1   ...   backward 1   backward 0
     engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/replay.py
@@ -12,27 +12,18 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from onefold.doctor.kernels import Kernels
 from onefold.offload.activations import SMALLEST
-from onefold.plan.formulas import (
-    beside_gradient,
-    block_bytes,
-    held_before,
-    in_hand,
-    kept_behind,
-    kept_beyond,
-    transformer_flops_per_token,
-)
+from onefold.plan.formulas import MicroBatchBytes, transformer_flops_per_token
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape
 from onefold.tracing.trace import ActivationTrace
 
 
 @dataclass(frozen=True)
 class Slot:
-    """While one unit runs: bytes at the largest sum, and how much of them are logits, and gradients
-    not yet handed over.
+    """Bytes at the highest moment while one unit runs. `logits` and `gradients` (that the engine
+    has not taken over yet) are parts of `peak`.
     """
 
     unit: str
@@ -44,10 +35,15 @@ class Slot:
 
 @dataclass(frozen=True)
 class Activity:
-    """One micro-batch. `flops` are matrix products of forward and backward, recomputation included;
-    `forward_flops` of forward alone; `kernels` is what runs, None where only dimensions are known;
-    `movable` are the bytes of large saved tensors by unit, which may go to the host until the
-    backward pass.
+    """One micro-batch.
+
+    Attributes:
+        saved: bytes kept for the backward pass at its start, of which `logits` are logits.
+        flops: of the matrix products of forward and backward, recomputation included.
+        forward_flops: of the forward pass alone.
+        kernels: what runs; None where only dimensions are known.
+        movable: bytes of large saved tensors by unit, which the host may hold until the backward
+            pass.
     """
 
     slots: tuple[Slot, ...]
@@ -62,7 +58,7 @@ class Activity:
 
     @classmethod
     def from_trace(cls, trace: ActivationTrace) -> Activity:
-        """What a trace of the real module says, span by span."""
+        """Take over a trace of the real module, span by span."""
         return cls(
             tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans),
             trace.saved,
@@ -86,28 +82,27 @@ class Activity:
         checkpointing: str,
         code: str = "",
     ) -> Activity:
-        """From dimensions alone (`plan.formulas`): for models without code at hand.
+        """Count from dimensions alone (`plan.formulas`), for models without code to trace.
 
-        A block keeps A bytes; while it runs it has W in hand, and in backward the gradient of its
-        largest parameter. The loss takes the logits to fp32 and keeps their log-probabilities; in
-        backward both their gradients stand beside them: 12 bytes an entry. A head that is tied to
-        the embedding has a gradient that waits for the embedding's.
+        A block uses bytes beyond those that it keeps while it runs, and in the backward pass the
+        gradient of its largest parameter. The loss casts the logits to fp32 and keeps their
+        log-probabilities; in the backward pass the gradients of both are beside them: 12 bytes an
+        entry. The gradient of a head that is tied to the embedding waits for the embedding's.
 
         Args:
-            code: the family whose code will run, as `formulas.CODES` has them; "" counts fused
-                kernels.
+            code: the family whose code will run, one of `formulas.CODES`; "" counts fused kernels.
 
         Raises:
             ValueError: a code that is not known.
         """
-        size = _Sizes(dims, micro_batch, seq, element_bytes, code)
+        size = MicroBatchBytes(dims, micro_batch, seq, element_bytes, code)
         blocks = [(block, _kept(i, checkpointing)) for i, block in enumerate(blocks_of(model))]
         repeated = {block.name for block, _ in blocks}
         others = [u for u in model.units if u.name not in repeated and u.parameters]
         recomputed = sum(not whole for _, whole in blocks) / max(len(blocks), 1)
         done, forward = _flops(model, dims, seq, size.tokens, recomputed)
         movable = {block.name: size.kept(whole) for block, whole in blocks}
-        # Else each of a block's tensors is too small to be worth moving
+        # Smaller tensors are not moved to the host
         large = size.tokens * dims.hidden * element_bytes >= SMALLEST
         return cls(
             (*_forward(blocks, size), *_backward(blocks, others, size)),
@@ -120,97 +115,21 @@ class Activity:
         )
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What the formulas say of one micro-batch, in bytes."""
-
-    dims: Transformer
-    micro_batch: int
-    seq: int
-    element: int
-    code: str
-
-    @property
-    def tokens(self) -> int:
-        return self.micro_batch * self.seq
-
-    @cached_property
-    def whole(self) -> int:
-        """What a block keeps for its backward pass."""
-        own = block_bytes(self.dims, self.micro_batch, self.seq, element_bytes=self.element)
-        return int(own) + self.tokens * kept_beyond(self.code, self.dims, self.seq, self.element)
-
-    @cached_property
-    def point(self) -> int:
-        """What a block keeps that is recomputed."""
-        return int(
-            block_bytes(
-                self.dims,
-                self.micro_batch,
-                self.seq,
-                element_bytes=self.element,
-                recompute="full",
-            )
-        )
-
-    def kept(self, whole: bool) -> int:
-        """What a block keeps: everything, or what it is recomputed from."""
-        return self.whole if whole else self.point
-
-    @cached_property
-    def in_hand(self) -> int:
-        """Beside what a block keeps, while it runs forward."""
-        one = in_hand(self.code, self.dims, self.seq, self.element, backward=False)
-        return self.tokens * one
-
-    def beside(self, largest: int) -> int:
-        """Beside what a block keeps, while it runs backward; `largest`: its largest gradient."""
-        return beside_gradient(self.code, self.dims, self.tokens, self.seq, self.element, largest)
-
-    @cached_property
-    def before(self) -> int:
-        """What is kept before the first block."""
-        return held_before(self.code, self.dims, self.micro_batch, self.seq, self.element)
-
-    @cached_property
-    def behind(self) -> int:
-        """What is kept behind the last block, logits aside."""
-        return self.tokens * kept_behind(self.code, self.dims, self.element)
-
-    @property
-    def logits(self) -> int:
-        """The log-probabilities that the loss keeps, in fp32."""
-        return 4 * self.tokens * self.dims.vocab
-
-    @property
-    def first_logits(self) -> int:
-        """The logits when the loss is computed: in fp32, their log-probabilities, and the model's
-        own where these have fewer bytes.
-        """
-        own = self.element if self.element < 4 else 0
-        return self.tokens * self.dims.vocab * (8 + own)
-
-    @property
-    def shared(self) -> int:
-        """The gradient of a tied head, until the embedding adds its own to it."""
-        return self.dims.vocab * self.dims.hidden * self.element if self.dims.tied else 0
-
-
-def _forward(blocks: Sequence[tuple[UnitShape, bool]], size: _Sizes) -> Iterator[Slot]:
-    """The slots of a forward pass through `blocks`, each with whether it keeps everything."""
+def _forward(blocks: Sequence[tuple[UnitShape, bool]], size: MicroBatchBytes) -> Iterator[Slot]:
+    """Yield the slots of a forward pass. Each block comes with whether it keeps everything."""
     held = size.before
     for block, whole in blocks:
-        yield Slot(block.name, "forward", held + size.whole + size.in_hand)
+        yield Slot(block.name, "forward", held + size.whole + size.in_hand())
         held += size.kept(whole)
     yield Slot("(root)", "forward", held + size.behind + size.first_logits, size.first_logits)
 
 
 def _backward(
-    blocks: Sequence[tuple[UnitShape, bool]], others: Sequence[UnitShape], size: _Sizes
+    blocks: Sequence[tuple[UnitShape, bool]], others: Sequence[UnitShape], size: MicroBatchBytes
 ) -> Iterator[Slot]:
-    """The slots of the backward pass, last block first, and then the `others`."""
+    """Yield the slots of the backward pass: the last block first, then the `others`."""
     held = size.before + sum(size.kept(whole) for _, whole in blocks)
-    # The log-probabilities, with their gradients and the logits'
+    # The log-probabilities, their gradients and the gradients of the logits
     logits = 3 * size.logits
     yield Slot("(root)", "backward", held + size.behind + logits, logits)
     for block, whole in reversed(blocks):
@@ -226,84 +145,68 @@ def _backward(
 
 
 def _largest(unit: UnitShape) -> int:
-    """Elements of its largest parameter."""
+    """Elements of the unit's largest parameter."""
     return max((p.numel for p in unit.parameters), default=0)
 
 
 def _flops(
     model: ModelShape, dims: Transformer, seq: int, tokens: int, recomputed: float
 ) -> tuple[float, float]:
-    """(FLOPs of matrix products that are done, those of the forward pass), where the share
-    `recomputed` of the blocks runs again in the backward pass.
+    """Return (FLOPs of all matrix products, of the forward pass's) where the share `recomputed` of
+    the blocks runs again in the backward pass.
     """
-    blocks = blocks_of(model)
-    whole = (flops_per_token(model, dims, seq) - _looked_up(model)) * tokens
-    looked_up = sum(p.numel for u in model.units if u.looks_up_only for p in u.parameters)
-    forward = transformer_flops_per_token(model.active_numel - looked_up, dims, seq) * tokens / 3
-    return whole + recomputed * _recomputed(model, dims, seq, blocks) * tokens, forward
+    # A token reads one row of a table: model FLOPs count all rows, the products none
+    tables = [p for u in model.units if u.looks_up_only for p in u.parameters]
+    counted = sum((6 if p.trainable else 4) * p.numel for p in tables)
+    whole = (flops_per_token(model, dims, seq) - counted) * tokens
+    multiplied = model.active_numel - sum(p.numel for p in tables)
+    forward = transformer_flops_per_token(multiplied, dims, seq) * tokens / 3
+    return whole + recomputed * _recomputed(model, dims, seq) * tokens, forward
 
 
 def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
-    """Model FLOPs of forward and backward, where frozen parameters have no gradients of their own:
-    4 each instead of 6.
+    """Return the model FLOPs of forward and backward. Frozen parameters have no gradients: 4 each
+    instead of 6.
     """
     return transformer_flops_per_token(model.active_numel, dims, seq) - 2 * frozen_active(model)
 
 
-def _looked_up(model: ModelShape) -> float:
-    """What `flops_per_token` counts of tables of which a token reads one row: no product has
-    them.
-    """
-    return sum(
-        (6 if p.trainable else 4) * p.numel
-        for u in model.units
-        if u.looks_up_only
-        for p in u.parameters
-    )
+def _recomputed(model: ModelShape, dims: Transformer, seq: int) -> float:
+    """Return the FLOPs a token of the blocks' second forward passes.
 
-
-def _recomputed(
-    model: ModelShape, dims: Transformer, seq: int, blocks: Sequence[UnitShape]
-) -> float:
-    """FLOPs a token of the blocks' second forward passes. torch ends one as soon as it has
-    everything that backward needs: before the last product of a block, but where a router weighs
-        what comes out of it.
+    torch ends one as soon as it has everything that backward needs: before the last product of a
+    block, except where a router weighs the result of that product.
     """
-    repeated = {u.name for u in blocks}
+    repeated = {u.name for u in blocks_of(model)}
     inside = model.active_numel - sum(u.numel for u in model.units if u.name not in repeated)
     last = 2 * dims.layers * dims.ffn * dims.hidden if dims.experts <= 1 else 0
     return max(0.0, transformer_flops_per_token(inside, dims, seq) / 3 - last)
 
 
 def frozen_active(model: ModelShape) -> int:
-    """Frozen parameters that a token passes through; of experts, the share that is chosen."""
+    """Count the frozen parameters that a token passes: of experts, only the chosen share."""
     if model.trainable == model.numel:
         return 0
     dims = model.transformer
     share = dims.active / dims.experts if dims and dims.experts > 1 else 1.0
     trained = (p for u in model.units for p in u.parameters if p.trainable)
-    passed = sum(p.numel * (share if is_routed(p.name) else 1.0) for p in trained)
+    passed = sum(p.numel * (share if p.routed else 1.0) for p in trained)
     return max(0, model.active_numel - round(passed))
 
 
-def is_routed(name: str) -> bool:
-    """Whether a parameter belongs to experts of which each token sees only some."""
-    return re.search(r"(^|\.)experts\.", name) is not None
-
-
 def _kept(index: int, checkpointing: str) -> bool:
-    """Whether the block keeps its activations: "selective" recomputes every second one, as
+    """Return whether a block keeps its activations. "selective" recomputes every second block, as
     `onefold train` does.
     """
     return checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
 
 
-#: What the units of tiles are called (tiling).
+#: The names of units that are tiles of a weight.
 TILE = re.compile(r"\.tiles\.\d+$")
 
 
 def blocks_of(model: ModelShape) -> list[UnitShape]:
-    """The repeated units: those that differ in one number of their name and are most."""
+    """Return the repeated units: the largest family whose names differ only in their numbers."""
     families: dict[str, list[UnitShape]] = {}
     for unit in model.units:
         if re.search(r"\d", unit.name) and not TILE.search(unit.name):
@@ -312,8 +215,8 @@ def blocks_of(model: ModelShape) -> list[UnitShape]:
 
 
 def assumed_dims(model: ModelShape, seq: int) -> Transformer:
-    """Dimensions of a decoder of this many parameters: 12·L·h² with h = 128·L, heads of 128, four
-    times as wide inside.
+    """Return the dimensions of a decoder with this many parameters, 12·L·h²: heads of 128, and a
+    feed-forward four times as wide.
     """
     layers = max(len(blocks_of(model)), 1)
     hidden = max(64, round(math.sqrt(model.numel / (12 * layers)) / 64) * 64)
@@ -321,15 +224,15 @@ def assumed_dims(model: ModelShape, seq: int) -> Transformer:
 
 
 def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -> Activity:
-    """`activity` as it would be with blocks `names` in the place of `blocks`; of equal number it is
-    the same but for the names.
+    """Return `activity` with the blocks `names` instead of `blocks`. With as many blocks only names
+    change.
 
-        traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁            a block more is a step more on both sides, and everything
-        two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    between the last block's two passes lies higher by it
+        traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁            each further block adds a step on both sides, and lifts
+        two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    everything between its two passes by what it keeps
 
-    A block further is as much higher as the last lies above the one two before it (checkpointing
-    may alternate), half of that each. With fewer than three blocks nothing says how much a block
-    keeps, so the saved bytes are shared out.
+    A block keeps half of the difference between the peaks of the last block and of the one two
+    before it (two, since checkpointing may alternate). With fewer than three blocks there is no
+    such difference, and the saved bytes are divided among the blocks.
     """
     if len(blocks) == len(names):
         renamed = {
@@ -375,7 +278,9 @@ def _renamed(unit: str, blocks: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _like(i: int, count: int) -> int:
-    """The block whose slots block `i` has: itself, or one at the end whose number is as even."""
+    """Return the block whose slots block `i` takes: itself, or one of the last two, of the same
+    parity.
+    """
     return i if i < count else max(0, count - 1 - (i - (count - 1)) % 2) if count > 1 else 0
 
 
@@ -384,7 +289,7 @@ def _lifted(slot: Slot, by: int) -> Slot:
 
 
 def _runs(slots: Sequence[Slot], index: dict[str, int]) -> list[tuple[int | None, list[Slot]]]:
-    """Stretches of slots of one block in one phase; None for what is no block."""
+    """Return the runs of successive slots of one block in one phase; None stands for no block."""
     runs: list[tuple[int | None, list[Slot]]] = []
     for slot in slots:
         block = index.get(slot.unit)
@@ -400,7 +305,7 @@ def _of(runs: Sequence[tuple[int | None, list[Slot]]], block: int, phase: str) -
 
 
 def _each(activity: Activity, index: dict[str, int]) -> float:
-    """Bytes that one block keeps for backward."""
+    """Return the bytes that one block keeps for the backward pass."""
     peaks: dict[int, int] = {}
     for s in activity.slots:
         if s.phase == "forward" and s.unit in index:

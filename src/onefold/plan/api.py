@@ -1,6 +1,6 @@
-"""`onefold.plan(...)`: one call from a model and a machine to the recommended recipe. And the plan for
-the machine that this process runs on: what `onefold.plan.recipe_for` and `onefold train --stage
-auto` ask.
+"""The calls for users: `onefold.plan(...)`, from a model and a machine to the recommended recipe,
+and the plan for the machine that this process runs on (`onefold.plan.recipe_for`, `onefold train
+--stage auto`).
 """
 
 from __future__ import annotations
@@ -27,19 +27,44 @@ from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Recipe
 
-#: Of what is free, the share that training may take: the rest is for buffers of libraries and for
-#: what starts later.
+#: The share of free memory that training may take. The rest is for buffers of libraries and for
+#: later processes.
 USABLE = 0.9
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A node's free bytes beside its devices: of the host's memory, and of the disks that may be
+    used.
+    """
+
+    host: float
+    disk: float
+
+    @classmethod
+    def here(cls, folders: Sequence[str]) -> Beside:
+        """Look at this node, with state striped over `folders`: each takes the same, and folders on
+        one disk share its free bytes. Raises ValueError for a folder that does not exist.
+        """
+        disks: dict[int, list[Path]] = {}
+        for path in map(Path, folders):
+            if not path.is_dir():
+                raise ValueError(
+                    f"nvme={str(path)!r}: there is no such folder; make one on the disk that is to"
+                    " be used."
+                )
+            disks.setdefault(path.stat().st_dev, []).append(path)
+        each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
+        return cls(free_host_memory(), min(each) * len(folders) if each else 0.0)
 
 
 def machine_here(
     ranks: int, local_ranks: int, free: int, device: str, beside: Beside | None = None
 ) -> tuple[Machine, bool]:
-    """(this machine with `ranks` ranks that may take `free` bytes each, whether its speeds were
-    measured).
+    """Return (this machine with `ranks` ranks that may take `free` bytes each, whether its speeds
+    were measured).
 
-    The speeds are those that `onefold doctor --calibrate` left; without them bytes are planned all
-    the same, and no seconds.
+    `onefold doctor --calibrate` measures the speeds. Without them a plan has bytes and no seconds.
     """
     beside = beside or Beside.here(())
     try:
@@ -58,39 +83,6 @@ def machine_here(
     return replace(found, gpu=replace(found.gpu, capacity=free), host=host), measured
 
 
-@dataclass(frozen=True)
-class Beside:
-    """Bytes that a node has beside its devices: free memory of the host, and what is free on disks
-    that may be used.
-    """
-
-    host: float
-    disk: float
-
-    @classmethod
-    def here(cls, folders: Sequence[str]) -> Beside:
-        """Of this node, with state striped over `folders`. Raises ValueError for one that is not
-        there.
-        """
-        return cls(free_host_memory(), _free_at(folders))
-
-
-def _free_at(folders: Sequence[str]) -> float:
-    """Bytes that may be written at folders over which state is striped: each takes the same; those
-    on one disk share what is free there.
-    """
-    disks: dict[int, list[Path]] = {}
-    for path in map(Path, folders):
-        if not path.is_dir():
-            raise ValueError(
-                f"nvme={str(path)!r}: there is no such folder; make one on the disk that is to be"
-                " used."
-            )
-        disks.setdefault(path.stat().st_dev, []).append(path)
-    each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
-    return min(each) * len(folders) if each else 0.0
-
-
 def plan_here(
     model: nn.Module | str,
     job: Job,
@@ -104,13 +96,13 @@ def plan_here(
     loss: Callable[[Any], torch.Tensor] | None = None,
     beside: Beside | None = None,
 ) -> Plan:
-    """The plan of a real module on this machine. Local: the same on every rank that is given the
-    same figures.
+    """Plan a real module on this machine. Not collective: the same figures give every rank the same
+    plan.
 
     Args:
-        free: bytes that are free for a rank, on the rank that has least. beside: what its node has;
-            None looks.
+        free: free bytes of a rank, on the rank that has least.
         device: "cpu" or "cuda".
+        beside: what its node has; None: looks.
 
     Raises:
         ValueError: the module cannot be traced, or the batch does not divide.
@@ -140,8 +132,8 @@ def plan_here(
 
 
 def _least(free: int, folders: Sequence[str], ranks: int) -> tuple[int, Beside]:
-    """What is free on the rank that has least, of its device and beside it. Collective; raises
-    ValueError on every rank if one's folder is not there.
+    """Return the free bytes of the rank that has least, on its device and beside it. Collective;
+    raises ValueError on every rank if a folder of any rank does not exist.
     """
     found: Beside | str
     try:
@@ -166,28 +158,25 @@ def recipe_for(
     device: torch.device | str | None = None,
     **options: Any,
 ) -> Recipe:
-    """The lowest stage whose peak fits what is free on the rank that has least, with as little as
-    need be off the device.
+    """Return a recipe of the lowest stage that fits the free memory of the rank that has least.
 
-    States leave a GPU for the host's memory where nothing else fits, and for a disk only if `nvme=`
-    names folders there. Collective if torch.distributed is initialized. The module may be on the
-    meta device; it is not changed. The recipe's last note says which micro-batch was planned; the
-    whole account is `onefold.plan(model, ...)`'s.
+    It offloads as little as possible. States of a GPU go to the host's memory if nothing else fits,
+    and to a disk only if `nvme=` names folders on it. Collective if torch.distributed is
+    initialized. The module may be on the meta device; it is not changed. The recipe's last note
+    says which micro-batch was planned; `onefold.plan(model, ...)` gives the whole account.
 
     Args:
-        model: a module, or what else `onefold.plan` takes.
-        batch: as of `onefold.plan`.
-        loss: the same.
-        device: where it will be computed; None takes CUDA if there is any.
-        options: fields of `plan.job.Job` (seq, micro_batch, of which 0 takes the largest that fits,
-            global_batch, precision, which is None here unless told otherwise: as the model is,
-            checkpointing, optimizer, offload, ...) and arguments of `Recipe.zero` (reduce_at,
-            units, nvme, offload_optimizer, shard_group, gather_codec, ...). What rounds on the wire
-            is taken if it is asked for, never else.
+        model: a module, or any other model that `onefold.plan` takes.
+        batch: as for `onefold.plan`.
+        loss: as for `onefold.plan`.
+        device: where the model will be computed; None: CUDA if there is any.
+        options: fields of `plan.job.Job` (seq, micro_batch, global_batch, precision, checkpointing,
+            optimizer, offload, ...) and arguments of `Recipe.zero` (reduce_at, units, nvme,
+            offload_optimizer, shard_group, gather_codec, ...). By default `precision` is None, the
+            model's own, and nothing is recomputed. Codecs, which round, are only used if asked for.
 
     Raises:
-        ValueError: nothing fits (with what is nearest), an unknown option, or a figure that cannot
-            be.
+        ValueError: nothing fits (with what is nearest), an unknown option, or an impossible figure.
     """
     if "stage" in options:
         raise ValueError(
@@ -218,7 +207,7 @@ def recipe_for(
 
 
 def _planned(best: Candidate, ranks: int) -> str:
-    """The note of a recipe that was planned."""
+    """Return the note of a planned recipe."""
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
     peak = f"{best.needed / 2**20:,.0f} MiB of {best.usable / 2**20:,.0f}"
     others = [
@@ -247,8 +236,8 @@ def plan(
     largest: bool = True,
     **job: Any,
 ) -> Plan:
-    """What every stage of a job would hold, send and take on a machine, and which to use. `print`
-    it, or `shard(model, plan.recipe)`.
+    """Plan what every stage of a job would hold, send and take on a machine, and recommend one.
+    `print` the plan, or `shard(model, plan.recipe)`.
 
         onefold.plan("llama-3-70b", gpus=64, gpu="h100-80", seq=4096)
         onefold.plan(model, micro_batch=4, seq=1024, precision="bf16")     # on this machine
@@ -256,21 +245,21 @@ def plan(
     Args:
         model: a module (also on the meta device), an architecture's name, a Hugging Face folder or
             config.json, `package.module:factory`, or a number of parameters.
-        machine: what to plan for; else `gpus` of a kind, in nodes of `per_node` joined by `link`;
-            else one rank of this machine.
-        stage: only this one; None for the lowest that fits.
-        batch: for modules that are no language model of `input_ids` and `labels`: makes the batch of
-            a given number of samples.
-        loss: for the same modules: the scalar of the module's output.
+        machine: the machine to plan for; else `gpus` GPUs of a kind, in nodes of `per_node` joined
+            by `link`; else one rank of this machine.
+        stage: the only stage to recommend; None: the lowest that fits.
+        batch: makes the batch of a given number of samples, for modules that are no language model
+            of `input_ids` and `labels`.
+        loss: makes the scalar loss of such a module's output.
         largest: also find the largest micro-batch and model for each stage.
         job: the fields of `plan.job.Job`: seq, micro_batch, global_batch, precision,
-            accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of `Recipe.zero` (reduce_at,
-            units, offload_optimizer, nvme, tile, shard_group, gather_codec, ...), which the plan
-            and its recipe follow. On this machine states go to a disk only if `nvme` names folders
-            there.
+            accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of
+            `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, tile, shard_group,
+            gather_codec, ...), which the plan and its recipe follow. On this machine states go to a
+            disk only if `nvme` names folders on it.
 
     Raises:
-        ValueError: a name, an option or a figure that cannot be; the message says what to change.
+        ValueError: an impossible name, option or figure; the message says what to change.
     """
     if stage is not None and stage not in (0, 1, 2, 3):
         raise ValueError(

@@ -1,5 +1,5 @@
-"""One scheme on one machine: what a rank holds, sends and spends. The engine's buffers and the
-model's activations, laid over each other.
+"""The account of one scheme on one machine: what a rank holds, sends and spends. The engine's
+buffers and the model's activations are laid over each other.
 
     engine     ▁▁▃▃▁▁▃▃▁▁▅▅▇▇▅▅▁▁     replayed in integers        (plan/replay.py)
     activity   ▁▂▃▄▅▆▇███▇▆▅▄▃▂▁▁     traced or from dimensions   (plan/activity.py)
@@ -7,45 +7,50 @@ model's activations, laid over each other.
     ───────────────────────────────
     sum        its largest slot is the peak
 
-What rests and moves off the device is counted beside it, by the same layouts (plan/offloaded.py).
+The same layouts say what is stored off the device and moves between tiers (plan/offloaded.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 from onefold.device.copies import WINDOW
-from onefold.memory import GATHERED, IDLE, LEAVING, REDUCTION
+from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, REDUCTION
 from onefold.plan.activity import Activity, flops_per_token
-from onefold.plan.bound import bound_of
-from onefold.plan.copies import coded_bytes, handled_bytes, summed_bytes
 from onefold.plan.efficiency import measured_software
 from onefold.plan.formulas import states_by_kind
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job, Scheme
-from onefold.plan.offloaded import HOST, OffloadedBytes, OnHost, moved_by, offloaded_bytes, on_host
-from onefold.plan.replay import Replay
-from onefold.plan.replayed import Moment
-from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, MOMENTS, TEMPORARY, Account
+from onefold.plan.offloaded import (
+    HOST,
+    OffloadedBytes,
+    OnHost,
+    filled,
+    moved_by,
+    offloaded_bytes,
+    on_host,
+)
+from onefold.plan.replay import Moment, Replay
+from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF, at_rest, topology_of, units_of
+from onefold.plan.states import MOMENTS_OF, at_rest, bound_of, topology_of, units_of
 from onefold.plan.times import Work, step_times
 from onefold.plan.traffic import Software, node_links, traffic_over
-from onefold.plan.wire import Leg, legs_of, wire
+from onefold.plan.wire import Leg, coded_bytes, handled_bytes, legs_of, summed_bytes, wire
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
 
-#: Of what comes and goes in a step on a GPU, the share that its allocator cannot use again (blocks
-#: of other sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90
-#: of what their states allowed.
+#: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
+#: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what
+#: their states allowed.
 FRAGMENTED = 0.10
 #: Bytes that a process takes of a GPU before its first tensor: context, kernels, communicator
 #: buffers.
 CONTEXT = 1 << 30
-#: What comes and goes in a step.
+#: The categories that come and go in a step.
 _MOVING = (GATHERED, REDUCTION, IDLE, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
 
 
@@ -54,11 +59,14 @@ class Candidate:
     """A scheme with its account.
 
     Attributes:
-        fits: the peak's sum is within what the device may use, the host's and NVMe's within what a
-            node has. Where the device is a CPU both sums together are within what it may use.
-        states: bytes of a rank's share of all states at once, wherever they lie, as the papers
-            count them (`formulas.states`): gradients beside the rest, a 16-bit copy of the
-            parameters beside their masters. The engine never holds them all: see the account.
+        fits: the peak is within the device's `usable` bytes, and the host's and NVMe's bytes are
+            within a node's. If the device is a CPU, `usable` has to hold the peak and the host's.
+        usable: bytes of the device that training may take.
+        accumulation: micro-batches of a rank in a step.
+        states: bytes of a rank's share of all states on all tiers, as the papers count them
+            (`formulas.states_by_kind`): gradients beside the rest, a 16-bit copy of the parameters
+            beside their masters. The engine never holds them all at once: see the account.
+        shared: the device is a CPU.
     """
 
     scheme: Scheme
@@ -68,12 +76,11 @@ class Candidate:
     accumulation: int
     states: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
-
     shared: bool = False
 
     @property
     def needed(self) -> int:
-        """Bytes at peak of what `usable` is of: on a CPU the host's are among them."""
+        """Bytes at peak that `usable` has to hold: on a CPU the host's too."""
         return self.account.peak_bytes + (self.account.host if self.shared else 0)
 
     @property
@@ -90,15 +97,12 @@ def evaluate(
     scheme: Scheme,
     software: Software | None = None,
 ) -> Candidate:
-    """Account for `scheme`. `activity` is of `scheme.micro_batch` samples under
-    `scheme.checkpointing`.
-
-    Raises:
-        ValueError: the global batch does not divide.
+    """Account for `scheme`. `activity` is that of its micro-batch and checkpointing. Raises
+    ValueError: the global batch does not divide.
     """
     recipe, nccl = scheme.recipe(job), on_nccl(machine)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
-    per_node = machine.local if machine.nodes > 1 else None
+    per_node = machine.node_ranks
     window = 0 if machine.shared else WINDOW
     engine = _engine(
         model, recipe, machine.ranks, per_node, accumulation, job.optimizer, nccl, window
@@ -108,14 +112,36 @@ def evaluate(
         offloading = on_host(activity, recipe.offload_activations, machine.shared)
     carried = (*engine.offloaded.carried, *offloading.carried(accumulation))
     topology = topology_of(recipe, machine.ranks, per_node)
-    work = replace(
-        _work(model, engine, activity, machine, job, scheme, accumulation),
+    micro_tokens = scheme.micro_batch * job.seq
+    tokens = micro_tokens * accumulation
+    per_token = flops_per_token(model, model.transformer, job.seq)
+    stepped, host_stepped, kernels = engine.stepped, engine.offloaded.stepped, activity.kernels
+    # An update reads gradient and parameter and writes the parameter; it reads and writes moments
+    touched = 4 * (3 + 2 * MOMENTS_OF[job.optimizer])
+    work = Work(
+        flops=activity.flops * accumulation or per_token * tokens,
         traffic=tuple(traffic_over(engine.legs, machine, topology, nccl=nccl)),
+        model_flops=per_token * tokens,
+        precision=job.computes,
+        tokens=float(tokens * machine.ranks),
+        micro_batches=accumulation,
+        forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,
+        optimizer_numel=stepped,
+        optimizer_bytes=touched * stepped,
+        host_optimizer_numel=host_stepped,
+        host_optimizer_bytes=touched * host_stepped,
         carried=carried,
         in_backward=recipe.step_in_backward,
+        hidden=model.transformer.hidden if model.transformer else 0,
+        micro_tokens=micro_tokens,
+        kernels=kernels * accumulation if kernels and kernels.flops == activity.flops else None,
+        handed=float(model.trainable * accumulation),
+        coded_bytes=engine.coded,
+        handled_bytes=engine.handled,
+        summed_bytes=engine.summed,
     )
     times = step_times(work, machine, software or measured_software(work, machine))
-    links = _filled(node_links(engine.legs, machine, topology, nccl=nccl))
+    links = filled(node_links(engine.legs, machine, topology, nccl=nccl))
     account = Account(
         **_memory(engine, offloading, machine),
         moved=moved_by(carried),
@@ -127,11 +153,17 @@ def evaluate(
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
+    usable, ranks, host = usable_bytes(machine), machine.local, machine.host
+    fits = account.nvme * ranks <= host.nvme and (
+        account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
+        if machine.shared
+        else account.peak_bytes <= usable and account.host * ranks <= host.memory
+    )
     return Candidate(
         scheme,
         account,
-        fits=_fits(account, machine),
-        usable=usable_bytes(machine),
+        fits=fits,
+        usable=usable,
         accumulation=accumulation,
         states=states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
         notes=(*activity.notes, *times.notes),
@@ -140,20 +172,20 @@ def evaluate(
 
 
 def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, Any]:
-    """What an account says of memory: the engine's buffers and the moments beside the activations
+    """Return what an account says of memory: the engine's buffers, the moments, and the activations
     that stay on the device.
     """
     states = engine.rest.get(MOMENTS, 0)
     slots = offloading.activity.slots
-    fragmented = 0.0 if machine.gpu.name == "here" else FRAGMENTED
+    fragmented = 0.0 if machine.is_here else FRAGMENTED
     peak = _peak(engine.moments, offloading.activity, states, fragmented)
     bound = engine.bound + states + max((s.peak for s in slots), default=0)
     held = {tier: dict(by) for tier, by in engine.offloaded.peak.items()}
     if offloading.nbytes:
         held[HOST][ACTIVATIONS] = offloading.nbytes
     return {
-        "rest": _filled(engine.rest),
-        "peak": _filled(peak),
+        "rest": filled(engine.rest),
+        "peak": filled(peak),
         "ledger": dict(engine.ledger),
         "bound": bound + peak.get(FRAGMENTATION, 0),
         "host": sum(held[HOST].values()),
@@ -162,24 +194,8 @@ def _memory(engine: _Engine, offloading: OnHost, machine: Machine) -> dict[str, 
     }
 
 
-def _filled(figures: Mapping[str, int]) -> dict[str, int]:
-    return {k: v for k, v in figures.items() if v}
-
-
-def _fits(account: Account, machine: Machine) -> bool:
-    """Whether a node's ranks have room on their devices, on the host and on NVMe; where the device
-    is a CPU its memory is the host's.
-    """
-    on_device = account.peak_bytes + (account.host if machine.shared else 0)
-    return (
-        on_device <= usable_bytes(machine)
-        and (machine.shared or account.host * machine.local <= machine.host.memory)
-        and account.nvme * machine.local <= machine.host.nvme
-    )
-
-
 def on_nccl(machine: Machine) -> bool:
-    """Whether moves are operations of NCCL's, on the device."""
+    """Return whether moves are NCCL's operations, on the device."""
     if machine.measured is not None:
         return machine.measured.backend != "gloo"
     return not machine.shared
@@ -188,38 +204,37 @@ def on_nccl(machine: Machine) -> bool:
 def states_of(
     model: ModelShape, job: Job, stage: int, ranks: int, recipe: Recipe, group: int
 ) -> int:
-    """Bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section 5, at the
-    job's bytes per parameter. `recipe` says which kinds are divided among the `group` ranks of a
-    group only, and whether parameters are in it besides.
+    """Return the bytes of model states on a rank by the formula of Rajbhandari et al. 2020, section
+    5, at the job's bytes per parameter.
+
+    The recipe says which kinds are divided among the `group` ranks of a group only. If those are
+    the parameters alone, the group's copy of them comes on top.
     """
     convention = job.convention
-    in_group = {kind for kind in convention.by_kind() if getattr(recipe, kind).over == GROUP}
+    over_all, over_group = (
+        states_by_kind(model.trainable, convention, stage, n) for n in (ranks, group)
+    )
+    in_group = {kind for kind in over_all if getattr(recipe, kind).over == GROUP}
     over = (group if "optimizer" in in_group else ranks) if stage == 3 else 1
-    total = (model.numel - model.trainable) * convention.parameters / over
+    frozen = (model.numel - model.trainable) * convention.parameters / over
     copy = 0.0
     if in_group == {"parameters"}:
         copy, in_group = model.trainable * convention.parameters / group, set()
-    parts = (
-        states_by_kind(model.trainable, convention, stage, group if kind in in_group else ranks)[
-            kind
-        ]
-        for kind in convention.by_kind()
-    )
-    return round(sum(parts) + total + copy)
+    parts = (over_group[kind] if kind in in_group else n for kind, n in over_all.items())
+    return round(sum(parts) + frozen + copy)
 
 
 def usable_bytes(machine: Machine) -> int:
-    """Bytes of the device that training may take: its capacity less what the process itself holds
-    of a GPU.
+    """Return the bytes of the device that training may take: its capacity, on a GPU without what
+    each process needs.
     """
-    return machine.capacity - (0 if machine.gpu.name == "here" else CONTEXT)
+    return machine.capacity - (0 if machine.is_here else CONTEXT)
 
 
 @dataclass(frozen=True)
 class _Engine:
-    """What depends on the recipe and not on what is recomputed. `stepped`: elements that this
-    rank's update steps on the device; `coded`, `summed`, `handled`: bytes that encoding, adding up,
-    and copies and casts read and write.
+    """What depends on the recipe and not on checkpointing. `stepped`: elements that this rank's
+    update steps on the device. `coded`, `handled`, `summed`: as plan/wire.py counts them.
     """
 
     moments: tuple[Moment, ...]
@@ -247,7 +262,7 @@ def _engine(
     window: int,
 ) -> _Engine:
     units = units_of(model, recipe, ranks, per_node=per_node, nccl=nccl)
-    few = min(micro_batches, 3)  # the others take and give what these do
+    few = min(micro_batches, 3)  # further ones take the same buffers
     replay = Replay(units, recipe, window).run(few)
     here = (f for u in units for f in u.flats if f.trainable and f.tiers is None)
     return _Engine(
@@ -266,14 +281,14 @@ def _engine(
 
 
 def _higher(a: Moment | None, b: Moment) -> Moment:
-    """The one that holds more; the first of equals."""
+    """Return the moment that holds more; of equals the first."""
     return b if a is None or b.total > a.total else a
 
 
 def _peak(
     moments: Sequence[Moment], activity: Activity, states: int, fragmented: float
 ) -> dict[str, int]:
-    """The categories of the largest slot, once fragmentation is added."""
+    """Return the categories of the slot that is largest with fragmentation."""
     engine: dict[tuple[str, str], Moment] = {}
     last: dict[str, Moment] = {}
     for m in moments:
@@ -300,45 +315,3 @@ def _peak(
     for row in rows:
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
     return max(rows, key=lambda row: sum(row.values()))
-
-
-def _work(
-    model: ModelShape,
-    engine: _Engine,
-    activity: Activity,
-    machine: Machine,
-    job: Job,
-    scheme: Scheme,
-    accumulation: int,
-) -> Work:
-    micro_tokens = scheme.micro_batch * job.seq
-    tokens = micro_tokens * accumulation
-    per_token = flops_per_token(model, model.transformer, job.seq)
-    stepped, on_host = engine.stepped, engine.offloaded.stepped
-    kernels = activity.kernels
-    return Work(
-        flops=activity.flops * accumulation or per_token * tokens,
-        model_flops=per_token * tokens,
-        precision=job.computes,
-        tokens=float(tokens * machine.ranks),
-        micro_batches=accumulation,
-        forward_share=activity.forward_flops / activity.flops if activity.flops else 1 / 3,
-        optimizer_numel=stepped,
-        optimizer_bytes=_touched(stepped, job),
-        host_optimizer_numel=on_host,
-        host_optimizer_bytes=_touched(on_host, job),
-        hidden=model.transformer.hidden if model.transformer else 0,
-        micro_tokens=micro_tokens,
-        kernels=kernels * accumulation if kernels and kernels.flops == activity.flops else None,
-        handed=float(model.trainable * accumulation),
-        coded_bytes=engine.coded,
-        handled_bytes=engine.handled,
-        summed_bytes=engine.summed,
-    )
-
-
-def _touched(stepped: int, job: Job) -> int:
-    """Bytes of memory that an update reads and writes: gradient and parameter read, parameter
-    written; moments both.
-    """
-    return 4 * (3 + 2 * MOMENTS_OF[job.optimizer]) * stepped

@@ -1,14 +1,13 @@
-"""Closed forms that a plan uses where there is no code to trace, each with its paper. What papers
-print beyond them is in `benchmarks/validation/formulas`.
+"""Closed forms that a plan uses where there is no code to trace, each with its paper. Further
+formulas of the papers are in `benchmarks/validation/formulas`.
 
-What transformers' families keep and have in hand beyond the fused kernels that papers count
-(`block_bytes`):
+Papers count fused kernels (`block_bytes`). The code of transformers' families keeps more, and uses
+more while a block runs. In bytes a token of one block, with h hidden, f feed-forward, q and k the
+widths of queries and of keys, a active of E experts, n heads, s tokens of a sample and e bytes of
+an element (2 or 4); each term is what a trace of that code shows (tests/plan/test_code.py compares
+them):
 
-Bytes a token of one block; h hidden, f feed-forward, q and k the widths of queries and of keys, a
-active of E experts, n heads, s tokens of a sample, e bytes of an element (2 or 4). Each term is
-what a trace of that code shows (tests/plan/test_code.py holds them against it).
-
-| code    | kept beyond fused kernels                                                 | in hand while a block runs                    |
+| code    | kept beyond fused kernels                                                 | used while a block runs                       |
 |---------|---------------------------------------------------------------------------|-----------------------------------------------|
 | fused   | statistics of two norms, 4e                                               | (f + h)·e, with a gate (2f + h)·e             |
 | gpt2    | as fused; its GELU is a chain of kernels, 3f·e; masks of two dropouts, 2h | (2f + h)·e                                    |
@@ -23,18 +22,19 @@ what a trace of that code shows (tests/plan/test_code.py holds them against it).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from onefold.plan.shapes import Transformer
+from onefold.recipe import PLACEMENTS_OF_STAGE, Placement
 
-STAGES = (0, 1, 2, 3)
-_FIRST_STAGE_THAT_SHARDS = {"optimizer": 1, "gradients": 2, "parameters": 3}
+STAGES = tuple(PLACEMENTS_OF_STAGE)
 
 
 @dataclass(frozen=True)
 class Convention:
-    """Bytes per parameter of each kind of state; `optimizer` is ZeRO's K (fp32 master weights
-    included).
+    """Bytes per parameter of each kind of state. `optimizer` is ZeRO's K: it includes fp32 master
+    weights.
     """
 
     parameters: float
@@ -45,18 +45,11 @@ class Convention:
     def total(self) -> float:
         return self.parameters + self.gradients + self.optimizer
 
-    def by_kind(self) -> dict[str, float]:
-        return {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "optimizer": self.optimizer,
-        }
-
 
 def states_by_kind(
     numel: float, convention: Convention, stage: int, ranks: int
 ) -> dict[str, float]:
-    """Bytes of each kind of state on one of `ranks` ranks at a stage.
+    """Return the bytes of each kind of state on one of `ranks` ranks.
 
     | stage | parameters | gradients | optimizer |
     |-------|------------|-----------|-----------|
@@ -75,16 +68,18 @@ def states_by_kind(
     if ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected 1 or more.")
     return {
-        kind: numel * nbytes / (ranks if stage >= _FIRST_STAGE_THAT_SHARDS[kind] else 1)
-        for kind, nbytes in convention.by_kind().items()
+        kind: numel * nbytes / (ranks if placement is Placement.SHARDED else 1)
+        for (kind, nbytes), placement in zip(
+            vars(convention).items(), PLACEMENTS_OF_STAGE[stage], strict=True
+        )
     }
 
 
 def model_flops_per_token(numel: float, layers: int = 0, hidden: int = 0, seq: int = 0) -> float:
-    """Model FLOPs a token, forward and backward: 6N + 12·L·h·s (Chowdhery et al. 2022, PaLM,
-    appendix B).
+    """Return the model FLOPs of a token, forward and backward: 6N + 12·L·h·s (Chowdhery et al.
+    2022, PaLM, appendix B).
 
-    Without dimensions it is Kaplan et al. 2020's 6N. `hidden` is heads × head_dim; attention is
+    Without dimensions it is Kaplan et al. 2020's 6N. `hidden` is heads × head_dim. Attention is
     counted in full, not halved for causality.
     """
     return 6 * numel + 12 * layers * hidden * seq
@@ -93,8 +88,8 @@ def model_flops_per_token(numel: float, layers: int = 0, hidden: int = 0, seq: i
 def transformer_flops_per_token(
     active_numel: float, dims: Transformer | None, seq: int = 0
 ) -> float:
-    """`model_flops_per_token` of a model with these dimensions; `active_numel` are the parameters
-    that a token passes.
+    """Return `model_flops_per_token` of a model with these dimensions, of whose parameters a token
+    passes `active_numel`.
     """
     if dims is None:
         return model_flops_per_token(active_numel)
@@ -119,19 +114,22 @@ def block_bytes(
     recompute: Recompute = "none",
     dropout: bool = False,
 ) -> float:
-    """Bytes that one block of `dims` keeps. With GPT's dimensions and dropout in 16 bits it equals
-    their figure.
+    """Return the bytes that one block of `dims` keeps for its backward pass. With GPT's dimensions
+    and dropout in 16 bits they equal the figure of Korthikanti et al. 2022.
 
-    Per token, in elements of width h, queries q = heads·head_dim, keys k = kv_heads·head_dim,
-    feed-forward f of each active expert: two norm inputs 2h, the input of the projections h, q, k
-    and v: q + 2k, the input of the output projection q, the feed-forward's input h (each active
-    expert reads a copy), its hidden values 2f (input and output of the activation) or 4f where
-    gated (gate, up, activated gate, product). Dropout adds two masks of one byte. Unfused attention
-    keeps the scores: 5·a·s bytes a token.
+    Elements of a token, with width h, queries q = heads·head_dim, keys k = kv_heads·head_dim and
+    the feed-forward f of each active expert:
 
-    It counts kernels that are fused, as the papers do. Code that is not keeps more: transformers'
-    Llama 1.23 times as much in bf16 (its norms keep an fp32 copy and the normalized values), its
-    GPT-2 1.82 times (its GELU is a chain of kernels). Trace where there is code.
+    - the inputs of two norms, 2h, and of the projections, h;
+    - queries, keys and values, q + 2k, and the input of the output projection, q;
+    - the feed-forward's input, h (each active expert reads a copy), and its hidden values: 2f
+      (input and output of the activation), or 4f if gated (gate, up, activated gate, product).
+
+    Dropout adds two masks of one byte. Unfused attention keeps the scores: 5·a·s bytes a token.
+
+    Like the papers, this counts fused kernels. Other code keeps more: in bf16 transformers' Llama
+    1.23 times as much (its norms keep an fp32 copy and the normalized values), its GPT-2 1.82 times
+    (its GELU is a chain of kernels). Trace the code where there is some.
     """
     check_recompute(recompute)
     length = seq or dims.seq
@@ -155,94 +153,127 @@ def block_bytes(
     return float(tokens * per_token)
 
 
-#: Families whose code is known; "" are fused kernels.
+#: Families whose code is known; "" stands for fused kernels.
 CODES = ("", "gpt2", "llama", "mixtral", "bloom")
 
 
-def check_code(code: str) -> None:
-    """Raise ValueError for a family whose code is not known."""
-    if code not in CODES:
-        raise ValueError(f"code={code!r}: expected one of {', '.join(map(repr, CODES))}.")
+@dataclass(frozen=True)
+class MicroBatchBytes:
+    """What one micro-batch keeps and uses, in bytes, by the formulas of this module.
 
+    Attributes:
+        element: bytes of an element of the compute dtype.
+        code: the family whose code runs, one of `CODES`.
 
-def kept_beyond(code: str, dims: Transformer, length: int, element_bytes: int) -> int:
-    """Bytes a token that a block of this code keeps beyond `block_bytes`, without recompute."""
-    check_code(code)
-    h, e = dims.hidden, element_bytes
-    if code == "gpt2":
-        return 4 * e + 3 * dims.ffn * e + 2 * h
-    if code == "bloom":
-        return 4 * e + dims.heads * (length * (e + 4 if e < 4 else e) - 4)
-    if code not in ("llama", "mixtral"):
-        return 4 * e
-    own = 8 * h + 8
-    if e >= 4:
-        own += 2 * (dims.q - dims.k) * e
-    if code == "mixtral":
-        own += (dims.active + 1) * h * e + 4 * dims.experts + 40 * dims.active + 4
-    return own
-
-
-def in_hand(
-    code: str, dims: Transformer, length: int, element_bytes: int, *, backward: bool
-) -> int:
-    """Bytes a token beyond what a block keeps, at the highest moment of a pass; gradients of
-    parameters are `beside_gradient`'s.
+    Raises:
+        ValueError: a family whose code is not known.
     """
-    check_code(code)
-    h, e = dims.hidden, element_bytes
-    if code == "mixtral":
-        return dims.active * (2 * dims.ffn * e + (8 * h if e < 4 else 0)) + (h * e if e >= 4 else 0)
-    if code == "bloom":
-        scores = (4 if e < 4 else 3) - backward
-        return max(6 * dims.ffn * e, scores * dims.heads * length * e)
-    return (dims.ffn * (2 if dims.gated or code else 1) + h) * e
 
+    dims: Transformer
+    micro_batch: int
+    seq: int
+    element: int
+    code: str
 
-def beside_gradient(
-    code: str, dims: Transformer, tokens: int, length: int, element_bytes: int, largest: int
-) -> int:
-    """Bytes beyond what a block keeps at the highest moment of its backward pass, with the gradient
-    of its largest parameter.
+    def __post_init__(self) -> None:
+        if self.code not in CODES:
+            raise ValueError(f"code={self.code!r}: expected one of {', '.join(map(repr, CODES))}.")
 
-    The gradient of a dense parameter comes close to that moment. That of all experts at once
-    (stacked in one tensor) comes when a part of what was kept inside them has gone, a·f·e a token,
-    and the gradient of their input is there, h·e.
-    """
-    hand = tokens * in_hand(code, dims, length, element_bytes, backward=True)
-    if code != "mixtral":
-        return hand + largest
-    return max(hand, largest + tokens * (dims.hidden - dims.active * dims.ffn) * element_bytes)
+    @property
+    def tokens(self) -> int:
+        return self.micro_batch * self.seq
 
+    @cached_property
+    def whole(self) -> int:
+        """What a block keeps for its backward pass without recompute."""
+        fused = block_bytes(self.dims, self.micro_batch, self.seq, element_bytes=self.element)
+        return int(fused) + self.tokens * self._beyond()
 
-def held_before(
-    code: str, dims: Transformer, micro_batch: int, length: int, element_bytes: int
-) -> int:
-    """Bytes of a micro-batch that lie around the blocks from the start: token ids and labels, and
-    what the embedding leaves.
+    def _beyond(self) -> int:
+        """Bytes a token that a block of this code keeps beyond `block_bytes`."""
+        dims, h, e = self.dims, self.dims.hidden, self.element
+        if self.code == "gpt2":
+            return 4 * e + 3 * dims.ffn * e + 2 * h
+        if self.code == "bloom":
+            return 4 * e + dims.heads * (self.seq * (e + 4 if e < 4 else e) - 4)
+        if self.code == "":
+            return 4 * e
+        own = 8 * h + 8
+        if e >= 4:
+            own += 2 * (dims.q - dims.k) * e
+        if self.code == "mixtral":
+            own += (dims.active + 1) * h * e + 4 * dims.experts + 40 * dims.active + 4
+        return own
 
-    GPT-2's dropout leaves a mask, Llama's rotation its angles, BLOOM's first norm its input and its
-    attention a mask of all pairs.
-    """
-    check_code(code)
-    tokens, h, e = micro_batch * length, dims.hidden, element_bytes
-    own = 16 * tokens
-    if code == "gpt2":
-        own += tokens * h
-    elif code in ("llama", "mixtral"):
-        own += 2 * length * dims.head * e
-    elif code == "bloom":
-        own += tokens * (h + length) * e
-    return own
+    def kept(self, whole: bool) -> int:
+        """What a block keeps: everything, or only the input from which it is recomputed."""
+        return self.whole if whole else self.tokens * self.dims.hidden * self.element
 
+    def in_hand(self, backward: bool = False) -> int:
+        """What a block uses beyond what it keeps, at the highest moment of a pass, without
+        gradients of parameters.
+        """
+        dims, h, e = self.dims, self.dims.hidden, self.element
+        if self.code == "mixtral":
+            each = dims.active * (2 * dims.ffn * e + (8 * h if e < 4 else 0))
+            each += h * e if e >= 4 else 0
+        elif self.code == "bloom":
+            scores = (4 if e < 4 else 3) - backward
+            each = max(6 * dims.ffn * e, scores * dims.heads * self.seq * e)
+        else:
+            each = (dims.ffn * (2 if dims.gated or self.code else 1) + h) * e
+        return self.tokens * each
 
-def kept_behind(code: str, dims: Transformer, element_bytes: int) -> int:
-    """Bytes a token that the last norm, the head and the loss keep, without the logits: inputs,
-    labels, a norm's fp32 copy.
-    """
-    check_code(code)
-    return (
-        16
-        + 2 * dims.hidden * element_bytes
-        + (4 * dims.hidden if code in ("llama", "mixtral") else 0)
-    )
+    def beside(self, largest: int) -> int:
+        """What a block uses beyond what it keeps, at the highest moment of its backward pass, with
+        the gradient of its largest parameter, of `largest` bytes.
+
+        The gradient of a dense parameter arrives close to that moment. The gradient of all experts
+        at once (stacked in one tensor) arrives when a part of what they kept has been freed, a·f·e
+        a token, and the gradient of their input is there, h·e.
+        """
+        if self.code != "mixtral":
+            return self.in_hand(backward=True) + largest
+        freed = (self.dims.hidden - self.dims.active * self.dims.ffn) * self.element
+        return max(self.in_hand(backward=True), largest + self.tokens * freed)
+
+    @cached_property
+    def before(self) -> int:
+        """What is kept before the first block: token ids, labels, and what the embedding leaves.
+
+        GPT-2's dropout leaves a mask, Llama's rotation its angles, BLOOM's first norm its input and
+        its attention a mask of all pairs.
+        """
+        dims, e, own = self.dims, self.element, 16 * self.tokens
+        if self.code == "gpt2":
+            own += self.tokens * dims.hidden
+        elif self.code in ("llama", "mixtral"):
+            own += 2 * self.seq * dims.head * e
+        elif self.code == "bloom":
+            own += self.tokens * (dims.hidden + self.seq) * e
+        return own
+
+    @cached_property
+    def behind(self) -> int:
+        """What the last norm, the head and the loss keep, without the logits: inputs, labels, a
+        norm's fp32 copy.
+        """
+        copy = 4 * self.dims.hidden if self.code in ("llama", "mixtral") else 0
+        return self.tokens * (16 + 2 * self.dims.hidden * self.element + copy)
+
+    @property
+    def logits(self) -> int:
+        """The log-probabilities that the loss keeps, in fp32."""
+        return 4 * self.tokens * self.dims.vocab
+
+    @property
+    def first_logits(self) -> int:
+        """Logits while the loss is computed: in fp32, their log-probabilities, and the model's own
+        if they are in 16 bits.
+        """
+        return self.tokens * self.dims.vocab * (8 + (self.element if self.element < 4 else 0))
+
+    @property
+    def shared(self) -> int:
+        """The gradient of a tied head, until the embedding adds its own to it."""
+        return self.dims.vocab * self.dims.hidden * self.element if self.dims.tied else 0

@@ -1,12 +1,12 @@
-"""Machines by name: GPUs, links between nodes and what a node has beside them, from `hardware.toml`
-and a user's file of the same form.
+"""Machines by name: GPUs, links between nodes, and a node's host, from `hardware.toml` and a user's
+file of the same form.
 
     [gpu.mine]                       [link.mine]            [host.default]
     capacity = 48e9   # bytes        bandwidth = 50e9       memory = 512e9
     bf16 = 150e12     # FLOP/s
 
-A table of a user's file adds a name, or changes the given keys of one that exists. Bytes, bytes/s
-(one direction), FLOP/s throughout.
+A table of a user's file adds a name, or changes the given keys of a known one. All figures are
+bytes, bytes/s (in one direction) or FLOP/s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -22,17 +22,18 @@ from pathlib import Path
 from typing import Any
 
 from onefold.doctor.calibration import Calibration
+from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-#: What a GPU of the table has if its entry leaves the key out.
-_DEFAULTS: dict[str, Any] = {"attainable": 0.75, "link": 25e9, "host_link": 25e9}
+#: What a GPU has if its entry leaves a key out.
+_DEFAULTS = {"attainable": 0.75, "link": 25e9, "host_link": 25e9}
 _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `rates` are nominal dense matrix FLOP/s by precision, of which large products reach
-    the share `attainable`.
+    """One GPU. `rates` are nominal dense matrix FLOP/s by precision; large products reach the share
+    `attainable` of them.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Link:
-    """What all network adapters of one node send together, bytes/s."""
+    """The network adapters of one node: bytes/s that they send together."""
 
     name: str
     title: str
@@ -56,10 +57,11 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """What one node has beside its GPUs: bytes and bytes/s. `link_bandwidth` is what all GPUs
-    together move to and from the host.
+    """A node's host: bytes and bytes/s.
 
-    `nvme_bandwidth` is of reading, and of writing too where `nvme_write` is 0.
+    Attributes:
+        link_bandwidth: of all GPUs together, to and from the host.
+        nvme_bandwidth: of reading; also of writing if `nvme_write` is 0.
     """
 
     memory: float
@@ -72,18 +74,17 @@ class Host:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a plan runs.
+    """The machine that a plan is for.
 
     Attributes:
         gpu: one of its GPUs.
         ranks, per_node: processes in all, and in one node.
         between: the link between nodes; None on a single node.
-        host: what a node has beside its GPUs.
-        contention: share of a hidden second of communication that computing loses to it (0:
-            separate engines; 1: the same cores).
+        host: a node's host.
+        contention: the share of a second that computing loses to each hidden second of
+            communication (0: separate engines; 1: the same cores).
         measured: a calibration that replaces the table's figures for communication.
-        shared: the device is a CPU: the host's memory is its own, and a copy between them is one
-            within memory.
+        shared: the device is a CPU: its memory is the host's, and copies stay within memory.
     """
 
     gpu: Gpu
@@ -119,8 +120,23 @@ class Machine:
 
     @property
     def local(self) -> int:
-        """Ranks of one node: fewer than `per_node` where the machine is a part of one."""
+        """Ranks of one node: fewer than `per_node` if the machine is a part of a node."""
         return min(self.ranks, self.per_node)
+
+    @property
+    def node_ranks(self) -> int | None:
+        """Ranks of one node, as `states.topology_of` takes them; None on a single node."""
+        return self.local if self.nodes > 1 else None
+
+    @property
+    def is_here(self) -> bool:
+        """It is this machine, not one of the table."""
+        return self.gpu.name == "here"
+
+    @property
+    def is_timed(self) -> bool:
+        """Its speeds are known, from the table or measured."""
+        return self.measured is not None or not self.is_here
 
     @property
     def capacity(self) -> int:
@@ -128,13 +144,9 @@ class Machine:
         return self.gpu.capacity
 
     def peak(self, precision: str) -> float:
-        """Nominal FLOP/s of one GPU, the figure that MFU is a share of.
-
-        fp32 is tf32's rate where the GPU has it (torch uses it when told so); bf16 falls back to
-        fp32 where there is none (V100, T4).
-
-        Raises:
-            ValueError: a precision that is not known.
+        """Return the nominal FLOP/s of one GPU, to which MFU refers. A precision without a rate
+        (bf16 on V100 and T4) has the rate of fp32. Raises ValueError: a precision that is not
+        known.
         """
         if precision not in PRECISIONS:
             raise ValueError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}.")
@@ -142,29 +154,32 @@ class Machine:
         return rates[precision] if precision in rates else rates["fp32"]
 
     def matrix_rate(self, precision: str) -> float:
-        """FLOP/s that large matrix products reach on one GPU."""
+        """Return the FLOP/s that large matrix products reach on one GPU."""
         return self.peak(precision) * self.gpu.attainable
 
     def host_link(self) -> float:
-        """Bytes/s between one GPU and the host while every GPU of the node does the same."""
+        """Return the bytes/s between one GPU and the host while all GPUs of the node move."""
         return min(self.gpu.host_link, self.host.link_bandwidth / self.local)
 
 
 @dataclass(frozen=True)
 class Catalogue:
-    """Every GPU, link and host that is known by name."""
+    """All GPUs, links and hosts with a name."""
 
     gpus: Mapping[str, Gpu]
     links: Mapping[str, Link]
     hosts: Mapping[str, Host]
 
     def gpu(self, name: str) -> Gpu:
-        """Raises ValueError with the nearest names."""
-        return self.gpus[_key(name, self.gpus, "GPU")]
+        """Return a GPU by name. Raises ValueError with the nearest names."""
+        plain = name.strip().lower()
+        if plain not in self.gpus:
+            raise ValueError(_unknown(name, self.gpus, "GPU"))
+        return self.gpus[plain]
 
     def link(self, name: str) -> Link:
-        """A link by name, or by its rate: "100g", "8x200g" (Gbit/s a node), "25GB/s". Raises
-        ValueError with the nearest names.
+        """Return a link by name, or by its rate: "100g", "8x200g" (Gbit/s of a node), "25GB/s".
+        Raises ValueError with the nearest names.
         """
         plain = name.strip().lower()
         if plain in self.links:
@@ -182,32 +197,18 @@ class Catalogue:
     def machine(
         self, gpus: int, per_node: int = 8, gpu: str = "a100-80", link: str = "8x200g"
     ) -> Machine:
-        """`gpus` GPUs of one kind in nodes of `per_node`."""
-        found, between = self.gpu(gpu), self.link(link)
-        return Machine(
-            found, gpus, per_node, between if gpus > per_node else None, self.hosts["default"]
-        )
+        """Return `gpus` GPUs of one kind in nodes of `per_node`, joined by `link`."""
+        found, joined = self.gpu(gpu), self.link(link)
+        between = joined if gpus > per_node else None
+        return Machine(found, gpus, per_node, between, self.hosts["default"])
 
 
 _KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
-_KEYS: Mapping[str, tuple[str, ...]] = {
-    "gpu": (
-        "capacity",
-        "attainable",
-        "memory_bandwidth",
-        "link",
-        "host_link",
-        *PRECISIONS,
-        "title",
-    ),
-    "link": ("bandwidth", "title"),
-    "host": tuple(f.name for f in fields(Host)),
-}
-_NEEDED: Mapping[str, tuple[str, ...]] = {
-    "gpu": ("capacity", "memory_bandwidth"),
-    "link": ("bandwidth",),
-    "host": tuple(name for name in _KEYS["host"] if name != "nvme_write"),
-}
+
+
+def _figures(kind: str) -> list[str]:
+    """Return the numbers of a kind of entry, without a GPU's rates."""
+    return [f.name for f in fields(_KINDS[kind]) if f.name not in ("name", "title", "rates")]
 
 
 def _unknown(name: str, known: Iterable[str], what: str) -> str:
@@ -220,39 +221,31 @@ def _unknown(name: str, known: Iterable[str], what: str) -> str:
     return f"no {what} is called {name!r}. {hint}"
 
 
-def _key(name: str, known: Mapping[str, Any], what: str) -> str:
-    plain = name.strip().lower()
-    if plain not in known:
-        raise ValueError(_unknown(name, known, what))
-    return plain
-
-
 def _number(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
         raise ValueError(f"{where} is {value!r}: expected a number above 0.")
     return float(value)
 
 
-def _check_keys(values: Any, known: Iterable[str], where: str) -> Mapping[str, Any]:
+def _check_keys(values: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {values!r}: expected a table, such as [{where}].")
-    known = sorted(known)
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            hint = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
-            raise ValueError(f"{where} has no key {key!r}. {hint}")
+            raise ValueError(f"{where} has no key {key!r}. {did_you_mean(key, known)}")
     return values
 
 
 def _read(kind: str, name: str, values: Any, old: Any) -> Any:
-    """One entry of a table, over the `old` one where there is one."""
-    where = f"{kind}.{name}"
-    given = dict(_check_keys(values, _KEYS[kind], where))
+    """Read one entry of a table. It changes the `old` one if there is one."""
+    where, known = f"{kind}.{name}", _figures(kind)
+    others = {"gpu": ("title", *PRECISIONS), "link": ("title",), "host": ()}[kind]
+    given = dict(_check_keys(values, [*known, *others], where))
     title = str(given.pop("title", "") or getattr(old, "title", name))
     figures: dict[str, Any] = {k: _number(v, f"{where}.{k}") for k, v in given.items()}
     rates = {p: figures.pop(p) for p in PRECISIONS if p in figures}
-    lacking = [k for k in _NEEDED[kind] if old is None and k not in figures]
+    needed = () if old else [k for k in known if k not in _DEFAULTS and k != "nvme_write"]
+    lacking = [k for k in needed if k not in figures]
     if kind == "gpu" and old is None and not lacking and not rates:
         lacking = ["a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)"]
     if lacking:
@@ -263,7 +256,7 @@ def _read(kind: str, name: str, values: Any, old: Any) -> Any:
             " at most 1."
         )
     if kind == "gpu":
-        figures = (_DEFAULTS if old is None else {}) | figures
+        figures = ({} if old else _DEFAULTS) | figures
         rates = (old.rates if old else {}) | rates
         rates.setdefault("fp32", min(rates.values()) / 2)
         figures |= {"rates": rates, "capacity": int(figures.get("capacity", old and old.capacity))}
@@ -290,18 +283,18 @@ def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
 
 @cache
 def builtin() -> Catalogue:
-    """What the package knows."""
+    """Return the table of the package."""
     text = resources.files("onefold.plan").joinpath("hardware.toml").read_text(encoding="utf-8")
     return _merge(Catalogue({}, {}, {}), tomllib.loads(text))
 
 
 def catalogue(file: str | Path | None = None) -> Catalogue:
-    """The built-in table, with a user's TOML file over it.
+    """Return the built-in table, changed by a user's TOML file.
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: a file that is no TOML, or an entry that is wrong: the file, the key and what
-            was expected.
+        ValueError: the file is no TOML, or an entry is wrong: the file, the key and what was
+            expected.
     """
     if file is None:
         return builtin()
@@ -326,18 +319,16 @@ def machine(
     link: str = "8x200g",
     file: str | Path | None = None,
 ) -> Machine:
-    """`gpus` GPUs of one kind in nodes of `per_node`, joined by `link`. Raises ValueError for names
-    and counts that cannot be.
+    """Return `gpus` GPUs of one kind in nodes of `per_node`, joined by `link`. Raises ValueError
+    for unknown names and impossible counts.
     """
     return catalogue(file).machine(gpus, per_node, gpu, link)
 
 
 def calibrated(calibration: Calibration, ranks: int) -> Machine:
-    """This machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work at once on one node. On CPU
-    the ranks share one memory, so that each has its part of it.
-
-    Raises:
-        CalibrationError: fewer or more ranks than were measured.
+    """Return this machine as `onefold doctor --calibrate` measured it, with `ranks` ranks at work
+    on one node. On a CPU each rank has its share of the one memory. Raises CalibrationError: fewer
+    or more ranks than were measured.
     """
     rates = {
         p: calibration.peak_rate(d, ranks)

@@ -1,12 +1,12 @@
-"""What is to be trained, and how it may be divided: the questions of a plan.
+"""The questions of a plan: what is to be trained (`Job`), and how it may be divided (`Scheme`).
 
-What a plan may put between nodes (`COMMUNICATION`), by name: groups of a node, copies inside it,
-codecs; as arguments of `Recipe.zero`.
+What a plan may choose between nodes (`COMMUNICATION`): groups of a node, copies inside it and
+codecs, as arguments of `Recipe.zero`.
 
 | name         | what it is                                                            | changes numbers          |
 |--------------|-----------------------------------------------------------------------|--------------------------|
-| (none)       | moves inside nodes and across: each byte enters a node once            |                          |
-| flat         | every rank to every other                                              | the order of sums only   |
+| (none)       | two legs, inside nodes and between: each byte enters a node once       |                          |
+| flat         | every rank sends to every other                                        | the order of sums only   |
 | hpZ          | a second copy of the parameters in each node (ZeRO++)                  | the order of sums only   |
 | HSDP         | state divided in each node, replicated across (FSDP, MiCS)             | the order of sums only   |
 | hybrid       | the same, with optimizer states over all ranks                         | the order of sums only   |
@@ -14,8 +14,8 @@ codecs; as arguments of `Recipe.zero`.
 | qgZ          | gradients travel in 4 bits (ZeRO++)                                    | rounds gradients         |
 | ZeRO++       | hpZ, qwZ and qgZ                                                       | rounds both              |
 
-What rounds is lossy: a plan says what it would save and how to ask for it, and never takes it by
-itself. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), Zhang et al. 2022 (MiCS,
+Ways that round are lossy: a plan says what they would save and how to ask for them, and never takes
+them unasked. Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), Zhang et al. 2022 (MiCS,
 arXiv:2205.00119), Zhao et al. 2023 (PyTorch FSDP, section 3.2.2).
 """
 
@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from onefold.plan.formulas import Convention
+from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
 from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
@@ -37,77 +37,72 @@ COMMUNICATION_OPTIONS = {name for name, option in OPTIONS.items() if option.pane
 
 
 @dataclass(frozen=True)
-class Communication:
-    """One way to divide and send between nodes.
+class Way:
+    """A choice that a plan may make: arguments of `Recipe.zero`, and the words for them in a
+    sentence.
 
     Attributes:
-        words: for a sentence. lossy: values are rounded on the wire. from_stage: the lowest at
-            which it can be.
+        lossy: values are rounded on the wire.
+        from_stage: the lowest stage at which it is possible.
+        in_part: a share of the units may take it.
     """
 
     words: str
     options: Mapping[str, Any] = field(default_factory=dict)
     lossy: bool = False
     from_stage: int = 3
+    in_part: bool = False
 
 
-COMMUNICATION: Mapping[str, Communication] = {
-    "": Communication("", from_stage=0),
-    "flat": Communication("every rank to every other", {"group": "flat"}, from_stage=0),
-    "qwZ": Communication("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
-    "hpZ": Communication("a second copy in each node", {"second_copy": True}),
-    "qgZ": Communication("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
-    "ZeRO++": Communication(
+COMMUNICATION: Mapping[str, Way] = {
+    "": Way("", from_stage=0),
+    "flat": Way("every rank to every other", {"group": "flat"}, from_stage=0),
+    "qwZ": Way("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
+    "hpZ": Way("a second copy in each node", {"second_copy": True}),
+    "qgZ": Way("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
+    "ZeRO++": Way(
         "hpZ, qwZ and qgZ",
         {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
         lossy=True,
     ),
-    "HSDP": Communication("divided in each node", {"shard_group": "node"}, from_stage=1),
-    "hybrid": Communication(
+    "HSDP": Way("divided in each node", {"shard_group": "node"}, from_stage=1),
+    "hybrid": Way(
         "divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}
     ),
 }
+_HOST, _DISK = {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}
+#: Where the plan may store states besides the device, in the order of least slowdown.
+OFFLOAD: Mapping[str, Way] = {
+    "none": Way("", from_stage=0),
+    "optimizer": Way("optimizer on the host", _HOST, from_stage=1, in_part=True),
+    "parameters": Way("all states on the host", _HOST | {"offload_param": "cpu"}),
+    "optimizer-nvme": Way("optimizer on NVMe", _DISK, from_stage=1, in_part=True),
+    "parameters-nvme": Way(
+        "optimizer on NVMe, parameters on the host", _DISK | {"offload_param": "cpu"}
+    ),
+    "nvme": Way("states on NVMe", _DISK | {"offload_param": "nvme"}),
+}
+CHECKPOINTING = RECOMPUTE
+#: Options of a recipe that a job may set; stage and dtypes have fields of their own.
+RECIPE_OPTIONS = set(OPTIONS) - {"stage", "precision", "accumulate_dtype"}
+#: Options that say where states are stored. If a job sets one, the plan offloads nothing more.
+PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
+#: A placeholder for the folders on NVMe while a plan knows none.
+SOMEWHERE = "(a folder on NVMe)"
 
 
 def as_recipe(stage: int, options: Mapping[str, Any]) -> str:
-    """The line of Python that asks for a way."""
-    return f"Recipe.zero({', '.join([str(stage), *(f'{name}={value!r}' for name, value in options.items())])})"
+    """Return the line of Python that asks for these options."""
+    given = (f"{name}={value!r}" for name, value in options.items())
+    return f"Recipe.zero({', '.join([str(stage), *given])})"
 
 
 def as_options(stage: int, options: Mapping[str, Any]) -> str:
-    """The same in the words of `onefold train` and `onefold plan`."""
+    """Return the same as options of `onefold train` and `onefold plan`."""
     words = [f"--stage {stage}"]
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     return " ".join(words)
-
-
-CHECKPOINTING = ("none", "selective", "full")
-#: Where the plan may put states besides the device, as arguments of `Recipe.zero`, in the order of
-#: least slowdown.
-OFFLOAD: Mapping[str, Mapping[str, Any]] = {
-    "none": {},
-    "optimizer": {"offload_optimizer": "cpu"},
-    "parameters": {"offload_optimizer": "cpu", "offload_param": "cpu"},
-    "optimizer-nvme": {"offload_optimizer": "nvme"},
-    "parameters-nvme": {"offload_optimizer": "nvme", "offload_param": "cpu"},
-    "nvme": {"offload_optimizer": "nvme", "offload_param": "nvme"},
-}
-#: Of these a share may go.
-IN_PART = ("optimizer", "optimizer-nvme")
-_IN_WORDS = {
-    "optimizer": "optimizer on the host",
-    "parameters": "all states on the host",
-    "optimizer-nvme": "optimizer on NVMe",
-    "parameters-nvme": "optimizer on NVMe, parameters on the host",
-    "nvme": "states on NVMe",
-}
-#: What may be said of a recipe beside the stage and the precision.
-RECIPE_OPTIONS = set(OPTIONS) - {"stage", "precision", "accumulate_dtype"}
-#: Options that say where states rest. With one of them given, the plan moves nothing more.
-PLACES = {"offload_optimizer", "offload_gradients", "offload_param"}
-#: What stands for the folders on NVMe while a plan knows none.
-SOMEWHERE = "(a folder on NVMe)"
 
 
 @dataclass(frozen=True)
@@ -115,23 +110,23 @@ class Job:
     """One optimizer step.
 
     Attributes:
-        seq: tokens of a sample. micro_batch: samples that one rank computes at once; 0 lets the
-            plan take the largest that fits.
-        global_batch: samples of a step over all ranks; 0 is one micro-batch a rank.
-        precision: "fp32", "bf16" or "fp16"; None computes as the model is.
-        model_dtype: what most of the model's weights are in, which a plan finds out where
-            `precision` is None.
-        checkpointing: "none", "selective" (every second block) or "full"; "" lets the plan escalate
-            to it.
-        accumulate_dtype: dtype in which gradients are summed and rest, "fp32" unless told otherwise.
-        optimizer: as in `plan.states.MOMENTS_OF`.
-        lora_rank: 0 trains all parameters; else adapters of this rank on every matrix of the
-            blocks, the rest frozen.
-        offload: one of `OFFLOAD`; "" lets the plan escalate to it ("none" where `options` say
-            themselves where states rest).
+        seq: tokens of a sample.
+        micro_batch: samples that one rank computes at once; 0: the largest that fits.
+        global_batch: samples of a step over all ranks; 0: one micro-batch a rank.
+        precision: "fp32", "bf16" or "fp16"; None: the model's own.
+        accumulate_dtype: the dtype in which gradients are summed and kept.
+        checkpointing: "none", "selective" (every second block) or "full"; "": the plan escalates as
+            needed.
+        optimizer: one of `plan.states.MOMENTS_OF`.
+        lora_rank: adapters of this rank on every matrix of the blocks, the rest frozen; 0: all
+            parameters are trained.
+        offload: one of `OFFLOAD`; "": the plan escalates as needed ("none" if `options` already say
+            where states are stored).
         options: further arguments of `Recipe.zero` by name (reduce_at, units, wire,
             offload_optimizer, nvme, tile, shard_group, gather_codec, ...), which the plan follows
             as the run would.
+        model_dtype: the precision of most of the model's weights, which a plan finds out if
+            `precision` is None.
     """
 
     seq: int = 1024
@@ -174,7 +169,7 @@ class Job:
                     " one of the two out."
                 )
             object.__setattr__(self, "offload", "none")
-        # What no recipe can be is said now, whatever stage is taken in the end
+        # Refuse now what no stage's recipe can have
         found = self.recipe(3)
         if found.moments is not None and self.optimizer not in ("adam", "adamw"):
             raise ValueError(
@@ -184,11 +179,9 @@ class Job:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], asker: str) -> Job:
-        """A job from its own fields and the arguments of `Recipe.zero`, by name in one dictionary.
-
-        Raises:
-            ValueError: a name that is neither's, said of `asker` with the nearest known one; a
-                value that cannot be.
+        """Make a job from one dictionary of its fields and the arguments of `Recipe.zero`. Raises
+        ValueError: an unknown name, with the nearest known one (`asker` is the function to name);
+        an impossible value.
         """
         own = {f.name for f in fields(cls)} - {"options", "model_dtype"}
         refuse_unknown(asker, given, own | RECIPE_OPTIONS)
@@ -200,15 +193,14 @@ class Job:
         return cls(**{k: v for k, v in given.items() if k in own}, options=tuple(options.items()))
 
     def recipe(self, stage: int, **places: Any) -> Recipe:
-        """The recipe at a stage; `reduce_at` is taken where there is a choice (stages 0 and 1
-        reduce at the boundary).
+        """Return the recipe at a stage. `reduce_at` only has an effect from stage 2 on: stages 0
+        and 1 reduce at the boundary.
 
         Args:
-            places: where states rest, as `OFFLOAD` has it, and what `COMMUNICATION` has; the job's own
-                options say it where none is given.
+            places: options of `OFFLOAD` and `COMMUNICATION`, which override the job's own.
 
         Raises:
-            ValueError: no recipe can be so at this stage.
+            ValueError: this stage cannot have such a recipe.
         """
         given = {k: v for k, v in self.options if k != "reduce_at" or stage >= 2} | places
         on_disk = "nvme" in str([given.get(name) for name in PLACES]).lower()
@@ -221,20 +213,18 @@ class Job:
 
     @property
     def computes(self) -> str:
-        """The precision of the matrix products: the one asked for, or that of most of the model's
-        weights.
-        """
+        """The precision of the matrix products: the asked one, or the model's own."""
         return self.precision or self.model_dtype
 
     @property
     def places(self) -> set[str]:
-        """The options that say where states rest."""
+        """The given options that say where states are stored."""
         return {k for k, v in self.options if k in PLACES and v is not None}
 
     @property
     def communication(self) -> dict[str, Any]:
-        """What was said of groups, codecs and frozen weights. With any of it given, the plan adds
-        nothing of the kind.
+        """The given options about groups, codecs and frozen weights. If there are any, the plan
+        chooses no way to communicate.
         """
         unsaid = (None, False, "nearest")
         return {k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in unsaid}
@@ -247,7 +237,7 @@ class Job:
 
     @property
     def convention(self) -> Convention:
-        """Bytes of a trained parameter by kind of state, as the recipe's rows have them."""
+        """Bytes of a trained parameter by kind of state, by the recipe's rows."""
         rows, computed = self.recipe(3), COMPUTE_DTYPES[self.computes]
         copy = rows.master_dtype.itemsize if computed != rows.master_dtype else 0
         return Convention(computed.itemsize, rows.sums_dtype.itemsize, copy + self.moment_bytes)
@@ -264,14 +254,12 @@ class Job:
 
     @property
     def units(self) -> tuple[str | type, ...] | None:
-        """The modules that become units, None for those that are found."""
+        """The modules that become units; None: Onefold finds them."""
         return dict(self.options).get("units")
 
     def accumulation(self, ranks: int, micro_batch: int = 0) -> int:
-        """Micro-batches of one rank in a step.
-
-        Raises:
-            ValueError: the global batch does not divide, with the nearest that does.
+        """Return the micro-batches of one rank in a step. Raises ValueError: the global batch does
+        not divide, with the nearest that does.
         """
         micro = micro_batch or self.micro_batch or 1
         if not self.global_batch:
@@ -289,14 +277,13 @@ class Job:
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way to divide a job: a ZeRO stage, what is recomputed, what leaves the device, how much
-    is computed at once.
+    """One way to divide a job: a ZeRO stage, what is recomputed and offloaded, and how much is
+    computed at once.
 
     Attributes:
-        offload: one of `OFFLOAD`. share: of the units whose states leave, below 1 with `IN_PART`
-            only.
-        communication: one of `COMMUNICATION`, what is done about links between nodes beside what
-            the job says.
+        offload: one of `OFFLOAD`.
+        share: the share of states that leave the device; below 1 only if `offload` may be in part.
+        communication: one of `COMMUNICATION`, in addition to the job's own options.
     """
 
     stage: int
@@ -318,44 +305,37 @@ class Scheme:
             raise ValueError(f"offload {self.offload!r}: expected one of {', '.join(OFFLOAD)}.")
         if self.offload != "none" and self.stage == 0:
             raise ValueError("offload needs divided optimizer states: use stage 1, 2 or 3.")
-        if "offload_param" in OFFLOAD[self.offload] and self.stage != 3:
+        if self.stage < OFFLOAD[self.offload].from_stage:
             raise ValueError(
                 f"offload={self.offload!r} moves parameters off the device, which needs them"
                 " divided: use stage 3."
             )
-        if not 0 < self.share <= 1 or (self.share < 1 and self.offload not in IN_PART):
+        if not 0 < self.share <= 1 or (self.share < 1 and not OFFLOAD[self.offload].in_part):
+            parts = " or ".join(name for name, way in OFFLOAD.items() if way.in_part)
             raise ValueError(
                 f"share={self.share!r} with offload={self.offload!r}: expected 1, or a share with"
-                f" {' or '.join(IN_PART)}."
+                f" {parts}."
             )
 
     def with_(self, **changes: Any) -> Scheme:
         return replace(self, **changes)
 
     @property
-    def way(self) -> Communication:
-        """What `communication` names."""
+    def way(self) -> Way:
+        """The way that `communication` names."""
         return COMMUNICATION[self.communication]
-
-    @property
-    def places(self) -> dict[str, Any]:
-        """Where states rest, as arguments of `Recipe.zero` beside the job's own."""
-        whole = dict(OFFLOAD[self.offload])
-        if self.share == 1:
-            return whole
-        return {"offload_optimizer": f"{whole['offload_optimizer']}:{self.share!r}"}
 
     @property
     def asked(self) -> dict[str, Any]:
         """Arguments of `Recipe.zero` beside the job's own."""
-        return self.places | dict(self.way.options)
+        places = dict(OFFLOAD[self.offload].options)
+        if self.share < 1:
+            places["offload_optimizer"] += f":{self.share!r}"
+        return places | dict(self.way.options)
 
     def recipe(self, job: Job) -> Recipe:
-        """What `onefold.shard` executes; `SOMEWHERE` stands for folders on NVMe that the job does
-        not name.
-
-        Raises:
-            ValueError: no recipe can keep states where the job's own options say, at this stage.
+        """Return the recipe for `onefold.shard`. `SOMEWHERE` stands for folders on NVMe that the
+        job does not name. Raises ValueError: this stage cannot have the job's own options.
         """
         return job.recipe(self.stage, **self.asked)
 
@@ -365,7 +345,7 @@ class Scheme:
             parts.append(f"{self.checkpointing} checkpointing")
         if self.offload != "none":
             part = f"{self.share:.3g} of the " if self.share < 1 else ""
-            parts.append(part + _IN_WORDS[self.offload])
+            parts.append(part + OFFLOAD[self.offload].words)
         if self.communication:
             parts.append(self.way.words)
         return ", ".join(parts)

@@ -1,28 +1,28 @@
-"""What rests and moves off the device, in integers: the host, NVMe, and the bytes between them
-in a step.
+"""Offloaded state in bytes: what the host and NVMe hold, and what moves between tiers in a step.
 
-                 host                                           NVMe
-    at rest      masters, moments, parameters: by their rows    the same, and gradients, which keep their place
-    in a step    + gradients, from their reduction to the end   –
+                 host                                            NVMe
+    at rest      masters, moments, parameters: by their rows     the same, and gradients, which keep their place
+    in a step    + gradients, from their reduction to the end    –
                  + chunks on their way to and from the disk
                  + activations
 
     forward      up, read    parameters, for each unit's gather
-    backward     up, read    the same again; down: gradients; written: those that rest on NVMe
-    step         read, written: masters, moments; up: what is computed with, where that rests on the device
+    backward     up, read    the same again; down: gradients; written: gradients that are stored on NVMe
+    step         read, written: masters, moments; up: the compute copy, if it is on the device
 
-It mirrors offload/storage.py, runtime/transfers.py and offload/step.py in the steady state, and is
-compared with their ledgers: at rest and moved to the byte; at peak it is a bound. The tiers are
-ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al. 2021, 5.1).
+This follows offload/storage.py, runtime/transfers.py and offload/step.py in the steady state. Tests
+compare it with their ledgers: bytes at rest and moved are exact, bytes at peak are a bound. The
+tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al.
+2021, 5.1).
 
-Activations on the host between the forward and the backward pass leave the slots of an `Activity`
-and come back, as offload/activations.py moves them: storages that autograd saves go down, large
-ones only (`Activity.movable`), the first saved first.
+Activations that are on the host between the forward and the backward pass leave the slots of an
+`Activity` and come back, as in offload/activations.py: of the storages that autograd saves the
+large ones (`Activity.movable`), the first saved first.
 
     unit        0       1       2       loss    2       1       0
     kept        a       a b     a b c   a b c   a b c   a b     a
-    on the host         a       a b     a b c   a b     a                 as far as the budget goes
-    device      a       b       c       ·       c       b       a         + copies on their way, + what comes up ahead
+    on the host         a       a b     a b c   a b     a                 as far as the budget allows
+    device      a       b       c       ·       c       b       a         + copies on their way, + what is fetched ahead
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from onefold import layout
 from onefold.layout import ShardSpec, round_up
@@ -49,19 +49,19 @@ from onefold.recipe.options import SECTOR
 from onefold.runtime.transfers import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]
+#: The forward passes, the backward passes, or the optimizer's step.
+TierPhase = Literal["forward", "backward", "step"]
 HOST, NVME = Tier.HOST.value, Tier.NVME.value
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
 
 @dataclass(frozen=True)
 class Carried:
-    """Bytes that one rank moves between tiers in a step, and beside what: the "forward" or
-    "backward" passes, or the optimizer's "step".
-    """
+    """Bytes that one rank moves between tiers in a step, and the phase in which it does."""
 
     move: Move
     nbytes: float
-    phase: Literal["forward", "backward", "step"]
+    phase: TierPhase
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class OffloadedBytes:
     Attributes:
         rest: between steps, gradients dropped, by tier ("host", "nvme") and category.
         peak: the same in a step, at most.
-        carried: what a step moves. stepped: elements whose update runs on the host.
+        carried: what a step moves.
+        stepped: elements whose update runs on the host.
     """
 
     rest: Mapping[str, Mapping[str, int]]
@@ -96,23 +97,21 @@ class OffloadedBytes:
 
 
 def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
-    """Bytes by move; none is 0."""
+    """Add up bytes by move, without zeros."""
     sums: Counter[str] = Counter()
     for c in carried:
         sums[c.move] += round(c.nbytes)
-    return {move: sums[move] for move in MOVED if sums[move]}
+    return filled({move: sums[move] for move in MOVED})
 
 
 def offloaded_bytes(
     units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw"
 ) -> OffloadedBytes:
-    """What the recipe keeps off the device, with `micro_batches` forward and backward passes in a
-    step.
-    """
+    """Return what the recipe keeps off the device, in steps of `micro_batches`."""
     pairs = [(u, f) for u in units for f in u.flats if f.tiers is not None]
     flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
-    # Else gradients wait for the last micro-batch's
+    # With several reductions gradients wait for those of the last micro-batch
     in_backward = recipe.step_in_backward and reductions == 1
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
@@ -120,26 +119,15 @@ def offloaded_bytes(
     passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, in_backward))
     peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
     return OffloadedBytes(
-        {tier: _filled(held) for tier, held in rest.items()},
-        {tier: _filled(held) for tier, held in peak.items()},
-        _merged(
-            c
-            for unit, flat in pairs
-            if flat.own
-            for c in _carried(unit, flat, recipe, micro_batches, optimizer)
-        ),
+        {tier: filled(held) for tier, held in rest.items()},
+        {tier: filled(held) for tier, held in peak.items()},
+        _carried(pairs, recipe, micro_batches, optimizer),
         stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots),
     )
 
 
-def _merged(carried: Iterable[Carried]) -> tuple[Carried, ...]:
-    sums = Counter[tuple[Any, Any]]()
-    for c in carried:
-        sums[c.move, c.phase] += c.nbytes  # type: ignore[assignment]
-    return tuple(Carried(move, n, phase) for (move, phase), n in sums.items() if n)
-
-
-def _filled(held: Mapping[str, int]) -> dict[str, int]:
+def filled(held: Mapping[str, int]) -> dict[str, int]:
+    """Leave zeros out."""
     return {k: v for k, v in held.items() if v}
 
 
@@ -147,13 +135,13 @@ def _filled(held: Mapping[str, int]) -> dict[str, int]:
 
 
 def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
-    """(tier, category, bytes) of one flat buffer, moments too."""
+    """Yield (tier, category, bytes) of one flat buffer, with its moments."""
     assert flat.tiers is not None
     for tier, kind, nbytes in flat.offloaded:
         yield tier.value, _CATEGORIES[kind], nbytes
     if not flat.trainable:
         return
-    # States have room for padding too; what is one number a parameter stays in memory, and what is
+    # On NVMe moments have room for padding too. Memory keeps Adam's counts, and moments that are
     # too small to be packed
     if flat.tiers.optimizer is Tier.NVME:
         yield NVME, MOMENTS, _states(flat, flat.own, optimizer)
@@ -168,8 +156,8 @@ def _resting(flat: ShardSpec, optimizer: str) -> Iterable[tuple[str, str, int]]:
 
 
 def _stays(flat: ShardSpec, slot: layout.Slot) -> bool:
-    """Whether a parameter's moments stay in memory while the others' are on NVMe: they are too
-    small to be packed.
+    """Return whether a parameter's moments are too small to be packed, and stay in memory while the
+    others are on NVMe.
     """
     return (
         flat.moments is not None
@@ -179,7 +167,7 @@ def _stays(flat: ShardSpec, slot: layout.Slot) -> bool:
 
 
 def _states(flat: ShardSpec, numel: int, optimizer: str) -> int:
-    """Bytes on NVMe of the moments of `numel` elements of a flat buffer."""
+    """Return the bytes on NVMe of the moments of `numel` elements of a flat buffer."""
     if all(_stays(flat, slot) for slot in flat.layout.slots if flat.local(slot)):
         return 0
     each = numel * flat.dtypes.master.itemsize
@@ -188,23 +176,22 @@ def _states(flat: ShardSpec, numel: int, optimizer: str) -> int:
     return MOMENTS_OF[optimizer] * each
 
 
-# -- on its way ------------------------------------------------------------------------------------
+# -- in a step -------------------------------------------------------------------------------------
 
 
 def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
-    """Elements that are moved and stepped at a time: no more than the largest interval needs."""
+    """Return the elements that are moved and stepped at a time: at most the largest interval."""
     return min(recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
 
 
 def _passing(
     flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, in_backward: bool
 ) -> dict[str, int]:
-    """Bytes of host memory for gradients and for what is on its way where both together are most,
-    beside what rests there.
+    """Return the host's bytes of gradients and of data on its way when their sum is largest.
 
     Args:
-        again: gradients are added to some that are there. in_backward: units are stepped in the
-            backward pass.
+        again: gradients are added to earlier ones.
+        in_backward: units are stepped in the backward pass.
     """
     trained = [f for f in flats if f.trainable and f.own]
     on_disk = (
@@ -212,7 +199,7 @@ def _passing(
         and not in_backward
     )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
-    # Sums land beside what is kept of them, if that is a copy, is on NVMe, or is there already.
+    # Sums land beside the kept gradients if those are a copy, on NVMe, or of earlier micro-batches
     beside = max(
         (
             f.own * f.landed.itemsize
@@ -226,7 +213,7 @@ def _passing(
     step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
     backward = _backward_staging(flats, recipe, on_disk) + (step if in_backward else 0)
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
-    # The first step is an ordinary one, and moments that it makes are not there before it
+    # The first step runs after the backward pass, and makes the moments
     if in_backward:
         first = _passing(flats, recipe, optimizer, again, in_backward=False)
         made = sum(
@@ -236,11 +223,11 @@ def _passing(
             if (tier, category) == (HOST, MOMENTS)
         )
         phases.append(first | {GRADIENTS: max(0, first.get(GRADIENTS, 0) - made)})
-    return _filled(max(phases, key=lambda held: sum(held.values())))
+    return filled(max(phases, key=lambda held: sum(held.values())))
 
 
 def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool) -> int:
-    """Buffers of gradients that wait for the disk, and of units that come from it."""
+    """Return the bytes of gradients that wait for the disk, and of units that are read from it."""
     read = sorted(
         f.own * f.dtypes.compute.itemsize
         for f in flats
@@ -255,8 +242,8 @@ def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool)
 def _step_staging(
     flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, on_disk: bool, in_backward: bool
 ) -> int:
-    """Chunks of masters, gradients and states that are read, stepped and written; copies for what
-    is computed with from the disk.
+    """Return the bytes of chunks of masters, gradients and moments that are read, stepped and
+    written, and of compute copies on their way to the disk.
     """
     disk = [
         f
@@ -271,7 +258,7 @@ def _step_staging(
         for f in disk
     )
     chunks = [-(-f.own // chunk) for f in disk]
-    # Behind the backward pass each buffer is stepped by itself
+    # In the backward pass each buffer is stepped alone
     many = max(chunks) if in_backward else sum(chunks)
     out = each * min(many, AHEAD + 1 + BEHIND)
     low = [f.dtypes.compute.itemsize for f in disk if f.lies_apart]
@@ -282,19 +269,32 @@ def _step_staging(
 
 
 def _carried(
+    pairs: Iterable[tuple[UnitPlan, ShardSpec]],
+    recipe: Recipe,
+    micro_batches: int,
+    optimizer: str,
+) -> tuple[Carried, ...]:
+    """Return what a step moves: one entry for each move and phase."""
+    sums = Counter[tuple[Move, TierPhase]]()
+    for unit, flat in pairs:
+        for c in _moves(unit, flat, recipe, micro_batches, optimizer) if flat.own else ():
+            sums[c.move, c.phase] += c.nbytes  # type: ignore[assignment]
+    return tuple(Carried(move, n, phase) for (move, phase), n in sums.items() if n)
+
+
+def _moves(
     unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, optimizer: str
 ) -> Iterable[Carried]:
-    """What one flat buffer's step moves."""
+    """Yield what a step moves of one flat buffer."""
     assert flat.tiers is not None
     d, own, p = flat.dtypes, flat.own, flat.tiers.parameters
     compute, master = own * d.compute.itemsize, own * d.master.itemsize
     if p is not Tier.DEVICE:
         move: Move = "up" if p is Tier.HOST else "read"
         forward = puts_of(unit, flat, recipe, micro_batches, backward=False)
+        both = puts_of(unit, flat, recipe, micro_batches)
         yield Carried(move, forward * compute, "forward")
-        yield Carried(
-            move, (puts_of(unit, flat, recipe, micro_batches) - forward) * compute, "backward"
-        )
+        yield Carried(move, (both - forward) * compute, "backward")
     if not flat.trainable:
         return
     reductions = reductions_of(flat, recipe, micro_batches)
@@ -312,14 +312,17 @@ def _carried(
         yield Carried("up", compute, "step")
 
 
+# -- activations -----------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class OnHost:
-    """An activity with some of it on the host.
+    """An activity of which the host holds a part.
 
     Attributes:
-        activity: what is left on the device. moved: bytes of a micro-batch that go down and come up
-            again.
-        nbytes: of host memory that are taken for it, in whole slabs.
+        activity: what is left on the device.
+        moved: bytes of a micro-batch that go down and come up again.
+        nbytes: bytes of host memory for them, in whole slabs.
     """
 
     activity: Activity
@@ -327,7 +330,7 @@ class OnHost:
     nbytes: int = 0
 
     def carried(self, micro_batches: int) -> tuple[Carried, ...]:
-        """What a step of so many micro-batches moves."""
+        """Return what a step of `micro_batches` moves."""
         total = self.moved * micro_batches
         if not total:
             return ()
@@ -335,11 +338,10 @@ class OnHost:
 
 
 def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
-    """`activity` with up to `budget` bytes of it on the host.
+    """Move up to `budget` bytes of an activity to the host.
 
     Args:
-        shared: the device is a CPU: a copy is done when the call returns, so that none is on its
-            way down.
+        shared: the device is a CPU: copies to the host finish at once.
     """
     near = min(NEAR, budget // 8)
     order = _in_order(activity.slots)
@@ -350,27 +352,24 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
     slots, seen = [], dict.fromkeys(order, 0)
     last = {slot.unit: i for i, slot in enumerate(activity.slots) if slot.phase == "forward"}
     for i, slot in enumerate(activity.slots):
-        if slot.phase == "forward":  # what other units saved so far
+        if slot.phase == "forward":  # saved by other units so far
             saved = sum(seen.values())
             seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
             waits = 0 if shared else near
-        else:  # what was saved before this unit; what was saved behind it has been read
+        else:  # saved before this unit; what later units saved has been read
             if slot.unit in order:
                 del order[order.index(slot.unit) :]
             saved = sum(gone[unit] for unit in order)
             waits = near
-        slots.append(
-            replace(
-                slot, peak=max(slot.peak - saved + min(waits, saved), slot.logits + slot.gradients)
-            )
-        )
+        left = slot.peak - saved + min(waits, saved)
+        slots.append(replace(slot, peak=max(left, slot.logits + slot.gradients)))
     slabs = min(budget, -(-total // SLAB) * SLAB)
     return OnHost(replace(activity, slots=tuple(slots)), total, slabs)
 
 
 def _in_order(slots: Sequence[Slot]) -> list[str]:
-    """Units in the order in which their forward passes end: one that runs again later (a root with
-    the loss) is where it runs last.
+    """Return the units in the order in which their forward passes end. A unit that runs again (a
+    root with the loss) is where it runs last.
     """
     order = list(dict.fromkeys(s.unit for s in reversed(slots) if s.phase == "forward"))
     return order[::-1]

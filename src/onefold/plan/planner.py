@@ -1,8 +1,7 @@
-"""`onefold.plan`: will it fit, how fast will it go, which stage is needed.
+"""A plan: does the job fit, how fast is it, which stage is needed.
 
-model    a module, a folder or config.json, `module:factory`, a public architecture's name, or a number of parameters
-machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate`
-measured it
+model    a module, a folder or config.json, `module:factory`, a public architecture's name, a number of parameters
+machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
 job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
          └──► Plan: every stage side by side, the recommendation, what the next steps would buy
 """
@@ -11,7 +10,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.cannot_fit import cannot_fit
+from onefold.plan.alternatives import SlowLinks, Sums, slow_links, sums_of
 from onefold.plan.choose import (
     MOST_BLOCKS,
     MOST_SAMPLES,
     Question,
     can_be,
+    cannot_fit,
     deeper,
     ladder,
     largest_micro_batch,
@@ -37,60 +37,11 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, SOMEWHERE, Job, Scheme, as_recipe
 from onefold.plan.shapes import ModelShape
-from onefold.plan.slow_links import SlowLinks, slow_links
 from onefold.plan.states import topology_of, units_of
-from onefold.plan.subject import Subject, subject_of
-from onefold.plan.sums import Sums, sums_of
-from onefold.plan.tiles import is_in_tiles
+from onefold.plan.subject import is_in_tiles, subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
 from onefold.runtime.unit import offload_notes
-
-
-def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
-    """What has no effect of the recipe that a plan shows, in the words of the engine
-    (runtime/state/start.py); and what is yours to choose.
-    """
-    machine, asked = question.machine, question.job.communication
-    recipe = shown.scheme.recipe(question.job)
-    yield from (n for n in recipe.notes if " has no effect " in n)
-    per_node = machine.local if machine.nodes > 1 else None
-    topology = topology_of(recipe, machine.ranks, per_node)
-    named = "group" in asked or "shard_group" in asked
-    divides = "second_copy" in asked or "shard_group" in asked
-    if machine.ranks == 1 and (divides or "gather_codec" in asked or "reduce_codec" in asked):
-        yield f"{', '.join(sorted(asked))}: no effect on one rank, from which nothing travels"
-    elif topology.outer == 1 and (named or divides) and recipe.group != FLAT:
-        why = "they are on one node" if recipe.group == "node" else "they are all"
-        yield (
-            f"group={recipe.group!r} makes one group of the {machine.ranks} ranks ({why}): nothing"
-            " is divided inside groups only"
-        )
-    if recipe.frozen is not None:
-        units = units_of(question.model, recipe, machine.ranks, per_node=per_node)
-        if not any(f.stored for u in units for f in u.flats):
-            yield (
-                f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings is frozen"
-                " (--lora freezes those of the model)"
-            )
-    sizes = [u.trainable for u in question.model.units]
-    yield from offload_notes(sizes, recipe, machine.ranks)
-    if recipe.tile is not None and not is_in_tiles(question.model):
-        yield (
-            f"tile={recipe.tile:,} bytes has no effect: no weight that can be computed in tiles is"
-            " larger"
-        )
-    # Where nobody knows how fast links between nodes are, nothing is chosen for them
-    unknown = machine.measured is None and machine.gpu.name == "here"
-    if machine.nodes > 1 and unknown and not asked and shown.scheme.stage == 3:
-        with_copy = question.answer(shown.scheme.with_(communication="hpZ"))
-        plain, less = (c.account.node_links.get("between", 0) for c in (shown, with_copy))
-        way = as_recipe(shown.scheme.stage, COMMUNICATION["hpZ"].options)
-        yield (
-            f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB"
-            f" with {way}: the plan does not know how fast they are linked, so that is yours to"
-            " choose"
-        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,18 +49,18 @@ class Plan:
     """The answers, per rank. `print` shows them as `onefold plan` does.
 
     Attributes:
-        stages: one candidate a stage, 0 to 3, as the job is asked (or at the recommendation's
-            checkpointing and micro-batch); those alone that can keep states where the job says.
-        recommended: what to run, None if nothing fits; `why_not` says what is nearest then.
-        slow_links: where nodes hang on slow links, every way to send less between them; None where
-            they do not.
-        sums: the recommendation with gradients added up in rank order, and by NCCL; None where
-            there is no choice.
-        next_steps: what the steps of the ladder behind the recommendation would buy.
-        largest_micro_batch: samples that fit, by stage; 0 where none does.
+        stages: one candidate for each stage that the job's options allow, as the job is asked (or
+            with the recommendation's checkpointing and micro-batch).
+        recommended: what to run; None if nothing fits. `why_not` then says what is nearest.
+        next_steps: what the further steps of the ladder would buy.
+        largest_micro_batch: samples that fit, by stage; 0: none.
         largest_model: parameters of the deepest model of this width that fits, by stage.
-        notes: sentences about what had to be assumed; the first states the bytes per parameter.
-        asked: the stages that might be recommended; () for all.
+        source: where the activations come from.
+        notes: sentences about assumptions; the first states the bytes per parameter.
+        slow_links: every way to send less between nodes; None if their links are not slow.
+        sums: the recommendation with gradients added up by Onefold and by NCCL; None if there is no
+            choice.
+        asked: the stages that may be recommended; (): all.
     """
 
     model: ModelShape
@@ -129,17 +80,15 @@ class Plan:
 
     @property
     def shown(self) -> Candidate:
-        """What is shown in detail: the recommendation; where nothing fits, the last of the stages
-        that were asked for.
+        """The candidate that is shown in detail: the recommendation, or if nothing fits the last of
+        the asked stages.
         """
         return self.recommended or _last_asked(self.stages, self.asked)
 
     @property
     def recipe(self) -> Recipe:
-        """The recommendation as `onefold.shard` takes it.
-
-        Raises:
-            ValueError: nothing fits, or states go to NVMe and no folder there is known.
+        """The recommended recipe, for `onefold.shard`. Raises ValueError: nothing fits, or states
+        go to NVMe and no folder there is known.
         """
         if self.recommended is None:
             raise ValueError(self.why_not)
@@ -165,15 +114,15 @@ class Plan:
             from rich.console import Console
 
             from onefold.plan.tables import show
-        except ModuleNotFoundError:  # the tables come with the commands; the core goes without
+        except ModuleNotFoundError:  # rich comes with the commands, the core does without it
             return json.dumps(self.to_json(), indent=2)
         text = io.StringIO()
         show(self, Console(file=text, width=140, highlight=False, soft_wrap=True))
         return text.getvalue().rstrip()
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data: what `onefold plan --json` prints. `recipe` are the arguments of
-        `Recipe.zero`, dtypes by their names in torch.
+        """Return plain data, as `onefold plan --json` prints it. `recipe` has the arguments of
+        `Recipe.zero`, with torch's names of dtypes.
         """
         return {
             "schema": 1,
@@ -208,10 +157,10 @@ class Plan:
             return None
         scheme, options = self.recommended.scheme, dict(self.job.options)
         if scheme.stage < 2:
-            options.pop("reduce_at", None)  # these reduce at the boundary whatever is said
+            options.pop("reduce_at", None)  # these stages always reduce at the boundary
         options.pop("nvme", None)
         options |= scheme.asked
-        with suppress(ValueError):  # on the machine that is planned for there will be folders
+        with suppress(ValueError):  # the planned machine has folders that are not known here
             options |= {"nvme": folders} if (folders := self.recipe.nvme) else {}
         asked = {
             "stage": scheme.stage,
@@ -223,7 +172,7 @@ class Plan:
 
 
 def _plain(value: Any) -> Any:
-    """An option of a recipe as JSON has it: dtypes and classes by name."""
+    """Return an option of a recipe as plain data: dtypes and classes by name."""
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, type):
@@ -255,25 +204,24 @@ def plan(
     """Account for every stage of a job on a machine and recommend one.
 
     Args:
-        model, batch, loss, largest: as of `onefold.plan.api.plan`.
+        model, batch, loss, largest: as for `onefold.plan.api.plan`.
         machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
-        stages: those that may be recommended; () for all.
+        stages: those that may be recommended; (): all.
 
     Raises:
-        ValueError: a name that is not known, a batch that does not divide, a module that cannot be
-            traced.
+        ValueError: an unknown name, a batch that does not divide, a module that cannot be traced.
     """
     subject = subject_of(model, job or Job(), batch, loss, machine)
     job, shape = subject.job, subject.shape
     if not subject.repeats and not job.checkpointing:
-        job = replace(job, checkpointing="none")  # there are no blocks to recompute
+        job = replace(job, checkpointing="none")  # there is no block to recompute
     question = Question(shape, subject.activities, machine, job)
     best = recommend(question, stages)
     like = best.scheme if best is not None else rungs(job, machine.ranks, stages)[0][0]
     shown = tuple(
         question.answer(_column(stage, like, job))
         for stage in (0, 1, 2, 3)
-        if not (job.places or job.communication) or can_be(job, stage)
+        if not (job.places or job.communication) or can_be(Scheme(stage), job)
     )
     slow = slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
@@ -281,8 +229,14 @@ def plan(
     fitting = {s.stage: largest_micro_batch(question, s) for s in schemes}
     micro = {stage: c.scheme.micro_batch if c else 0 for stage, c in fitting.items()}
     models = {s.stage: largest_model(question, s, subject.another) for s in schemes}
-    notes = _notes(question, subject, shown, best or _last_asked(shown, stages))
     chosen = {best.scheme.micro_batch} if best is not None and not job.micro_batch else set()
+    notes = (
+        *_of_job(job, machine),
+        *subject.notes,
+        *_of_recipe(question, best or _last_asked(shown, stages)),
+        *shown[0].notes,
+        *_ends(shape, {*micro.values(), *chosen}, models),
+    )
     return Plan(
         model=shape,
         machine=machine,
@@ -294,38 +248,83 @@ def plan(
         largest_model=models,
         source=subject.source,
         why_not="" if best is not None else cannot_fit(question, stages),
-        notes=(*notes, *_ends(shape, {*micro.values(), *chosen}, models)),
+        notes=notes,
         slow_links=slow,
         sums=sums_of(question, best) if best is not None else None,
         asked=stages,
     )
 
 
-def _notes(
-    question: Question, subject: Subject, stages: Sequence[Candidate], detailed: Candidate
-) -> tuple[str, ...]:
-    """What a plan tells beside its tables: of the job, of its `stages`, and of the candidate that it
-    shows in detail.
-    """
-    return (
-        _convention(question.job),
-        *_slow(question.job, question.machine),
-        *subject.notes,
-        *_of_recipe(question, detailed),
-        *stages[0].notes,
+def _of_job(job: Job, machine: Machine) -> Iterator[str]:
+    """Yield notes on the bytes per parameter, and on a precision without a rate."""
+    sums, found, kept = job.recipe(3).sums_dtype, job.convention, job.moment_bytes
+    names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+    yield (
+        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients"
+        f" ({names.get(sums, _plain(sums))}) + {found.optimizer - kept:g} master weights + {kept:g}"
+        f" {job.optimizer} states = {found.total:g}; gradients are gone between steps"
     )
+    rates, gpu = machine.gpu.rates, machine.gpu
+    if job.computes not in rates and not machine.is_here:
+        other = job.computes == "bf16" and "fp16" in rates
+        yield (
+            f"{gpu.title or gpu.name} has no {job.computes}: seconds are at its fp32 rate"
+            f"{'; --precision fp16 would run at its own rate' if other else ''}"
+        )
+
+
+def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
+    """Yield notes on options without effect in the recipe that a plan shows, in the words of the
+    engine (runtime/state/start.py), and on choices that the plan leaves to the user.
+    """
+    machine, asked = question.machine, question.job.communication
+    recipe = shown.scheme.recipe(question.job)
+    yield from (n for n in recipe.notes if " has no effect " in n)
+    topology = topology_of(recipe, machine.ranks, machine.node_ranks)
+    named = "group" in asked or "shard_group" in asked
+    divides = "second_copy" in asked or "shard_group" in asked
+    if machine.ranks == 1 and (divides or "gather_codec" in asked or "reduce_codec" in asked):
+        yield f"{', '.join(sorted(asked))}: no effect on one rank, from which nothing travels"
+    elif topology.outer == 1 and (named or divides) and recipe.group != FLAT:
+        why = "they are on one node" if recipe.group == "node" else "they are all"
+        yield (
+            f"group={recipe.group!r} makes one group of the {machine.ranks} ranks ({why}): nothing"
+            " is divided inside groups only"
+        )
+    if recipe.frozen is not None:
+        units = units_of(question.model, recipe, machine.ranks, per_node=machine.node_ranks)
+        if not any(f.stored for u in units for f in u.flats):
+            yield (
+                f"frozen={recipe.frozen!r} has no effect: no matrix but embeddings is frozen"
+                " (--lora freezes those of the model)"
+            )
+    sizes = [u.trainable for u in question.model.units]
+    yield from offload_notes(sizes, recipe, machine.ranks)
+    if recipe.tile is not None and not is_in_tiles(question.model):
+        yield (
+            f"tile={recipe.tile:,} bytes has no effect: no weight that can be computed in tiles is"
+            " larger"
+        )
+    # If the speed of links between nodes is unknown, the plan chooses nothing for them
+    if machine.nodes > 1 and not (machine.is_timed or asked) and shown.scheme.stage == 3:
+        with_copy = question.answer(shown.scheme.with_(communication="hpZ"))
+        plain, less = (c.account.sent_between for c in (shown, with_copy))
+        way = as_recipe(shown.scheme.stage, COMMUNICATION["hpZ"].options)
+        yield (
+            f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB"
+            f" with {way}: the plan does not know how fast they are linked, so that is yours to"
+            " choose"
+        )
 
 
 def _last_asked(candidates: tuple[Candidate, ...], stages: tuple[int, ...]) -> Candidate:
-    """The last of `candidates` at one of `stages`; the last of all, if there is none (states that
-    stages cannot have elsewhere).
-    """
+    """Return the last candidate at one of `stages`; without any, the last of all."""
     return ([c for c in candidates if c.scheme.stage in stages] or candidates)[-1]
 
 
 def _column(stage: int, like: Scheme, job: Job) -> Scheme:
-    """The scheme of one stage side by side with the others: offloaded only if that was asked for
-    and the stage can be.
+    """Return a stage's scheme for the table of stages: offloaded only if the job asks for it and
+    the stage allows it.
     """
     try:
         return Scheme(stage, like.checkpointing, job.offload or "none", like.micro_batch)
@@ -334,8 +333,8 @@ def _column(stage: int, like: Scheme, job: Job) -> Scheme:
 
 
 def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) -> list[Candidate]:
-    """The steps of the ladder behind the recommendation, at its micro-batch, each of which saves
-    more than those before it.
+    """Return the steps of the ladder after the recommendation, at its micro-batch. Each of them
+    saves more than those before.
     """
     out: list[Candidate] = []
     micro, communication = best.scheme.micro_batch, best.scheme.communication
@@ -343,45 +342,16 @@ def _next_steps(question: Question, best: Candidate, stages: tuple[int, ...]) ->
     for later in order[order.index(best.scheme.with_(communication="")) + 1 :]:
         try:
             found = question.answer(later.with_(communication=communication))
-        except ValueError:  # that way cannot be with states elsewhere
+        except ValueError:  # that way excludes these tiers
             found = question.answer(later)
-        if found.account.peak_bytes < min(
-            [best.account.peak_bytes, *(c.account.peak_bytes for c in out)]
-        ):
+        if found.account.peak_bytes < (out or [best])[-1].account.peak_bytes:
             out.append(found)
     return out
 
 
-def _slow(job: Job, machine: Machine) -> Iterator[str]:
-    """Where the device has no units for the precision."""
-    rates, gpu = machine.gpu.rates, machine.gpu
-    if job.computes not in rates and gpu.name != "here":
-        other = job.computes == "bf16" and "fp16" in rates
-        yield (
-            f"{gpu.title or gpu.name} has no {job.computes}: seconds are at its fp32 rate"
-            f"{'; --precision fp16 would run at its own rate' if other else ''}"
-        )
-
-
 def _ends(model: ModelShape, micro: Collection[int], models: Mapping[int, int]) -> Iterator[str]:
-    """Of each search that stopped at its end, not where memory ran out."""
+    """Yield a note for each search that ended at its limit before memory was full."""
     if MOST_SAMPLES in micro:
         yield f"the largest micro-batch is looked for up to {MOST_SAMPLES:,} samples"
     if any(models.values()) and deeper(model, MOST_BLOCKS).numel in models.values():
         yield f"the largest model is looked for up to {MOST_BLOCKS:,} blocks"
-
-
-def _convention(job: Job) -> str:
-    rows, found, kept = job.recipe(3), job.convention, job.moment_bytes
-    return (
-        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients"
-        f" ({_name(rows.sums_dtype)}) + {found.optimizer - kept:g} master weights + {kept:g}"
-        f" {job.optimizer} states = {found.total:g}; gradients are gone between steps"
-    )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return next(
-        (name for name, known in COMPUTE_DTYPES.items() if known == dtype),
-        str(dtype).removeprefix("torch."),
-    )

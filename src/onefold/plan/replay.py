@@ -1,54 +1,122 @@
-"""The engine's schedule of one optimizer step, replayed in integers: every buffer taken and given
-back, in order.
+"""The engine's schedule of one optimizer step, replayed in integers: every buffer is taken and
+given back in the engine's order.
 
     forward    take 0 | take 1, give 0 | ...                     gathered units, prefetch ahead
     backward   take n | arrival: reduction buffer | parts | land: gradients, give | ...
     boundary   (moments, gradients) ──► gradients dropped
 
-Over groups a reduction lands twice: the sums of the first hop travel on, or are held in the group
-until the boundary. What travels encoded has a buffer of bytes beside the whole while it is on its
-way.
+Over groups a reduction lands twice: the sums of the first hop travel on, or the group holds them
+until the boundary. Encoded data has a buffer of bytes beside the whole while it travels.
 
-Where state rests off the device its gradients leave as they land (on a GPU a window of them is
-still there, read by copies), and where parameters are read from a disk one unit more has its
-buffer.
+Gradients of offloaded state leave the device as they land; on a GPU, copies still read a window of
+them. If parameters are read from a disk, one more unit has its buffer.
 
-It mirrors runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state (orders
-learned, every unit used once in each pass, every trainable parameter gets a gradient) and is
-checked against the ledger of the real engine, byte for byte. Activations are not the engine's:
-`Moment`s name the unit and the phase so that a trace can be laid over them.
+The replay follows runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state: the
+orders are learned, each pass uses every unit once, every trainable parameter gets a gradient. Tests
+compare it with the real engine's ledger, byte for byte. Activations are not in it: a `Moment` names
+its unit and phase, so that a trace can be laid over the moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
-from onefold.layout import ShardSpec
+from onefold.layout import Hop, ShardSpec
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION, MemoryLedger, Pool
-from onefold.plan.replayed import Moment, Reduction, Unit, backwards, outer
-from onefold.plan.states import UnitPlan, resting, units_ahead
+from onefold.plan.states import UnitPlan, outer, resting, units_ahead
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 
 
+@dataclass(frozen=True)
+class Moment:
+    """The engine's largest bytes while one unit runs, by category. `phase` is "forward", "backward"
+    or "step".
+    """
+
+    micro_batch: int
+    phase: str
+    unit: str
+    held: dict[str, int]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.held.values())
+
+
+@dataclass
+class Reduction:
+    """The gradients of one flat buffer, on hop `at` of their reduction.
+
+    Attributes:
+        sent: the buffer that travels instead of `buffer`, if any.
+        into: bytes of a received part that becomes the sum.
+        rows: parts in `received` that are added up at once.
+        whole: the backend makes the whole sum on every rank.
+    """
+
+    unit: int
+    flat: ShardSpec
+    buffer: torch.Tensor
+    at: int = 0
+    sent: torch.Tensor | None = None
+    received: torch.Tensor | None = None
+    into: int = 0
+    rows: int = 0
+    whole: bool = False
+
+    @property
+    def hop(self) -> Hop:
+        return self.flat.hops[self.at]
+
+    @property
+    def encodes(self) -> bool:
+        return self.flat.encodes(self.hop)
+
+    @property
+    def is_last(self) -> bool:
+        return self.at + 1 == len(self.flat.hops)
+
+
+@dataclass
+class Unit:
+    """A unit's gathered buffers, by number of the flat buffer, and encoded data that arrives."""
+
+    plan: UnitPlan
+    index: int
+    held: dict[int, torch.Tensor] = field(default_factory=dict)
+    coded: list[torch.Tensor] = field(default_factory=list)
+    gathered: bool = False
+    claimed: bool = False
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the gathered unit."""
+        flats = (f for f in self.plan.flats if not f.resident)
+        return sum(f.numel * f.dtypes.compute.itemsize for f in flats)
+
+
 class Replay:
-    """One rank's steps. `run(micro_batches)` is a step; `moments` are what was seen, `peak` the
-    largest of them. The pool and the ledger are the engine's own; buffers have sizes and no memory.
+    """One rank's steps. `run(micro_batches)` is a step. `moments` are the bytes that were seen,
+    `peak` the largest of them. The pool and the ledger are the engine's own; buffers have no
+    memory.
     """
 
     def __init__(self, units: Sequence[UnitPlan], recipe: Recipe, window: int = 0) -> None:
         """
         Args:
-            window: bytes of gradients that a copy to the host may hold on the device
-                (`onefold.device.copies.WINDOW`); 0 where copies are done at once.
+            window: bytes of gradients that copies to the host may still read on the device
+                (`onefold.device.copies.WINDOW`); 0: copies are done at once.
         """
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
         self.window = window
-        self.leaving: list[int] = []  # gradients that such a copy reads
+        self.leaving: list[int] = []  # gradients that such copies read
         self.recipe = recipe
         self.units = [Unit(u, i) for i, u in enumerate(units)]
         self.ahead = units_ahead(units, recipe)
@@ -58,14 +126,15 @@ class Replay:
         )
         self.unsharded = all(f.unsharded for u in units for f in u.flats)
         self.outer = outer(units)
-        # The embedding is a unit of its own, so the root is a final norm or a head
+        # The embedding is a unit, so the root holds a final norm or a head
         self.ends_first = any(u.looks_up_only for u in units)
         self.moments: list[Moment] = []
-        # Whole gradients kept until the boundary, by id of the flat
+        # By id of the flat buffer: whole gradients, and sums that the group holds, both until the
+        # boundary; buffers that have a gradient
         self.grads: dict[int, torch.Tensor] = {}
-        self.held_sums: dict[int, torch.Tensor] = {}  # sums inside the group that wait for it
+        self.held_sums: dict[int, torch.Tensor] = {}
         self.has_grad: set[int] = set()
-        self.unused: set[int] = set()  # gathered ahead of their use
+        self.unused: set[int] = set()  # units that are gathered and not yet used
         for unit in units:
             for flat in unit.flats:
                 for category, nbytes in resting(flat).items():
@@ -78,16 +147,14 @@ class Replay:
         return max(self.moments, key=lambda m: m.total).held
 
     def _moment(self, micro_batch: int, phase: str, unit: str) -> None:
-        """Close a slot: its largest sum goes on record, the next slot starts from what is held
-        now.
-        """
+        """Record the largest sum since the last moment."""
         self.moments.append(Moment(micro_batch, phase, unit, self.ledger.peak()))
         self.ledger.reset_peak()
 
     # -- a step ------------------------------------------------------------------------------------
 
     def run(self, micro_batches: int = 1) -> Replay:
-        """One optimizer step, begun and ended at rest."""
+        """Replay one optimizer step, from the state between steps to the same state."""
         self.ledger.reset_peak()
         for k in range(micro_batches):
             last = k + 1 == micro_batches
@@ -103,7 +170,7 @@ class Replay:
     # -- forward -----------------------------------------------------------------------------------
 
     def _goes_through(self, units: list[Unit]) -> None:
-        """What is gathered from now on, in this order, as far as it is not gathered then."""
+        """Set the order in which units are gathered from now on."""
         self.coming, self.passed = units, 0
         self.place = {unit.index: at for at, unit in enumerate(units)}
 
@@ -127,8 +194,7 @@ class Replay:
 
     def _leave(self, unit: Unit, k: int) -> None:
         self._moment(k, "forward", unit.plan.name)
-        # It waits for the backward pass, as what is gathered ahead waits for its use
-        if unit.plan.turns:
+        if unit.plan.turns:  # it stays gathered for the backward pass
             unit.claimed = False
             self.unused.add(unit.index)
         elif unit.gathered and self.recipe.reshard_after_forward:
@@ -169,20 +235,20 @@ class Replay:
                     unit.coded.append(self.pool.take(flat.coded_bytes, torch.uint8, GATHERED))
 
     def _arrive(self, unit: Unit) -> None:
-        """What came encoded is decoded."""
+        """Decode what has arrived encoded."""
         coded, unit.coded = unit.coded, []
         for buffer in coded:
             self.pool.give(buffer)
 
     def _reads(self, flat: ShardSpec) -> bool:
-        """Whether a gather begins with the masters: where something is kept of them, only the first
-        after a step.
+        """Return whether a gather reads the masters. With a cached shard only the first gather
+        after a step does.
         """
-        keeps = flat.gather_codec is not None or flat.has_secondary
-        return not keeps or (self.renewing and flat.trainable)
+        cached = flat.gather_codec is not None or flat.has_secondary
+        return not cached or (self.renewing and flat.trainable)
 
     def _hold(self, unit: Unit, which: list[int]) -> None:
-        """Take the buffers that are not held yet."""
+        """Take those of these buffers that are not held yet."""
         for i in which:
             if i not in unit.held:
                 flat = unit.plan.flats[i]
@@ -200,16 +266,15 @@ class Replay:
 
     def _backward(self, k: int, deferring: bool) -> None:
         self.under_way: list[Reduction] = []
-        self.on_next_hop: list[Reduction] = []  # on a further hop
-        self.summed: list[int] = []
-        self.copies: list[int] = []
+        self.on_next_hop: list[Reduction] = []
+        self.summed = self.copied = 0  # bytes of sums that are freed, and of their copies
         self.renewing = False
         order = backwards(self.units)
         self._goes_through(
             [u for u in order if not (u.plan.resident or u.plan.looks_up_only or u.gathered)]
         )
         around: list[Unit] = []
-        # The root where it holds nothing but what follows the blocks: done before them
+        # The root, if it only holds what follows the blocks: it completes before them
         tail: list[Unit] = []
         for unit in order:
             if tail and any(c.isdigit() for c in unit.plan.name):
@@ -221,8 +286,8 @@ class Replay:
             if unit.plan.name not in self.outer and not (unit.plan.path == "" and self.ends_first):
                 self._complete(unit, k, deferring)
                 continue
-            # Its own parameters get their last gradient after those inside; but some (a final norm,
-            # a head) get theirs first: its buffer is there from then on
+            # Its parameters get their last gradient after the units inside. Some (a final norm, a
+            # head) get theirs before: the buffer exists from then on
             (tail if unit.plan.path == "" and self.ends_first else around).append(unit)
             self._store(unit, deferring)
         for unit in (*tail, *reversed(around)):
@@ -230,22 +295,21 @@ class Replay:
         for under_way in (self.under_way, self.on_next_hop):
             while under_way:
                 self._land(under_way.pop(0))
-        for nbytes in self.copies:  # sums that were sent on, in another dtype than the masters'
-            self.ledger.add(GRADIENTS, nbytes)
-        for nbytes in self.summed:
-            self.ledger.add(GRADIENTS, -nbytes)
-        while self.leaving:  # the host is about to read them
+        # Sums that were sent on are copied first if the masters have another dtype
+        self.ledger.add(GRADIENTS, self.copied)
+        self.ledger.add(GRADIENTS, -self.summed)
+        while self.leaving:  # the host waits for them
             self.ledger.add(LEAVING, -self.leaving.pop(0))
         for unit in self.units:
             if unit.gathered:
                 self._release(unit)
         self.pool.drain()
-        for unit in self.units:  # the ledger sees them now
+        for unit in self.units:
             self._own_gradients(unit)
         self._moment(k, "backward", "(end)")
 
     def _complete(self, unit: Unit, k: int, deferring: bool) -> None:
-        """Its last gradient has come."""
+        """Handle the last gradient of a unit."""
         if self.unsharded:
             self._own_gradients(unit)
         flats = self._store(unit, deferring)
@@ -261,14 +325,14 @@ class Replay:
         self._moment(k, "backward", unit.plan.name)
 
     def _own_gradients(self, unit: Unit) -> None:
-        """Where the engine has no hooks autograd's gradients are the parameters' own."""
+        """Count the gradients that autograd leaves in parameters without hooks of the engine."""
         for flat in unit.plan.flats:
             if flat.unsharded and flat.trainable and id(flat) not in self.has_grad:
                 self.has_grad.add(id(flat))
                 self.ledger.add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
     def _store(self, unit: Unit, deferring: bool) -> list[ShardSpec]:
-        """Take the buffers that its gradients are collected in, as far as they are not there."""
+        """Take the buffers in which the unit's gradients are collected, if they are not there."""
         flats = [f for f in unit.plan.flats if f.trainable and not f.unsharded]
         for flat in flats:
             if id(flat) not in self.grads:
@@ -284,7 +348,7 @@ class Replay:
 
     def _send(self, r: Reduction) -> None:
         room = r.flat.exchange(r.at, r.buffer.dtype)
-        # Rows that are added at once, not one by one
+        # Parts that are added at once, not one by one
         r.rows = 0 if r.flat.added_by(r.hop) == "pairwise" else room.rows
         if room.sent:
             r.sent = self.pool.take(room.sent, room.dtype, REDUCTION)
@@ -298,18 +362,13 @@ class Replay:
             r.received = self.pool.take(room.received, room.dtype, REDUCTION)
 
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest: too many are under way, or it has a hop to go and another
-        unit has been sent since.
+        """Return whether to wait for the oldest reduction: too many are in flight, or it has
+        another hop to go and another unit has been sent since.
         """
-        if len(self.under_way) > self.in_flight:
-            return (
-                not self.in_flight or sum(r.buffer.nbytes for r in self.under_way) > SMALL_TRAFFIC
-            )
-        return (
-            bool(self.under_way)
-            and not self.under_way[0].is_last
-            and self.under_way[0].unit != self.under_way[-1].unit
-        )
+        sent = self.under_way
+        if len(sent) > self.in_flight:
+            return not self.in_flight or sum(r.buffer.nbytes for r in sent) > SMALL_TRAFFIC
+        return bool(sent) and not sent[0].is_last and sent[0].unit != sent[-1].unit
 
     def _land(self, r: Reduction) -> None:
         flat, sums = r.flat, r.flat.dtypes.sums
@@ -340,9 +399,7 @@ class Replay:
             self.on_next_hop.append(r)
 
     def _wait_inside(self, flat: ShardSpec, total: torch.Tensor) -> bool:
-        """Before the boundary the group's sums stay; see [Note: held sums] in
-        runtime/reduce.py.
-        """
+        """Hold the group's sums until the boundary; see [Note: held sums] in runtime/reduce.py."""
         if (held := self.held_sums.pop(id(flat), None)) is not None:
             self.pool.give(held)
         if self.holding:
@@ -350,38 +407,41 @@ class Replay:
             self.pool.give(total)
         return self.holding
 
-    def _bring_down(self, nbytes: int) -> None:
-        """A copy to the host reads them for a while: as long as the window lets it, which is as
-        slow as copies can be.
-        """
-        if self.window:
-            self.leaving.append(nbytes)
-            self.ledger.add(LEAVING, nbytes)
-            while sum(self.leaving) > self.window:
-                self.ledger.add(LEAVING, -self.leaving.pop(0))
-
     def _hand_over(self, flat: ShardSpec, nbytes: int) -> None:
-        """`.grad` lies in the sums, or is a copy of them in the masters' dtype, or they were added
-        to it.
+        """Hand sums over: `.grad` is a view of them, or a copy in the masters' dtype, or they were
+        added to it. Sums that were sent on are handed over at the end of the backward pass.
         """
-        whole = flat.broadcast_back  # sums that were sent on are handed over at the end of backward
-        if flat.tiers is not None:  # they leave the device
-            if whole:
-                self.summed.append(nbytes)
-            else:
-                self.ledger.add(GRADIENTS, -nbytes)
-                self._bring_down(nbytes)
-            return
-        dtype = flat.landed
-        if id(flat) in self.has_grad:
-            self.summed.append(nbytes) if whole else self.ledger.add(GRADIENTS, -nbytes)
-            return
-        self.has_grad.add(id(flat))
-        if dtype != flat.dtypes.master:
-            local = sum(flat.local(slot) for slot in flat.layout.slots)
-            copied = local * flat.dtypes.master.itemsize
-            if whole:
-                self.copies.append(copied)
-            else:
-                self.ledger.add(GRADIENTS, copied)
-            self.summed.append(nbytes)
+        late = bool(flat.broadcast_back)
+        if flat.tiers is None and id(flat) not in self.has_grad:
+            self.has_grad.add(id(flat))
+            if flat.landed != flat.dtypes.master:
+                local = sum(flat.local(slot) for slot in flat.layout.slots)
+                copied = local * flat.dtypes.master.itemsize
+                if late:
+                    self.copied += copied
+                else:
+                    self.ledger.add(GRADIENTS, copied)
+                self.summed += nbytes
+        elif late:
+            self.summed += nbytes
+        else:
+            self.ledger.add(GRADIENTS, -nbytes)
+            if flat.tiers is not None and self.window:
+                # Copies to the host read them as long as the window allows: the slowest case
+                self.leaving.append(nbytes)
+                self.ledger.add(LEAVING, nbytes)
+                while sum(self.leaving) > self.window:
+                    self.ledger.add(LEAVING, -self.leaving.pop(0))
+
+
+def backwards(units: list[Unit]) -> list[Unit]:
+    """Return the order in which a backward pass first reaches the units: from last to first, but a
+    unit around others before them.
+    """
+    groups: list[list[Unit]] = []
+    for unit in units:
+        if groups and groups[-1][0].plan.encloses(unit.plan):
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+    return [u for head, *rest in reversed(groups) for u in (head, *backwards(rest))]

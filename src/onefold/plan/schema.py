@@ -1,12 +1,10 @@
-"""The one schema of what is predicted and what is measured: an account of one rank over one
-optimizer step.
+"""The account of one rank over one optimizer step: one schema for predictions and measurements.
 
     onefold.plan(...)  ──►  Account  ◄──  the ledgers of a run
                               │
                           compare()      line by line: predicted, measured, ratio
 
-Bytes are bytes of one rank, seconds are wall-clock, a step is an optimizer step with all its
-micro-batches.
+Bytes are those of one rank, seconds are wall-clock, and a step has all its micro-batches.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ FRAGMENTATION = "fragmentation"
 CATEGORIES = (
     PARAMETERS, MASTERS, GRADIENTS, LEAVING, MOMENTS, RESIDUALS, GATHERED, REDUCTION, IDLE, ACTIVATIONS, LOGITS, TEMPORARY, FRAGMENTATION,
 )  # fmt: skip
-#: What the engine itself takes and enters in its ledger; the optimizer holds the moments, autograd
-#: and the model the rest.
+#: What the engine allocates and enters in its ledger. The optimizer holds the moments, autograd and
+#: the model the rest.
 ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, RESIDUALS, GATHERED, REDUCTION, IDLE)
 #: The moves between tiers: to the device and from it, from NVMe and to it.
 MOVED = ("up", "down", "read", "written")
-#: What a step's seconds are made of; `step` is their sum as far as they do not overlap.
+#: The parts of a step's seconds, and their sum. What overlaps counts once.
 SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
-#: What the host link, the disks and the update on the host take in a step, whatever hides it, and
-#: how much hides behind what.
+#: Seconds of the host link, the disks and the update on the host in a step, hidden or not, and how
+#: many of them hide behind what.
 TIER_SECONDS = (
     "link",
     "disk",
@@ -62,24 +60,22 @@ class Account:
     Attributes:
         rest: bytes between steps, by category.
         peak: bytes at the moment when their sum is largest, by category.
-        ledger: bytes of what the engine itself holds (`ENGINE`) at the moment when their sum is
-            largest, by category.
-        bound: bytes that the sum never exceeds; 0 where nothing bounds it (a measurement).
-        host, nvme: bytes on the host and on NVMe that offloaded state takes, and what is on its
-            way, at most.
-        offloaded: the same by tier ("host", "nvme") and category; {} where only the sums are known.
+        ledger: bytes of the engine itself (`ENGINE`) at the moment when their sum is largest, by
+            category.
+        bound: bytes that the peak never exceeds; 0 without a bound (a measurement).
+        host, nvme: bytes of offloaded state on the host and on NVMe, with data on its way, at most.
+        offloaded: the same by tier ("host", "nvme") and category; {} if only the sums are known.
         moved: bytes of a step between tiers, by `MOVED`.
         wire: payload bytes sent in a step, by move.
         links: the same bytes by link, "inside" a node and "between" nodes, as the traffic ledger
-            counts them; but a gather over all ranks on NCCL is planned as the ring that it is, of
-            which the ledger, which knows peers only, counts more between nodes.
-        node_links: those of all ranks of a node; {} on one node.
-        seconds: of a step, by `SECONDS`; what waits for tiers is "io".
-        tiers: seconds of a step by `TIER_SECONDS`; {} where nothing rests off the device (and in a
-            measurement).
+            counts them, with one exception: a gather over all ranks on NCCL is planned as a ring,
+            and the ledger, which only knows peers, counts more bytes between nodes.
+        node_links: bytes by link of all ranks of a node; {} on one node.
+        seconds: of a step, by `SECONDS`; "io" is the wait for tiers.
+        tiers: seconds of a step by `TIER_SECONDS`; {} if nothing is offloaded, and in a
+        measurement.
         tokens_per_s: of all ranks together.
-        mfu: model FLOPs done in a second as a share of the machine's peak; None where the peak is
-            not known.
+        mfu: model FLOPs a second as a share of the machine's peak; None if the peak is not known.
     """
 
     rest: Mapping[str, int] = field(default_factory=dict)
@@ -110,8 +106,13 @@ class Account:
     def wire_bytes(self) -> int:
         return sum(self.wire.values())
 
+    @property
+    def sent_between(self) -> int:
+        """Bytes that all ranks of a node send to other nodes."""
+        return self.node_links.get("between", 0)
+
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary that `Account.from_json` reads back."""
+        """Return a plain dictionary, which `Account.from_json` reads back."""
         return asdict(self)
 
     @classmethod
@@ -120,7 +121,7 @@ class Account:
         return cls(**{k: v for k, v in values.items() if k in known})
 
     def lines(self) -> Iterator[tuple[str, str, float]]:
-        """(name, unit, value) of every figure: what `compare` puts side by side."""
+        """Yield (name, unit, value) of every figure, for `compare`."""
         for title, table in (
             ("at rest", self.rest),
             ("at peak", self.peak),
@@ -158,8 +159,8 @@ class Account:
 
 @dataclass(frozen=True)
 class Line:
-    """One figure, predicted and measured; None where one side does not have it. `ratio` is measured
-    ÷ predicted.
+    """One figure, predicted and measured; None if one account lacks it. `ratio` is measured ÷
+    predicted.
     """
 
     name: str
@@ -175,18 +176,10 @@ class Line:
 
 
 def compare(predicted: Account, measured: Account) -> list[Line]:
-    """Both accounts line by line, in the order of the prediction, then what only the measurement
-    has.
+    """Return both accounts line by line: first the lines of the prediction, then those that only
+    the measurement has.
     """
-    left = {name: (unit, value) for name, unit, value in predicted.lines()}
-    right = {name: (unit, value) for name, unit, value in measured.lines()}
-    names = [*left, *(n for n in right if n not in left)]
-    return [
-        Line(
-            n,
-            (left.get(n) or right[n])[0],
-            left[n][1] if n in left else None,
-            right[n][1] if n in right else None,
-        )
-        for n in names
-    ]
+    both = predicted, measured
+    units = {name: unit for account in both for name, unit, _ in account.lines()}
+    left, right = ({name: value for name, _, value in account.lines()} for account in both)
+    return [Line(name, unit, left.get(name), right.get(name)) for name, unit in units.items()]

@@ -1,5 +1,5 @@
-"""Closed forms over a recipe's rows: bytes at rest and bytes on the wire, for the very layouts that
-the engine makes.
+"""What a rank holds, in closed form: the engine's layouts, bytes between steps, and a bound of the
+bytes in a step.
 
 With P the bytes of a unit's flat buffer (padding included), N ranks, by placement of parameters /
 gradients / optimizer:
@@ -11,14 +11,14 @@ gradients / optimizer:
 | 2     | P          | P₃₂/N if 16-bit       | 2·P₃₂/N         | all-gather P, reduce-scatter m·P                       |
 | 3     | –          | P₃₂/N                 | 2·P₃₂/N         | all-gather 2m·P, m·P                                    |
 
-Units that only look up, and those at the turn (the last one that a forward pass uses, and those
-around it: they stay gathered until the backward pass), are gathered m times at stage 3.
-In fp32 the masters are (a slice of) the parameters themselves at stages 0 to 2. Frozen parameters
-have neither masters nor moments and rest in the compute dtype. The rows are read from the recipe;
-no stage is asked for.
+At stage 3 some units are gathered m times only: those that only look up, and those at the turn (the
+last unit of a forward pass and the units around it stay gathered until the backward pass). In fp32
+at stages 0 to 2 the masters are (a slice of) the parameters themselves. Frozen parameters have
+neither masters nor moments and are stored in the compute dtype. All of this follows from the
+recipe's rows; the code never asks for the stage.
 
-With groups of G of the N ranks (layout/spec.py), by themselves those of a node, and e bytes of
-each byte left by a codec, × (G−1)/G intra-group and (N−G)/NG inter-group:
+With groups of G of the N ranks (layout/spec.py; by default a group is a node), and a codec that
+leaves e bytes of each byte, × (G−1)/G intra-group and (N−G)/NG inter-group:
 
 | recipe (stage 3)          | beside the above at rest     | sent intra-group            | sent inter-group                |
 |---------------------------|------------------------------|-----------------------------|---------------------------------|
@@ -33,31 +33,32 @@ each byte left by a codec, × (G−1)/G intra-group and (N−G)/NG inter-group:
 Sources: Wang et al. 2023 (ZeRO++, arXiv:2306.10209), section 4; Zhang et al. 2022 (MiCS,
 arXiv:2205.00119), section 3; Zhao et al. 2023 (PyTorch FSDP), section 3.2.2.
 
-Every size is that of a `ShardSpec` (layout/spec.py), which the engine allocates and sends by.
+Every size is that of a `ShardSpec` (layout/spec.py), by which the engine allocates and sends.
 
-Of a flat buffer whose state rests off the device (`ShardSpec.tiers`) only what is computed with
-stays here: all of it where it is kept whole, this rank's interval where it is gathered, nothing
-where parameters rest elsewhere too. The rest is counted in plan/offloaded.py.
+If a flat buffer's state is offloaded (`ShardSpec.tiers`), the device holds only the values that the
+model computes with: the whole if it is resident, this rank's interval if it is gathered, nothing if
+parameters are offloaded too. plan/offloaded.py counts the other tiers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from onefold.comm.topology import inner_of
-from onefold.layout import Dtypes, ShardSpec, Tiers, Topology, grouped_as
-from onefold.memory import MASTERS, PARAMETERS, RESIDUALS
-from onefold.plan.schema import MOMENTS
+from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
+from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe
+from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.recipe.rows import GROUP
 from onefold.runtime.unit import offloaded_of_sizes
 
-# -- who stands where ----------------------------------------------------------------------------
+# -- layouts ---------------------------------------------------------------------------------------
 
 
 @lru_cache(maxsize=256)
@@ -66,16 +67,13 @@ def _topology(group: int | str | None, ranks: int, per_node: int | None) -> Topo
 
 
 def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topology:
-    """The groups of a recipe; a node is `per_node` ranks in a row, all where nobody says.
-
-    Raises:
-        ValueError: the groups do not divide the ranks.
+    """Return the groups of a recipe. A node is `per_node` successive ranks; None: all ranks. Raises
+    ValueError: the groups do not divide the ranks.
     """
     return _topology(recipe.group, ranks, per_node)
 
 
-_LOW = ("float32", "bfloat16", "float16")
-#: fp32 tensors of the parameter's size that an optimizer keeps for each trained element.
+#: Moments of the parameter's size that an optimizer keeps.
 MOMENTS_OF = {
     "adamw": 2,
     "adam": 2,
@@ -89,14 +87,21 @@ MOMENTS_OF = {
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """A unit's flat buffers on one rank."""
+    """A unit's flat buffers on one rank.
+
+    Attributes:
+        turns: it stays gathered from the forward to the backward pass; see `_at_the_turn`.
+    """
 
     name: str
-    path: str
     flats: tuple[ShardSpec, ...]
     looks_up_only: bool
-    # It stays gathered between a forward pass and its backward pass: see `_at_the_turn`
     turns: bool = False
+
+    @property
+    def path(self) -> str:
+        """The module's path; "" of the root."""
+        return "" if self.name == "(root)" else self.name
 
     @property
     def resident(self) -> bool:
@@ -114,11 +119,11 @@ def units_of(
     per_node: int | None = None,
     nccl: bool = False,
 ) -> list[UnitPlan]:
-    """The units as the engine lays them out.
+    """Lay out the units as the engine does.
 
     Args:
-        per_node: ranks of a node, as a launcher would say; None is all.
-        nccl: what moves is an operation of the backend's own, on the device; else gloo's messages.
+        per_node: ranks of a node, as a launcher would say; None: all ranks.
+        nccl: collectives are NCCL's, on the device; otherwise they are gloo's messages.
 
     Raises:
         ValueError: no such rank, or groups that do not divide the ranks.
@@ -130,10 +135,9 @@ def units_of(
     offloaded = offloaded_of_sizes([u.trainable for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
 
-    def spec(
-        parameters: list[Parameter], trainable: bool, stored: bool, offloaded: bool
-    ) -> ShardSpec:
-        dtypes = Dtypes.of(getattr(torch, parameters[0].dtype), trainable, recipe)
+    def spec(parameters: list[Parameter], stored: bool, offloaded: bool) -> ShardSpec:
+        trainable = parameters[0].trainable
+        dtypes = Dtypes.of(parameters[0].torch_dtype, trainable, recipe)
         return ShardSpec.of(
             tuple((p.name, p.shape) for p in parameters),
             dtypes,
@@ -144,61 +148,66 @@ def units_of(
             trainable=trainable,
             stored=stored,
             tiers=Tiers.of(trainable, recipe) if offloaded and not stored else None,
-            in_place=all(getattr(torch, p.dtype) == dtypes.compute for p in parameters),
+            in_place=all(p.torch_dtype == dtypes.compute for p in parameters),
             native=nccl,
         )
 
-    units = [_unit(u, recipe, index in offloaded, spec) for index, u in enumerate(model.units)]
+    def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:
+        groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
+        for p in unit.parameters:
+            stored = rests_encoded(p, recipe)
+            groups.setdefault((grouped_as(p.torch_dtype, recipe), p.trainable, stored), []).append(
+                p
+            )
+        flats = (spec(group, stored, offloaded) for (_, _, stored), group in groups.items())
+        return UnitPlan(unit.name, tuple(flats), unit.looks_up_only)
+
+    units = [unit_plan(u, index in offloaded) for index, u in enumerate(model.units)]
     turning = _at_the_turn(units) if recipe.reshard_after_forward else set()
     return [replace(u, turns=True) if u.name in turning else u for u in units]
 
 
 def _at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
-    """The names of the units that a forward pass uses last and the backward pass first
-    (runtime/unit.py), if it uses them in this order: the last that is gathered, and those around
-    it.
+    """Return the names of the units that a forward pass uses last and the backward pass first
+    (runtime/unit.py): the last gathered unit and the units around it.
     """
     gathered = [u for u in units if not u.resident]
     around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
     return {u.name for u in around if not u.looks_up_only and ".tiles." not in u.name}
 
 
-def _unit(
-    unit: UnitShape, recipe: Recipe, offloaded: bool, spec: Callable[..., ShardSpec]
-) -> UnitPlan:
-    groups: dict[tuple[torch.dtype, bool, bool], list[Parameter]] = {}
-    for p in unit.parameters:
-        groups.setdefault(
-            (grouped_as(getattr(torch, p.dtype), recipe), p.trainable, rests_encoded(p, recipe)), []
-        ).append(p)
-    flats = tuple(
-        spec(group, trainable, stored, offloaded)
-        for (_, trainable, stored), group in groups.items()
-    )
-    return UnitPlan(
-        unit.name, "" if unit.name == "(root)" else unit.name, flats, unit.looks_up_only
-    )
-
-
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
-    """Whether it is one of the frozen weights that rest encoded; see runtime/unit.py."""
-    return (
-        recipe.frozen is not None
-        and not p.trainable
-        and len(p.shape) >= 2
-        and p.dtype in _LOW
-        and not p.looked_up
-    )
+    """Return whether a frozen weight is stored encoded, by the rule of runtime/unit.py."""
+    frozen = recipe.frozen is not None and not p.trainable and len(p.shape) >= 2
+    return frozen and p.torch_dtype in LOW and not p.looked_up
+
+
+def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
+    """Return the names of the units that lie around other units."""
+    around = {u.name for u in units if u.path == ""} if len(units) > 1 else set()
+    names = {u.path: u.name for u in units}
+    for unit in units:
+        around.update(names[p] for p in _enclosing(unit.path)[1:-1] if p in names)
+    return frozenset(around)
+
+
+def _enclosing(path: str) -> list[str]:
+    """Return the paths that may lie around a unit, from the root to its own."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
+
+
+def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
+    """Return how many units are gathered ahead of use."""
+    return recipe.units_ahead(any(f.topology.two_levels for u in units for f in u.flats))
 
 
 # -- at rest ---------------------------------------------------------------------------------------
 
 
 def at_rest(units: Sequence[UnitPlan], optimizer: str = "adamw") -> dict[str, int]:
-    """Bytes that a rank holds on its device between steps, gradients dropped, by category.
-
-    Raises:
-        ValueError: the optimizer is not in `MOMENTS_OF`.
+    """Return the bytes that a rank holds on its device between steps, by category, after gradients
+    are dropped. Raises ValueError: the optimizer is not in `MOMENTS_OF`.
     """
     out = dict.fromkeys((PARAMETERS, MASTERS, RESIDUALS, MOMENTS), 0)
     for flat in (f for u in units for f in u.flats):
@@ -209,18 +218,18 @@ def at_rest(units: Sequence[UnitPlan], optimizer: str = "adamw") -> dict[str, in
 
 
 def resting(flat: ShardSpec) -> dict[str, int]:
-    """Bytes of parameters, masters and error feedback of one flat buffer on the device."""
-    out = {
-        PARAMETERS: flat.parameter_bytes,
-        RESIDUALS: flat.residual_bytes,
-        MASTERS: flat.master_bytes,
-    }
-    return {k: v for k, v in out.items() if v}
+    """Return one flat buffer's bytes of parameters, error feedback and masters on the device."""
+    held = (
+        (PARAMETERS, flat.parameter_bytes),
+        (RESIDUALS, flat.residual_bytes),
+        (MASTERS, flat.master_bytes),
+    )
+    return {category: nbytes for category, nbytes in held if nbytes}
 
 
 def moments(flat: ShardSpec, optimizer: str) -> int:
-    """Bytes of optimizer states for what this rank steps of `flat`; Adam keeps a 4-byte count for
-    each parameter that it sees any of.
+    """Return the bytes of optimizer states for the part of `flat` that this rank steps. Adam also
+    keeps a 4-byte count for each parameter of which the rank steps any element.
     """
     if optimizer not in MOMENTS_OF:
         raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(MOMENTS_OF)}.")
@@ -234,6 +243,84 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     )
 
 
-def units_ahead(units: Sequence[UnitPlan], recipe: Recipe) -> int:
-    """How many units are gathered ahead of use."""
-    return recipe.units_ahead(any(f.topology.two_levels for u in units for f in u.flats))
+# -- a bound ---------------------------------------------------------------------------------------
+
+
+def bound_of(
+    units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, window: int = 0
+) -> int:
+    """Return bytes that the engine's ledger never exceeds:
+    S + G·(ahead + 2) + C + R·(in_flight + 2) + T.
+
+    - S: bytes between steps.
+    - G: the largest gathered unit; ahead: how many units are gathered before their use. G counts
+      once more if parameters come from a disk.
+    - C: the largest sum of gathered units around one another.
+    - R: the largest reduction of a unit: on each hop its buffer, the receive buffer, and the send
+      buffer if it is a copy.
+    - T: all gradients once they are reduced, with their copies if the masters have another dtype,
+      and with the buffers that keep them whole or hold them in a group before. Of gradients that
+      leave the device only the largest (or all while they are sent on), and those that copies to
+      the host still read: at most a `window` and the largest, or all.
+
+    Small units do not count as ahead or in flight (SMALL_TRAFFIC) and add 1 MiB at most.
+    """
+    rest = sum(sum(resting(f).values()) for u in units for f in u.flats)
+    prefetch, in_flight = units_ahead(units, recipe), recipe.in_flight if recipe.overlap else 0
+    gathered = [sum(f.gathered_bytes for f in u.flats if not f.resident) for u in units]
+    late, again = recipe.reduce_at == "boundary" and micro_batches > 1, micro_batches > 1
+    names = outer(units)
+    around = {u.path: g for g, u in zip(gathered, units, strict=True) if u.name in names}
+    nested = max(
+        (sum(around.get(path, 0) for path in _enclosing(u.path)) for u in units), default=0
+    )
+    flats = [[f for f in u.flats if f.trainable] for u in units]
+    reductions = [sum(_on_its_way(f, late) for f in own) for own in flats]
+    held_in_group = again and recipe.gradients.over == GROUP
+    reduced = [_reduced(f, late, held_in_group) for own in flats for f in own]
+    total = sum(stays for stays, _ in reduced)
+    leaving = [0, *(leaves for _, leaves in reduced if leaves)]
+    every = sum(gathered) if not recipe.reshard_after_forward else 0
+    fetched = any(f.gathers_from_disk for u in units for f in u.flats)
+    ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
+    # Small units may be gathered, and small reductions in flight, beyond those counts
+    small = min(sum(gathered), SMALL_TRAFFIC) if prefetch else 0
+    small += min(sum(reductions), 3 * SMALL_TRAFFIC) if in_flight else 0
+    read = min(window + max(leaving), sum(leaving)) if window else 0
+    reducing = max(reductions, default=0) * (in_flight + 2)
+    return rest + ahead + reducing + total + max(leaving) + read + small
+
+
+def _reduced(flat: ShardSpec, late: bool, held_in_group: bool) -> tuple[int, int]:
+    """Return the bytes of a flat buffer's reduced gradients: (on the device until the step, on
+    their way to the host). `late`, `held_in_group`: before, they are whole, or held in a group.
+    """
+    sums, landed = flat.dtypes.sums.itemsize, flat.landed
+    kept = flat.numel * sums if late else 0
+    if held_in_group and not late and len(flat.hops) > 1:
+        kept = flat.hops[0].own * sums
+    sent_on = flat.whole_master or flat.broadcast_back
+    elements = flat.own if sent_on else flat.layout.shard_numel
+    if flat.tiers is not None:
+        nbytes = elements * landed.itemsize
+        return (kept + nbytes, 0) if flat.broadcast_back else (kept, nbytes)
+    copied = flat.dtypes.master.itemsize if landed != flat.dtypes.master else 0
+    # Sums that are sent on are copied at the end of the backward pass
+    twice = landed.itemsize if sent_on else 0
+    return kept + elements * (landed.itemsize + copied + twice), 0
+
+
+def _on_its_way(flat: ShardSpec, late: bool) -> int:
+    """Return a reduction's bytes on all its hops. `late`: its buffer is in the dtype of sums."""
+    wire, sums, out = flat.dtypes.wire.itemsize, flat.dtypes.sums.itemsize, 0
+    for at, hop in enumerate(flat.hops):
+        out += hop.span * (sums if at else wire)
+        if flat.added_by(hop) == "backend":
+            out += hop.own * wire + (hop.span * wire if wire != sums and (late or at) else 0)
+        elif flat.encodes(hop):
+            room = flat.exchange(at, flat.dtypes.wire)
+            out += room.sent + room.received
+        else:
+            out += hop.span * (2 * wire if wire != sums and (late or at) else wire)
+        out += hop.own * sums if wire != sums or at + 1 < len(flat.hops) else 0
+    return out

@@ -1,5 +1,5 @@
-"""What a plan is asked about: a model in any of the forms in which one can be named, as its shape
-and its activations.
+"""The model that a plan is asked about, in any of the forms in which one can be named: its shape
+and its activations. Adapters (LoRA) and tiles change the shape.
 
     7.5e9              ──► equal blocks                    activations from dimensions
     "llama-3-70b"      ──► the table's shapes              activations from its dimensions
@@ -14,33 +14,27 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.plan.activity import (
-    Activity,
-    assumed_dims,
-    blocks_of,
-    frozen_active,
-    is_routed,
-    stretched,
-)
-from onefold.plan.architectures import architecture, find, known
+from onefold.layout import Dtypes
+from onefold.plan.activity import Activity, assumed_dims, blocks_of, frozen_active, stretched
 from onefold.plan.choose import Activities
 from onefold.plan.formulas import CODES
-from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
-from onefold.plan.model_code import module_of
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape
-from onefold.plan.tiles import in_tiles, shape_in_tiles
+from onefold.plan.modules import model_shape, module_of
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape, architecture, find, known
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import Buffers
+from onefold.tiling.cut import Cut, rows_of_a_tile
 from onefold.tracing.repeat import repeated_blocks
 from onefold.tracing.trace import trace_at
 
@@ -56,11 +50,11 @@ _AS_CODE = (
     "activations are counted from dimensions, as transformers' code for {code} keeps them; give a"
     " folder, config.json or package.module:factory to have its own code traced"
 )
-#: Parameters up to which a plan is asked for: ten times the largest that the papers name.
+#: The largest model that a plan accepts, in parameters: ten times the largest in the papers.
 MOST_PARAMETERS = 1e15
-#: Bytes of buffers from which on a plan says that they are sent.
+#: Bytes of buffers from which on a note says that they are sent.
 _HEAVY_BUFFERS = 1 << 20
-#: Families of the table that look positions up, so that no sample can be longer than their table.
+#: Families with learned positions: no sample can be longer than their table of positions.
 _LEARNED_POSITIONS = ("gpt", "gpt2")
 
 
@@ -69,10 +63,11 @@ class Subject:
     """A model as a plan sees it.
 
     Attributes:
-        job: as it was asked, with the model's dtype where that decides what is computed in.
-        activities: of a micro-batch under a checkpointing.
+        job: as it was asked; with the model's own dtype if `precision` is None.
+        activities: the activity of a micro-batch, by its size and checkpointing.
         another: the activities of the same model with another number of blocks.
-        source: where the activities come from. notes: what had to be assumed.
+        source: where the activities come from.
+        notes: what had to be assumed.
         repeats: whether there are blocks to recompute.
     """
 
@@ -88,7 +83,7 @@ class Subject:
 def subject_of(
     model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine
 ) -> Subject:
-    """Read a model in any of this module's forms. Raises ValueError for what is none of them, or
+    """Read a model in any of the forms above. Raises ValueError: `model` is none of these forms, or
     cannot be traced.
     """
     notes: list[str] = []
@@ -103,7 +98,7 @@ def subject_of(
     elif isinstance(model, (str, Path)):
         model = _module(model, as_it_is=job.precision is None)
         if hasattr(getattr(model, "config", None), "use_cache"):
-            model.config.use_cache = False  # ours alone: training keeps no cache of keys and values
+            model.config.use_cache = False  # training keeps no cache of keys and values
     if isinstance(model, nn.Module):
         if job.precision is None:
             job = replace(job, model_dtype=dtype_of(model))
@@ -129,11 +124,19 @@ def subject_of(
             " its weights are taken as fp32"
         )
 
-    def activities(shape: ModelShape) -> Activities:
-        return _by_formula(shape, job, code)
+    def activities_of(shape: ModelShape) -> Activities:
+        dims = shape.transformer or assumed_dims(shape, job.seq)
+        element = COMPUTE_DTYPES[job.computes].itemsize
+
+        @lru_cache(maxsize=256)
+        def activities(micro_batch: int, checkpointing: str) -> Activity:
+            given = micro_batch, job.seq, element, checkpointing, code
+            return Activity.from_dims(shape, dims, *given)
+
+        return activities
 
     source = "from dimensions"
-    return Subject(job, shape, activities(shape), activities, source, tuple(notes))
+    return Subject(job, shape, activities_of(shape), activities_of, source, tuple(notes))
 
 
 def _of_size(numel: float) -> ModelShape:
@@ -165,29 +168,25 @@ def _module(source: str | Path, as_it_is: bool = False) -> nn.Module:
     try:
         return module_of(source, as_it_is)
     except ValueError as error:
-        # An organization's model
+        # "organization/model", a name on Hugging Face's hub
         hub = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text) is not None
         plain = hub or re.fullmatch(r"[^:/\\]+", text)
         if Path(source).exists() or not plain or text.endswith(".json"):
             raise
-        only = ""
-        if hub:
-            only = (
-                f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
-            )
+        only = f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
         try:
             architecture(text)
         except ValueError as names:
             raise ValueError(
                 f"{names} Or give a folder with a config.json, package.module:factory, or"
-                f" --params.{only}"
+                f" --params.{only if hub else ''}"
             ) from error
         raise
 
 
 def dtype_of(model: Any) -> str:
-    """The precision that most of a module's weights are in; fp32 for what is no module, or is in
-    none of the three.
+    """Return the precision of most of a module's weights; "fp32" for anything that is no module, or
+    whose weights are in none of the three precisions.
     """
     count = dict.fromkeys(COMPUTE_DTYPES, 0)
     for p in model.parameters() if isinstance(model, nn.Module) else ():
@@ -196,18 +195,7 @@ def dtype_of(model: Any) -> str:
     return max(count, key=lambda name: count[name])
 
 
-# -- activations -----------------------------------------------------------------------------------
-
-
-def _by_formula(shape: ModelShape, job: Job, code: str) -> Activities:
-    dims = shape.transformer or assumed_dims(shape, job.seq)
-    element = COMPUTE_DTYPES[job.computes].itemsize
-
-    @lru_cache(maxsize=256)
-    def activities(micro_batch: int, checkpointing: str) -> Activity:
-        return Activity.from_dims(shape, dims, micro_batch, job.seq, element, checkpointing, code)
-
-    return activities
+# -- traced ----------------------------------------------------------------------------------------
 
 
 def _traced(
@@ -220,7 +208,7 @@ def _traced(
     shape = with_lora(shape, job.lora_rank) if job.lora_rank else shape
     make = batch or tokens(module, job.seq)
     measured_on = machine.measured.device if machine.measured is not None else "cpu"
-    on_cpu = measured_on == "cpu" and machine.gpu.name == "here"
+    on_cpu = measured_on == "cpu" and machine.is_here
     options: dict[str, Any] = {
         "precision": job.precision,
         "device": "cpu" if on_cpu else "cuda",
@@ -241,10 +229,12 @@ def _traced(
                 return Activity.from_trace(found[micro_batch])
         except ValueError:
             raise
-        except Exception as error:  # a model's own code may do anything
+        except Exception as error:  # a model's own code may raise anything
+            text = " ".join(str(error).split()).rstrip(".")
+            text = text if len(text) <= 300 else text[:300] + " ..."
             raise ValueError(
                 f"{name} failed in the trace of its forward and backward pass:"
-                f" {type(error).__name__}: {_short(error)}. Mend it, give onefold.plan a"
+                f" {type(error).__name__}: {text}. Mend it, give onefold.plan a"
                 " batch=function that makes what its forward takes, or plan by its size"
                 " (--params)."
             ) from error
@@ -273,7 +263,7 @@ def _traced(
 
 
 def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """A sentence about buffers that weigh something on the wire, which no stage makes lighter."""
+    """Yield a note about large buffers, which every stage sends in full."""
     buffers = Buffers(recipe)
     buffers.find(module)
     if machine.ranks > 1 and buffers.nbytes >= _HEAVY_BUFFERS:
@@ -288,13 +278,8 @@ def _silent(record: logging.LogRecord) -> bool:
     return False
 
 
-def _short(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    return text if len(text) <= 300 else text[:300] + " ..."
-
-
 def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
-    """The activities less the FLOPs of gradients that frozen parameters do not have."""
+    """Return the activities without the FLOPs of gradients that frozen parameters do not have."""
 
     def fewer(micro_batch: int, checkpointing: str) -> Activity:
         found = activities(micro_batch, checkpointing)
@@ -304,11 +289,9 @@ def _frozen(activities: Activities, shape: ModelShape, seq: int) -> Activities:
 
 
 def tokens(module: nn.Module, seq: int, asker: str = "onefold.plan") -> Callable[[int], Any]:
-    """What a language model is called with, from a number of samples: its token ids, as labels too
-    where it takes them.
-
-    Raises:
-        ValueError: its forward takes no `input_ids`.
+    """Return a function from a number of samples to the arguments of a language model: its token
+    ids, also as labels if its forward takes them. Raises ValueError: its forward takes no
+    `input_ids`.
     """
     taken = inspect.signature(module.forward).parameters
     if "input_ids" not in taken:
@@ -334,10 +317,10 @@ def tokens(module: nn.Module, seq: int, asker: str = "onefold.plan") -> Callable
 
 
 def with_lora(model: ModelShape, rank: int) -> ModelShape:
-    """The model frozen, with adapters of `rank` on every matrix of its blocks: A of rank × in, B of
-    out × rank (Hu et al. 2022, 4.1).
+    """Return the model frozen, with adapters on every matrix of its blocks: A of rank × in, B of
+    out × rank (Hu et al. 2022, section 4.1).
 
-    Experts that are stacked in one tensor (experts × out × in) get an adapter each.
+    Experts that are stacked in one tensor (experts × out × in) get one adapter each.
 
     Raises:
         ValueError: there are no matrices, or none with both sides larger than `rank`.
@@ -351,8 +334,7 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
         frozen = [replace(p, trainable=False) for p in unit.parameters]
         adapters: list[Parameter] = []
         for p in unit.parameters if unit.name in blocks else ():
-            routed = is_routed(p.name)
-            if len(p.shape) == 2 or (len(p.shape) == 3 and routed):
+            if len(p.shape) == 2 or (len(p.shape) == 3 and p.routed):
                 *stacked, rows, columns = p.shape
                 pair = [
                     Parameter(f"{p.name}.lora_A", (*stacked, rank, columns)),
@@ -360,7 +342,7 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
                 ]
                 both = sum(a.numel for a in pair)
                 added += both
-                active += both * used // experts if routed else both
+                active += both * used // experts if p.routed else both
                 smaller_side = max(smaller_side, min(rows, columns))
                 adapters += pair
         units.append(UnitShape(unit.name, (*frozen, *adapters), unit.looks_up_only))
@@ -377,3 +359,74 @@ def with_lora(model: ModelShape, rank: int) -> ModelShape:
         )
     name = f"{model.name}, LoRA of rank {rank}"
     return replace(model, name=name, units=tuple(units), active_numel=model.active_numel + active)
+
+
+# -- tiles -----------------------------------------------------------------------------------------
+
+
+class _Over(Exception):
+    """Ends a `Cut`: leaving it by an exception restores the module."""
+
+
+@contextmanager
+def in_tiles(module: nn.Module, recipe: Recipe) -> Iterator[tuple[str, ...]]:
+    """Cut the weights of `module` that are larger than the recipe's tile, as `onefold.shard` would,
+    and restore them at the end. Its units, trace and FLOPs inside are those of the run. Yields
+    notes about weights that are left whole. Raises ValueError: a row is larger than a tile, or an
+    embedding's options do not work in tiles.
+    """
+    if recipe.tile is None:
+        yield ()
+        return
+    try:
+        with Cut(module, recipe) as cut:
+            yield tuple(cut.notes)
+            raise _Over
+    except _Over:
+        pass
+
+
+def is_in_tiles(model: ModelShape) -> bool:
+    """Return whether some weight of a shape is in tiles."""
+    return any(".tiles." in unit.name for unit in model.units)
+
+
+def shape_in_tiles(model: ModelShape, recipe: Recipe) -> ModelShape:
+    """Return a shape whose matrices above the recipe's tile are units of some rows each, named
+    `NAME.tiles.0` and so on. Named architectures are assumed to compute their matrices by rows.
+    Raises ValueError: a row is larger than a tile.
+    """
+    limit = recipe.tile
+    if limit is None:
+        return model
+    units: list[UnitShape] = []
+    for unit in model.units:
+        large = [p for p in unit.parameters if len(p.shape) == 2 and _bytes(p, recipe) > limit]
+        tiles = [tile for p in large for tile in _tiles_of(p, limit, recipe, unit.looks_up_only)]
+        left = replace(unit, parameters=tuple(p for p in unit.parameters if p not in large))
+        units += [left, *tiles] if left.parameters or unit is model.units[0] else tiles
+    return replace(model, units=tuple(units))
+
+
+def _bytes(p: Parameter, recipe: Recipe) -> int:
+    return p.numel * Dtypes.of(p.torch_dtype, p.trainable, recipe).compute.itemsize
+
+
+def _tiles_of(p: Parameter, limit: int, recipe: Recipe, looks_up: bool) -> list[UnitShape]:
+    rows, columns = p.shape
+    row = _bytes(p, recipe) // rows
+    # A tile holds whole blocks of moments
+    whole = recipe.block // gcd(columns, recipe.block) if recipe.block and p.trainable else 1
+    if row * whole > limit:
+        least = f"{row * whole:,}"
+        raise ValueError(
+            f"tile={limit:,} bytes, but {whole} rows of {p.name!r} {p.shape} take {least}: give a"
+            f" tile of {least} or more."
+        )
+    each = rows_of_a_tile(rows, limit // row, whole)
+    path = p.name.removesuffix(".weight")
+    tiles = [
+        replace(p, name=f"{path}.tiles.{i}.weight", shape=(min(each, rows - first), columns))
+        for i, first in enumerate(range(0, rows, each))
+    ]
+    return [UnitShape(tile.name.removesuffix(".weight"), (tile,), looks_up) for tile in tiles]

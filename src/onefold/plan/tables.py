@@ -12,17 +12,16 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from onefold.plan.alternatives import SlowLinks, Sums
 from onefold.plan.evaluate import Candidate
 from onefold.plan.schema import CATEGORIES, MOVED, SECONDS, TIER_SECONDS, Account
-from onefold.plan.slow_links import SlowLinks
-from onefold.plan.sums import Sums
 
 if TYPE_CHECKING:
     from onefold.plan.planner import Plan
 
 
 def gib(nbytes: float) -> str:
-    """Bytes in KiB, MiB or GiB; a dash for none."""
+    """Return bytes in KiB, MiB or GiB; a dash for none."""
     if nbytes <= 0:
         return "–"
     if nbytes < 2**20:
@@ -31,14 +30,14 @@ def gib(nbytes: float) -> str:
 
 
 def in_seconds(seconds: float) -> str:
-    """Seconds, or milliseconds below one; a dash for none."""
+    """Return seconds, or milliseconds below one; a dash for none."""
     if not seconds:
         return "–"
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
 def count(number: float) -> str:
-    """A number of things with three digits and a unit."""
+    """Return a number with three digits and a unit."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -46,8 +45,8 @@ def count(number: float) -> str:
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
-    """Print the plan: the question, the stages side by side, the recommendation and what the next
-    steps would buy.
+    """Print the question, the stages side by side, the recommendation, and what the next steps
+    would buy.
     """
     out = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     job, machine = plan.job, plan.machine
@@ -97,7 +96,7 @@ def show(plan: Plan, console: Console | None = None) -> None:
 
 
 def _print(out: Console, table: Table) -> None:
-    """As wide as it is: figures are of no use when they are cut."""
+    """Print a table at its full width, since figures that are cut are of no use."""
     wide = Console(width=10_000, file=io.StringIO())
     needed = Measurement.get(wide, wide.options, table).maximum
     Console(file=out.file, width=max(out.width, needed), highlight=False).print(table)
@@ -110,7 +109,7 @@ def _stages(plan: Plan) -> Table:
         f" {like.checkpointing}"
     )
     table = _table(title)
-    # A recommendation that offloads or has groups: a column of its own
+    # A recommendation that offloads or has groups gets a column of its own
     apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
     columns = (*plan.stages, best) if best is not None and apart else plan.stages
     for scheme in (c.scheme for c in columns):
@@ -125,7 +124,7 @@ def _stages(plan: Plan) -> Table:
         said: Callable[[Any], str] = gib,
         always: bool = True,
     ) -> None:
-        """A figure of each account; left out where none has it, unless `always`."""
+        """Add a figure of each account. If no account has it, leave it out unless `always`."""
         values = [of(c.account) for c in columns]
         if always or any(values):
             table.add_row(name, *map(said, values))
@@ -147,14 +146,14 @@ def _stages(plan: Plan) -> Table:
     row("[bold]sent in a step[/bold]", lambda a: a.wire_bytes)
     row("  within a node", lambda a: a.links.get("inside", 0), always=False)
     row("  between nodes", lambda a: a.links.get("between", 0), always=False)
-    row("  of a node, to others", lambda a: a.node_links.get("between", 0), always=False)
+    row("  of a node, to others", lambda a: a.sent_between, always=False)
     row("[bold]a step takes[/bold]", lambda a: a.seconds.get("step", 0), in_seconds)
     for part in SECONDS[:-1]:
         row(f"  {part}", lambda a, p=part: a.seconds.get(p, 0), in_seconds, always=False)  # type: ignore[misc]
     row("tokens/s", lambda a: a.tokens_per_s, count)
     if any(c.account.mfu is not None for c in columns):
         row("MFU", lambda a: a.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
-    # The largest are looked for as the stages are shown
+    # The searches for the largest are made for the stages alone
     unasked = ["–"] * (len(columns) - len(plan.stages))
     largest = [plan.largest_micro_batch.get(c.scheme.stage) for c in plan.stages]
     if plan.largest_micro_batch:
@@ -166,7 +165,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Without a frame; figures to the right."""
+    """Return a table without a frame, with figures to the right."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 1), pad_edge=False)
     for name in columns or ("",):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
@@ -210,9 +209,7 @@ def _steps(plan: Plan, best: Candidate) -> Table:
 
 
 def tiers_table(found: Candidate) -> Table | None:
-    """Where one rank's bytes are at peak, by category and tier, and what a step moves; None where
-    all of it is on the device.
-    """
+    """Return a table of one rank's bytes at peak by category and tier; None without offload."""
     account = found.account
     if not account.offloaded:
         return None
@@ -227,8 +224,8 @@ def tiers_table(found: Candidate) -> Table | None:
 
 
 def moves_said(found: Candidate) -> str:
-    """A sentence on what a step moves between tiers, how long that takes, and what hides how much
-    of it; "" where nothing moves.
+    """Return a sentence on what a step moves between tiers, the seconds, and how many of them are
+    hidden; "" if nothing moves.
     """
     moved, tiers = found.account.moved, found.account.tiers
     if not moved:
@@ -242,7 +239,9 @@ def moves_said(found: Candidate) -> str:
 
 
 def sums_said(sums: Sums) -> str:
-    """Who adds gradients up, what the other would take, and which is faster when."""
+    """Return a sentence on who adds gradients up, what the other way would cost, and from which
+    size on NCCL is faster.
+    """
     said = [
         f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
         f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
@@ -266,7 +265,7 @@ def sums_said(sums: Sums) -> str:
 
 
 def slow_links_table(slow: SlowLinks) -> Table:
-    """Every way to send less between nodes."""
+    """Return a table of every way to send less between nodes."""
     title = "on slow links: what a rank holds, a node sends to others in a step, and a step takes"
     names = ("at rest", "peak", "between nodes", "step", "waits", "fits")
     table = _table(title, "", "", *names, "")
@@ -284,7 +283,7 @@ def slow_links_table(slow: SlowLinks) -> Table:
             f"{scheme.communication}: {scheme.way.words}" if scheme.communication else "plain",
             gib(account.rest_bytes),
             gib(account.peak_bytes),
-            gib(account.node_links.get("between", 0)),
+            gib(account.sent_between),
             in_seconds(seconds["step"]),
             in_seconds(seconds["exposed communication"]),
             "yes" if row.fits else "no",

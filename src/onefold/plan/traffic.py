@@ -1,8 +1,5 @@
-"""What a rank's moves take on the links of a machine: rings and messages to all at once, over nodes
-and inside them.
-
-A ring over nodes carries size·(N−1)/N through each node's whole set of adapters: the node's
-bandwidth divides (`Traffic.ring`).
+"""How long a rank's moves take on the links of a machine, inside nodes and between them, as rings
+or as messages to all peers at once.
 """
 
 from __future__ import annotations
@@ -18,28 +15,30 @@ from onefold.plan.wire import Leg, Phase, elsewhere
 
 @dataclass(frozen=True)
 class Software:
-    """What software makes of the hardware. The defaults are what a plan uses for a machine nobody
-    has measured.
+    """What software reaches of the hardware's rates. A plan uses the defaults for a machine that
+    was not measured.
 
     Attributes:
-        kernel_share: of the rate that large products reach, what a whole transformer reaches:
-            norms, softmax and small products take the rest. Fitted to the Azure report (see
-            `benchmarks.validation.systems`), as hop_seconds.
-        link_share: of the nominal link, what a collective of large messages reaches. An assumption;
-            published runs: 0.17 to 1.
-        overlap: of the compute beside it, the share that communication can hide behind. An
+        kernel_share: what a whole transformer reaches of the rate of large products; norms, softmax
+            and small products take the rest. Fitted, like hop_seconds, to the Azure report (see
+            `benchmarks.validation.systems`).
+        link_share: what a collective of large messages reaches of the nominal link. An assumption;
+            published runs reach 0.17 to 1.
+        overlap: the share of the compute beside it behind which communication can hide. An
             assumption for a schedule that prefetches.
-        hop_seconds: of one step of a ring, from one rank to the next. A collective over N ranks
-            takes N−1 of them, which is the term that grows with N.
-        straggler: spread of the ranks' speeds, an assumption; the slowest of N normally distributed
-            ranks is sqrt(2 ln N) deviations behind the mean.
-        launch_seconds: of the host, for one kernel or collective: an assumption, in the middle of
-            what eager PyTorch takes (3 to 10 µs). Only a timeline asks for it
+        hop_seconds: one step of a ring, from one rank to the next. A collective over N ranks takes
+            N−1 of them: this term grows with N.
+        straggler: the spread of the ranks' speeds, an assumption. The slowest of N normally
+            distributed ranks is sqrt(2 ln N) deviations behind the mean.
+        launch_seconds: what the host takes to launch a kernel or collective: an assumption, in the
+            middle of what eager PyTorch takes (3 to 10 µs). Only timelines use it
             (`onefold.simulation.timeline`).
         step_share, move_share: on a calibrated machine, what a step of the engine reaches of the
-            rates of its passes and of its moves, which were each measured alone; handed_s: seconds
-            that taking over one element of a gradient takes, in each micro-batch. From reference
-            steps (`onefold.plan.efficiency`); 1, 1 and 0 without them.
+            rates of its passes and moves, which were measured alone. A share above 1 says that
+            parts overlap, or that alone they were slower.
+        handed_s: seconds to take over one element of a gradient, in each micro-batch. Like the two
+            shares it comes from reference steps (`onefold.plan.efficiency`); without them they are
+            1, 1 and 0.
     """
 
     kernel_share: float = 0.77
@@ -53,16 +52,13 @@ class Software:
     handed_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for names, possible, expected in (
-            (("kernel_share", "link_share"), lambda x: 0 < x <= 1, "a share above 0 and at most 1"),
-            (("step_share", "move_share"), lambda x: x > 0, "a number above 0"),
-            (("overlap",), lambda x: 0 <= x <= 1, "a share from 0 to 1"),
-            (
-                ("hop_seconds", "straggler", "launch_seconds", "handed_s"),
-                lambda x: x >= 0,
-                "0 or more",
-            ),
-        ):
+        share, positive = "a share above 0 and at most 1", "a number above 0"
+        for expected, names, possible in (
+            (share, ("kernel_share", "link_share"), lambda x: 0 < x <= 1),
+            (positive, ("step_share", "move_share"), lambda x: x > 0),
+            ("a share from 0 to 1", ("overlap",), lambda x: 0 <= x <= 1),
+            ("0 or more", ("hop_seconds", "straggler", "launch_seconds", "handed_s"), lambda x: x >= 0),
+        ):  # fmt: skip
             for name in names:
                 if not possible(getattr(self, name)):
                     raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}.")
@@ -74,12 +70,12 @@ class Traffic:
 
     Attributes:
         move: "all-gather", "reduce-scatter" or "all-reduce".
-        inside, between: bytes by link, the mean over the ranks of a node; their sum is what the
-            ledger counts.
+        inside, between: bytes by link, the mean over the ranks of a node. The ledger counts their
+            sum.
         calls: collectives in a step.
-        hops: messages that follow one another in one collective.
+        hops: successive messages in one collective.
         ranks: of the group.
-        phase: what it can hide behind; see `Phase`.
+        phase: the compute behind which it can hide; see `Phase`.
     """
 
     move: str
@@ -98,8 +94,11 @@ class Traffic:
     def ring(
         cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
     ) -> Traffic:
-        """Over all ranks in a ring that enters and leaves each node once: one rank of a node sends
-        its bytes to the next node.
+        """Return a move over all ranks in a ring that enters and leaves each node once: one rank of
+        a node sends its bytes to the next node.
+
+        The ring carries size·(N−1)/N through all adapters of a node together, so the node's
+        bandwidth is the divisor.
         """
         between = nbytes / machine.local if machine.nodes > 1 else 0.0
         return cls(move, nbytes - between, between, calls, machine.ranks - 1, machine.ranks, phase)
@@ -108,26 +107,27 @@ class Traffic:
     def pairwise(
         cls, move: str, nbytes: float, calls: int, machine: Machine, phase: Phase = "both"
     ) -> Traffic:
-        """Over all ranks, every rank to every other: most bytes leave the node, `per_node` times a
-        ring's. One message time a call: all are sent at once (NCCL's all-to-all is one group of
-        sends and receives; its documentation, Point-to-point communication).
+        """Return a move from every rank to every other: `per_node` times as many bytes leave the
+        node as in a ring. A call takes the time of one message, since all are sent at once (NCCL's
+        all-to-all is one group of sends and receives; its documentation, Point-to-point
+        communication).
         """
         between = nbytes * (machine.ranks - machine.local) / max(machine.ranks - 1, 1)
         return cls(move, nbytes - between, between, calls, 1, machine.ranks, phase)
 
     def seconds(self, machine: Machine, software: Software) -> float:
-        """Of all its calls, one after another."""
+        """Return the seconds of all calls, one after another."""
         inside, between, hops = self.parts(machine, software)
         return max(inside, between) + hops
 
     def parts(self, machine: Machine, software: Software) -> tuple[float, float, float]:
-        """Seconds that all its calls keep the link inside the node busy, that between nodes, and
-        that messages follow one another.
+        """Return the seconds of all calls on the link inside the node, on the link between nodes,
+        and for successive messages.
         """
         if self.ranks <= 1 or not (self.nbytes and self.calls):
             return 0.0, 0.0, 0.0
         if machine.measured is not None:
-            # All ranks of the machine move at the same time, in however many groups.
+            # All ranks of the machine move at the same time, in any number of groups
             nbytes = math.ceil(self.nbytes / self.calls)
             once = machine.measured.seconds_for(self.move, nbytes, machine.ranks)
             return self.calls * once / software.move_share, 0.0, 0.0
@@ -147,11 +147,11 @@ def traffic_of(
     at_boundary: bool = False,
     nccl: bool = True,
 ) -> list[Traffic]:
-    """The moves of a step over all ranks, from the bytes and calls that its ledger counts by move.
+    """Return the moves of a step over all ranks, from the bytes and calls that a ledger counts.
 
     Args:
-        wire, calls: payload bytes a rank sends in a step, and collectives, by move.
-        resident: whole parameters always exist (stages 0 to 2), so that gathers refresh them once, behind
+        wire, calls: payload bytes that a rank sends in a step, and collectives, by move.
+        resident: whole parameters always exist (stages 0 to 2): gathers refresh them once, behind
             the first forward pass.
         at_boundary: gradients are reduced behind the last backward pass only.
     """
@@ -179,17 +179,18 @@ def traffic_over(
     nccl: bool = True,
     rank: int = 0,
 ) -> list[Traffic]:
-    """Legs as moves of a rank on links. Gathers are rings on NCCL and pairwise on gloo; reductions
-    are pairwise, and rings where NCCL adds (reduce="native"). Over all ranks a ring enters each
-    node once; between groups, and inside one, both come to the same bytes on each link, and a ring
-    takes more hops. (NCCL may also take a tree, which has fewer hops, or add inside the switch: no
-    reductions of it are counted as faster than a ring.)
+    """Return legs as a rank's moves on links.
+
+    Gathers are rings on NCCL and pairwise on gloo. Reductions are pairwise, and rings if NCCL adds
+    (reduce="native"). Over all ranks a ring enters each node once. Inside a group and between
+    groups both send the same bytes over each link, and a ring takes more hops. NCCL may also use a
+    tree, which has fewer hops, or add inside the switch: the plan never counts a reduction as
+    faster than a ring.
 
     Args:
-        topology: the groups; None where there are none.
+        topology: the groups; None: there are none.
     """
     moves = []
-    per_node = machine.local if machine.nodes > 1 else None
     for leg in legs:
         move = "all-gather" if leg.gathers else "reduce-scatter"
         ring = nccl and (leg.gathers or leg.by_backend)
@@ -197,7 +198,7 @@ def traffic_over(
             way = Traffic.ring if ring else Traffic.pairwise
             moves.append(way(move, leg.nbytes, leg.calls, machine, leg.phase))
         else:
-            peers, far = elsewhere(topology, per_node, rank, leg.level)
+            peers, far = elsewhere(topology, machine.node_ranks, rank, leg.level)
             between, hops = leg.nbytes * far / peers, peers if ring else 1
             inside = leg.nbytes - between
             moves.append(Traffic(move, inside, between, leg.calls, hops, peers + 1, leg.phase))
@@ -205,7 +206,7 @@ def traffic_over(
 
 
 def links_of(traffic: Sequence[Traffic]) -> dict[str, int]:
-    """Bytes by link as an `Account` holds them: of one rank, the mean over the ranks of a node."""
+    """Return one rank's bytes by link, as in an `Account`: the mean over the ranks of a node."""
     return {
         "inside": round(sum(t.inside for t in traffic)),
         "between": round(sum(t.between for t in traffic)),
@@ -215,7 +216,7 @@ def links_of(traffic: Sequence[Traffic]) -> dict[str, int]:
 def node_links(
     legs: Sequence[Leg], machine: Machine, topology: Topology, *, nccl: bool = True
 ) -> dict[str, int]:
-    """Bytes by link that all ranks of the first node send."""
+    """Return the bytes by link that all ranks of the first node send."""
     found = [
         links_of(traffic_over(legs, machine, topology, nccl=nccl, rank=rank))
         for rank in range(machine.local)

@@ -1,26 +1,44 @@
-"""What a rank sends in a step, in closed form, by level: all ranks at once, those of its group ("intra-group"), or one
-of each group ("inter-group").
+"""What a rank sends in a step, in closed form, by level: to all ranks at once, to those of its
+group ("intra-group"), or to one rank of each group ("inter-group"). And what the engine's own
+kernels read and write of memory to encode, add up, copy and cast.
 
-A move over groups is two legs (layout/spec.py). Each leg is equal bytes to each peer of its
-level, so that the bytes to other nodes follow from who stands where. The counts are those of the
+A move over groups is two legs (layout/spec.py). Each leg sends equal bytes to each peer of its
+level, so the bytes to other nodes follow from the ranks' positions. The counts are those of the
 traffic ledger (`TrafficLedger.by_move`, `by_link`), to the byte.
 
-| leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches            |
-|-----------------------------------------------|---------------------------------|---------------------------------------------------|
-| gather, inter-group, then intra-group         | an interval, then a shard       | as the stage says (above)                         |
-| gather from a second copy, intra-group        | a shard                         | the same; inter-group once, if it is trained      |
-| reduction, intra-group, then inter-group      | a shard, then an interval       | m, or once at the boundary; inter-group once where |
-|                                               |                                 | gradients are divided in the group                |
-| sums to the other groups (HSDP, MiCS)         | an interval                     | as the inter-group hop of the reduction           |
-| sums to all, inter-group, then intra-group    | an interval, then a shard       | as the reduction                                  |
+| leg                                           | of each buffer, P bytes         | how often in a step of m micro-batches             |
+|-----------------------------------------------|---------------------------------|----------------------------------------------------|
+| gather, inter-group, then intra-group         | an interval, then a shard       | by the stage (plan/states.py)                      |
+| gather from a second copy, intra-group        | a shard                         | the same; inter-group once, if it is trained       |
+| reduction, intra-group, then inter-group      | a shard, then an interval       | m, or once at the boundary; inter-group once if    |
+|                                               |                                 | gradients are divided in the group                 |
+| sums to the other groups (HSDP, MiCS)         | an interval                     | as the inter-group hop of the reduction            |
+| sums to all, inter-group, then intra-group    | an interval, then a shard       | as the reduction                                   |
+
+Memory that kernels read and write:
+
+    gathers      this rank's interval once after a step: read in the compute dtype, written encoded
+                 the whole at each gather: read encoded, written in the compute dtype
+    reductions   on each hop, parts for others: read, written encoded; parts of others: read encoded, added to fp32 sums
+    feedback     what encoding lost, read and written in fp32
+    sums         on each hop, of the n elements that a rank sums: the parts of all N ranks read in the wire's dtype, the sum written;
+                 if NCCL adds (reduce="native"), its sum is read and written once
+    gradients    each is copied into its unit's buffer, or added to what an earlier micro-batch left there
+    casts        of sums of an earlier hop or of several micro-batches to the wire's dtype, and of sums to the masters' dtype
+
+These kernels run where the model is computed, so nothing hides them (ZeRO++, Wang et al. 2023,
+section 3.4, fuses encoding into the kernels of the moves). `onefold.plan.times` says what share of
+a copy's speed encoding reaches. Casts of masters for a gather are not counted: they run beside it,
+on the stream of the copies to the device. On a calibrated machine reference steps have measured
+copies and casts (`Software.handed_s`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from onefold.comm import MOVES
 from onefold.layout import Hop, Level, ShardSpec, Topology
@@ -28,8 +46,9 @@ from onefold.plan.states import UnitPlan
 from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
 
-#: What a move can hide behind. "first forward" and "last backward" are those of one micro-batch;
-#: "both" is all compute.
+_FP32 = 4
+#: The compute behind which a move can hide. "first forward" and "last backward" belong to one
+#: micro-batch; "both" is all compute.
 Phase = Literal["forward", "backward", "both", "first forward", "last backward", "boundary"]
 
 
@@ -38,10 +57,12 @@ class Leg:
     """One kind of move on one level.
 
     Attributes:
-        move: as the ledger calls it. gathers: each rank sends the same to all (a ring can carry
-            it), else each peer its own part.
-        nbytes: payload that one rank sends in a step. calls: collectives. by_backend: sums that
-            NCCL makes on the way.
+        move: its name in the ledger.
+        gathers: each rank sends the same bytes to all peers, which a ring can carry; otherwise each
+            peer gets a part of its own.
+        nbytes: payload that one rank sends in a step.
+        calls: collectives in a step.
+        by_backend: NCCL adds up on the way.
     """
 
     move: str
@@ -54,8 +75,8 @@ class Leg:
 
 
 def gathered(flat: ShardSpec) -> list[tuple[Level, int]]:
-    """(level, bytes) that one gather sends to this rank's peers, from the ranks whose masters (or
-    copies) together are the whole, each once.
+    """Return (level, bytes) that this rank sends to its peers in one gather of the whole, whose
+    parts are masters or copies of them.
     """
     inner, outer = flat.topology.inner, flat.topology.outer
     inside: tuple[Level, int] = "intra-group", (inner - 1) * outer * flat.each
@@ -69,7 +90,7 @@ def gathered(flat: ShardSpec) -> list[tuple[Level, int]]:
 
 
 def renewed(flat: ShardSpec) -> list[tuple[Level, int]]:
-    """The same of what brings a second copy up to date, before it is gathered from."""
+    """Return (level, bytes) that update a second copy, before the first gather from it."""
     if not (flat.has_secondary and flat.trainable):
         return []
     level: Level = "inter-group" if flat.topology.two_levels else "all"
@@ -77,30 +98,27 @@ def renewed(flat: ShardSpec) -> list[tuple[Level, int]]:
 
 
 def part_bytes(flat: ShardSpec, hop: Hop) -> int:
-    """What one peer is sent on a hop of a reduction."""
+    """Return the bytes that one peer gets on a hop of a reduction."""
     if flat.reduce_codec is not None and flat.encodes(hop):
         return flat.reduce_codec.encoded_bytes(hop.own)
     return hop.own * flat.dtypes.wire.itemsize
 
 
 def gather_legs(flat: ShardSpec, gathers: int) -> list[Leg]:
-    """Of `gathers` gathers of one buffer in a step."""
+    """Return the legs of `gathers` gathers of one buffer in a step."""
     if not gathers:
         return []
     phase: Phase = "first forward" if flat.resident else "both"
-    again = [
-        Leg("all-gather", True, level, gathers * nbytes, gathers, phase)
-        for level, nbytes in gathered(flat)
+    each = [(leg, gathers, phase) for leg in gathered(flat)]
+    once = [(leg, 1, "first forward") for leg in renewed(flat)]
+    return [
+        Leg("all-gather", True, level, times * nbytes, times, when)  # type: ignore[arg-type]
+        for (level, nbytes), times, when in (*each, *once)
     ]
-    once = [
-        Leg("all-gather", True, level, nbytes, 1, "first forward")
-        for level, nbytes in renewed(flat)
-    ]
-    return again + once
 
 
 def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[Leg]:
-    """Of the gradients of one buffer, and of its sums on their way to who holds them too."""
+    """Return the legs of one buffer's gradients, and of its sums to other ranks that hold them."""
     times = 1
     phase: Phase = "last backward" if recipe.reduce_at == "boundary" else "backward"
     kind = "all-reduce" if flat.whole_master else "reduce-scatter"
@@ -117,24 +135,9 @@ def reduction_legs(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[
     return legs
 
 
-def merged(legs: Iterable[Leg]) -> list[Leg]:
-    """One leg of each kind, empty ones left out."""
-    kinds: dict[tuple[Any, ...], list[Leg]] = {}
-    for leg in legs:
-        kind = leg.move, leg.gathers, leg.level, leg.phase, leg.by_backend
-        kinds.setdefault(kind, []).append(leg)
-    found = [
-        replace(
-            same[0], nbytes=sum(leg.nbytes for leg in same), calls=sum(leg.calls for leg in same)
-        )
-        for same in kinds.values()
-    ]
-    return [leg for leg in found if leg.nbytes]
-
-
 @lru_cache(maxsize=4096)
 def elsewhere(topology: Topology, per_node: int | None, rank: int, level: Level) -> tuple[int, int]:
-    """(peers of this rank on a level, those of them that are on other nodes)."""
+    """Return (this rank's peers on a level, how many of them are on other nodes)."""
     inner = topology.inner
     numbers: Sequence[int] = range(topology.size)
     if level == "intra-group":
@@ -146,10 +149,9 @@ def elsewhere(topology: Topology, per_node: int | None, rank: int, level: Level)
 
 
 def wire(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> dict[str, int]:
-    """Payload bytes that a rank sends in one optimizer step with `micro_batches` forward and
-    backward passes, by move.
+    """Return the payload bytes that a rank sends in one optimizer step of `micro_batches`, by move.
 
-    All but the last micro-batch run under `onefold.no_sync`. Every unit is used once in each pass.
+    All micro-batches but the last run under `onefold.no_sync`. Each pass uses every unit once.
     """
     out = dict.fromkeys(MOVES, 0)
     for leg in legs_of(units, recipe, micro_batches):
@@ -158,7 +160,7 @@ def wire(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> d
 
 
 def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> dict[str, int]:
-    """Collectives of a step by move: one for each flat buffer that travels."""
+    """Return the collectives of a step by move: one for each flat buffer that travels."""
     out = dict.fromkeys(MOVES, 0)
     reductions = micro_batches if recipe.reduce_at == "micro-batch" else 1
     for unit in units:
@@ -170,68 +172,152 @@ def calls_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int) -> d
 
 
 def legs_of(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> list[Leg]:
-    """The same by level, kind of move and phase.
-
-    Raises:
-        ValueError: less than one micro-batch.
+    """Return what a rank sends in a step: one leg for each kind of move, level and phase. Raises
+    ValueError: less than one micro-batch.
     """
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
-    found = []
-    for unit in units:
-        for flat in (f for f in unit.flats if f.ranks > 1):
-            found += gather_legs(flat, gathers_of(unit, flat, recipe, micro_batches))
-            found += reduction_legs(flat, recipe, micro_batches) if flat.trainable else []
-    return merged(found)
+    kinds: dict[Leg, tuple[int, int]] = {}
+    for unit, flat in ((u, f) for u in units for f in u.flats if f.ranks > 1):
+        legs = gather_legs(flat, gathers_of(unit, flat, recipe, micro_batches))
+        legs += reduction_legs(flat, recipe, micro_batches) if flat.trainable else []
+        for leg in legs:
+            kind = replace(leg, nbytes=0, calls=0)
+            nbytes, calls = kinds.get(kind, (0, 0))
+            kinds[kind] = nbytes + leg.nbytes, calls + leg.calls
+    return [replace(kind, nbytes=n, calls=calls) for kind, (n, calls) in kinds.items() if n]
+
+
+# -- how often in a step ---------------------------------------------------------------------------
 
 
 def gathers_of(unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
-    """How often a step gathers this buffer over the wire."""
-    if flat.resident or flat.whole_master:
-        stale = flat.resident and flat.trainable and not flat.whole_master
-        return 1 if stale else 0
+    """Return how often a step gathers this buffer over the wire."""
+    if flat.whole_master:
+        return 0
+    if flat.resident:  # stale after a step
+        return int(flat.trainable)
     return launches_of(unit, flat, recipe, micro_batches)
 
 
 def launches_of(
     unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, backward: bool = True
 ) -> int:
-    """How often a step makes the whole of a buffer that is not kept, over the wire or not; with
-    `backward=False` in forward passes only.
+    """Return how often a step makes the whole of a buffer that is not resident, over the wire or
+    not; with `backward=False` in forward passes only.
     """
     again = backward and recipe.reshard_after_forward and not (unit.looks_up_only or unit.turns)
     return 0 if flat.resident else micro_batches * (2 if again else 1)
 
 
-def reductions_of(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
-    """How often a step hands sums over: at each micro-batch, or at the boundary where they wait for
-    it whole or in the group.
-    """
-    return times_by_hop(flat, recipe, micro_batches)[-1]
-
-
-def hops_in_a_step(
-    flat: ShardSpec, recipe: Recipe, micro_batches: int
-) -> Iterator[tuple[Hop, int]]:
-    """Each hop of a reduction, and how often a step takes it."""
-    return zip(flat.hops, times_by_hop(flat, recipe, micro_batches), strict=True)
-
-
-def times_by_hop(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> tuple[int, ...]:
-    """How often a step takes each hop of a reduction: where gradients are divided in the group, the
-    group's sums wait for the boundary and cross once.
-    """
-    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
-    once = recipe.gradients.over == GROUP
-    return tuple(1 if once and hop.level == "inter-group" else times for hop in flat.hops)
-
-
 def puts_of(
     unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, backward: bool = True
 ) -> int:
-    """How often a step reads this rank's masters for a buffer that is not kept: once for what is
-    encoded or copied, if it is trained.
+    """Return how often a step reads this rank's masters for a buffer that is not resident. With a
+    cached shard it does once, if the buffer is trained.
     """
     if flat.gather_codec is not None or flat.has_secondary:
         return int(flat.trainable)
     return launches_of(unit, flat, recipe, micro_batches, backward)
+
+
+def hops_in_a_step(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> list[tuple[Hop, int]]:
+    """Return each hop of a reduction, and how often a step takes it. If gradients are divided in
+    the group, the group's sums wait for the boundary and cross once.
+    """
+    times = micro_batches if recipe.reduce_at == "micro-batch" else 1
+    once = recipe.gradients.over == GROUP
+    return [(hop, 1 if once and hop.level == "inter-group" else times) for hop in flat.hops]
+
+
+def reductions_of(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> int:
+    """Return how often a step hands sums over: as often as it takes the last hop."""
+    return hops_in_a_step(flat, recipe, micro_batches)[-1][1]
+
+
+# -- memory that kernels read and write ------------------------------------------------------------
+
+
+def coded_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Return the bytes that encoding and decoding read and write in a step, on one rank."""
+    total = 0.0
+    for unit, flat in ((u, f) for u in units for f in u.flats):
+        if flat.gather_codec is not None:
+            part = flat.layout.shard_numel * flat.dtypes.compute.itemsize + flat.each
+            launches = launches_of(unit, flat, recipe, micro_batches)
+            total += launches * flat.ranks * part + puts_of(unit, flat, recipe, 1) * part
+        if flat.trainable and flat.reduce_codec is not None:
+            sums = 0.0
+            for hop, times in hops_in_a_step(flat, recipe, micro_batches):
+                if flat.encodes(hop):
+                    each = hop.own * flat.dtypes.wire.itemsize + 2 * part_bytes(flat, hop)
+                    each += (6 if flat.error_feedback else 2) * _FP32 * hop.own
+                    sums += times * (hop.size - 1) * each
+            total += sums
+    return total
+
+
+def summed_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Return the bytes that adding up the parts of reductions reads and writes in a step, on one
+    rank: N parts in one pass (comm/sums.py).
+
+    Parts that arrive one by one (gloo) and encoded parts count nothing: the time of moves was
+    measured with the former, and `coded_bytes` has the latter.
+    """
+    total = 0.0
+    for flat in (f for u in units for f in u.flats if f.trainable and f.ranks > 1):
+        sent = flat.dtypes.wire.itemsize
+        for hop, times in hops_in_a_step(flat, recipe, micro_batches):
+            adds = flat.added_by(hop)
+            if adds == "backend" and flat.whole_master:  # a copy for it to add into
+                total += times * 2 * hop.span * sent
+            elif adds != "pairwise":
+                written = flat.landed if hop is flat.hops[-1] else flat.dtypes.sums
+                parts = hop.size if adds == "at once" else 1
+                total += times * added_bytes(hop.own, parts, sent, written.itemsize)
+    return total
+
+
+def added_bytes(numel: float, parts: int, wire: int, written: int) -> float:
+    """Return the bytes that one pass reads and writes to add `parts` parts of `numel` elements,
+    with `wire` and `written` bytes an element.
+
+    No sum can move less: one addition for each element read is bound by memory on any GPU
+    (Williams et al. 2009, Roofline).
+    """
+    return numel * (parts * wire + written)
+
+
+def handled_bytes(units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1) -> float:
+    """Return the bytes that copies and casts read and write in a step, on one rank."""
+    flats = (f for u in units for f in u.flats if f.trainable and not f.unsharded)
+    return sum(
+        (_stored(f, recipe, micro_batches) + _passed_on(f, recipe, micro_batches) for f in flats),
+        0.0,
+    )
+
+
+def _stored(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    """Bytes of copies of gradients into the buffer that is reduced."""
+    d = flat.dtypes
+    if recipe.reduce_at == "micro-batch" or micro_batches == 1:
+        return micro_batches * flat.numel * (d.compute.itemsize + d.wire.itemsize)
+    first, more = d.compute.itemsize + d.sums.itemsize, d.compute.itemsize + 2 * d.sums.itemsize
+    return flat.numel * (first + (micro_batches - 1) * more)
+
+
+def _passed_on(flat: ShardSpec, recipe: Recipe, micro_batches: int) -> float:
+    """Bytes of casts for further hops, and of sums on their way to the optimizer."""
+    d, total, times = flat.dtypes, 0.0, 1
+    late = recipe.reduce_at == "boundary" and micro_batches > 1
+    for at, (hop, times) in enumerate(hops_in_a_step(flat, recipe, micro_batches)):
+        # Parts for others are cast from the sums' dtype to the wire's; this rank's part stays, in
+        # the wider dtype
+        if d.sums != d.wire and (at > 0 or late):
+            others = (hop.span - hop.own) * (d.sums.itemsize + d.wire.itemsize)
+            total += times * (others + hop.own * (d.sums.itemsize - d.wire.itemsize))
+    # Added to the sums of earlier micro-batches
+    total += (times - 1) * flat.own * 3 * d.master.itemsize
+    if flat.landed != d.master:
+        total += times * flat.own * (flat.landed.itemsize + d.master.itemsize)
+    return total

@@ -34,13 +34,11 @@ from torch.utils._pytree import tree_leaves
 from onefold.comm import MOVES
 from onefold.device import clocked
 from onefold.memory import nbytes_of
-from onefold.plan.architectures import architecture, known
-from onefold.plan.from_module import model_shape
 from onefold.plan.hardware import Machine
-from onefold.plan.model_code import module_of, quietly
+from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
-from onefold.plan.shapes import ModelShape
+from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.states import UnitPlan, at_rest, units_of
 from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.wire import wire

@@ -17,10 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.plan.architectures import architecture, find
-from onefold.plan.from_module import model_shape
-from onefold.plan.model_code import build, class_for
-from onefold.plan.shapes import ModelShape, Transformer, UnitShape
+from onefold.plan.modules import build, class_for, model_shape
+from onefold.plan.shapes import ModelShape, Transformer, UnitShape, architecture, find
 
 
 class _Read(torch.autograd.Function):

@@ -19,8 +19,8 @@ from onefold.memory.host import free_host_memory
 from onefold.plan.api import USABLE, Beside, plan_here
 from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas import transformer_flops_per_token
-from onefold.plan.from_module import model_shape
 from onefold.plan.job import Job
+from onefold.plan.modules import model_shape
 from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.schema import Account
 from onefold.plan.states import at_rest, units_of

@@ -1,0 +1,348 @@
+"""A model's own code: built on the meta device, where parameters have shapes and no memory, and
+read as a `ModelShape`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
+from onefold.runtime.units import Found, find_units
+from onefold.tiling.modules import EmbeddingTile
+from onefold.wording import did_you_mean
+
+# Names that configs use for a dimension
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+_HIDDEN = ("hidden_size", "n_embd", "d_model")
+_HEADS = ("num_attention_heads", "n_head", "num_heads")
+_FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
+_LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+# -- from code to a module -------------------------------------------------------------------------
+
+
+def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
+    """Build the model that `source` names on the meta device, which allocates nothing.
+
+    Args:
+        source: a folder with a config.json, the config.json itself, or `package.module:factory`
+            (called without arguments).
+        as_it_is: a config's model keeps the dtype that the config names. Otherwise it is fp32, and
+            the recipe decides the dtypes.
+
+    Raises:
+        ValueError: `source` names nothing, or what it names makes no module; the message says what
+            was looked for.
+    """
+    path = Path(source)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(
+                f"{source}: this folder has no config.json, so it is no Hugging Face model."
+            )
+        return _from_config(path / "config.json", as_it_is)
+    if path.is_file():
+        if path.suffix != ".json":
+            raise ValueError(
+                f"{source}: expected a config.json, its folder, or package.module:factory."
+            )
+        return _from_config(path, as_it_is)
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(source)):
+        return _from_factory(str(source))
+    raise ValueError(
+        f"{source}: there is no such folder or file, and it is not package.module:factory. Nothing"
+        " is downloaded."
+    )
+
+
+def _from_config(path: Path, as_it_is: bool) -> nn.Module:
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{path}: reading a Hugging Face config needs transformers: pip install"
+            " 'onefold[train]'."
+        ) from None
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}.") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise ValueError(
+            f'{path} has no "model_type", so it is no Hugging Face config. A Llama\'s says'
+            ' "model_type": "llama".'
+        )
+    kind = values["model_type"]
+    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if kind not in known:
+        near = difflib.get_close_matches(kind, list(known.keys()), 3)
+        hint = (
+            f"Did you mean {' or '.join(near)}?"
+            if near
+            else "Code of a model's own is not run; name it as package.module:factory."
+        )
+        raise ValueError(
+            f"{path}: transformers {transformers.__version__} has no model_type {kind!r}. {hint}"
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        return build(class_for(config), config, as_it_is)
+    except ValueError:
+        raise
+    except Exception as error:  # a config's values may break anything in the model's own code
+        raise ValueError(
+            f"{path}: transformers could not build this model: {type(error).__name__}: {error}"
+        ) from error
+
+
+def class_for(config: Any) -> Any:
+    """Return the class that the config's `architectures` names, else the causal language model of
+    its type, else the plain model.
+    """
+    import transformers
+
+    for wanted in getattr(config, "architectures", None) or ():
+        if (found := getattr(transformers, wanted, None)) is not None:
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(f"transformers has no model class for {type(config).__name__}.")
+
+
+def build(kind: Any, config: Any, as_it_is: bool = False) -> nn.Module:
+    """Build a model of class `kind` on the meta device; `as_it_is` as in `module_of`."""
+    with quietly(), torch.device("meta"), _without_init():
+        module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()  # skipping the initialization skips this too
+    if not as_it_is and module.dtype not in (torch.float32, torch.float64):
+        module = module.float()
+    return module.train()
+
+
+def _from_factory(source: str) -> nn.Module:
+    """Call `package.module:factory`. Raises ValueError for any error of the user's own code."""
+    factory, attribute = factory_of(source), source.partition(":")[2]
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        try:
+            made = factory()
+        except Exception as error:
+            raise ValueError(
+                f"{source}: calling {attribute}() failed: {type(error).__name__}: {error}"
+            ) from error
+    module = made[0] if isinstance(made, tuple) and made else made
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}."
+        )
+    return module.train()
+
+
+def factory_of(source: str) -> Callable[[], Any]:
+    """Return the function that `package.module:factory` names. Raises ValueError if there is none,
+    or if it needs arguments.
+    """
+    package, _, attribute = source.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` does
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{source}: cannot import {error.name!r} from {os.getcwd()} or the installed packages."
+        ) from None
+    except Exception as error:  # importing runs the user's own code
+        raise ValueError(
+            f"{source}: importing {package} failed: {type(error).__name__}: {error}"
+        ) from error
+    factory = getattr(found, attribute, None)
+    if hasattr(found, attribute) and not callable(factory):
+        raise ValueError(
+            f"{source}: {attribute} is of type {type(factory).__name__}; expected a function that"
+            " returns an nn.Module."
+        )
+    if not callable(factory):
+        names = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
+        raise ValueError(
+            f"{source}: {package} has no function {attribute!r}. {did_you_mean(attribute, names)}"
+        )
+    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [
+        p.name
+        for p in inspect.signature(factory).parameters.values()
+        if p.default is p.empty and p.kind not in free
+    ]
+    if needed:
+        raise ValueError(
+            f"{source}: the factory is called without arguments, but {attribute} asks for"
+            f" {', '.join(needed)}."
+        )
+    return factory
+
+
+@contextmanager
+def _without_init() -> Iterator[None]:
+    """Keep transformers from initializing a new model: on the meta device there is nothing to
+    initialize.
+    """
+    # The module's name in version 5, and in earlier ones
+    for home in ("transformers.initialization", "transformers.modeling_utils"):
+        try:
+            skip = getattr(importlib.import_module(home), "no_init_weights", None)
+        except ModuleNotFoundError:
+            continue
+        if skip is not None:
+            break
+    with skip() if skip is not None else nullcontext():
+        yield
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Turn off the warnings and progress bars of transformers inside, if it is imported."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+# -- from a module to its shape --------------------------------------------------------------------
+
+
+def model_shape(
+    module: nn.Module, units: Sequence[str | type] | None = None, *, name: str = "", seq: int = 0
+) -> ModelShape:
+    """Read the parameters of `module` by unit, exactly as `onefold.shard` would bind them. No
+    tensor is kept.
+
+    Args:
+        units: names or classes of the modules that become units, as for `onefold.shard`.
+        name: the model's name; "" takes the name of its class.
+        seq: tokens of a sample, for the transformer's dimensions; 0 takes the longest that the
+            module's config names.
+
+    Raises:
+        ValueError: `units` names nothing in this model, or it has lazy parameters.
+    """
+    lazy = [n for n, p in (*module.named_parameters(), *module.named_buffers()) if is_lazy(p)]
+    if lazy:
+        raise ValueError(
+            f"{type(module).__name__} has lazy parameters ({lazy[0]}), without a shape yet: run one"
+            " batch through it first."
+        )
+    shapes = tuple(
+        UnitShape(
+            spec.name or "(root)",
+            tuple(_parameter(f) for f in spec.found),
+            looks_up_only=_looks_up_only(spec.module),
+        )
+        for spec in find_units(module, units)
+    )
+    return ModelShape(
+        name or type(module).__name__,
+        shapes,
+        transformer_of(module, seq),
+        _active_numel(module, shapes),
+    )
+
+
+def _parameter(found: Found) -> Parameter:
+    looked_up = any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    return Parameter(
+        found.names[0],
+        tuple(found.param.shape),
+        found.param.requires_grad,
+        str(found.param.dtype).removeprefix("torch."),
+        looked_up,
+    )
+
+
+def _looks_up_only(module: nn.Module) -> bool:
+    """Return whether a module's backward pass reads none of its parameters (runtime/unit.py)."""
+    return type(module) is nn.Embedding or (isinstance(module, EmbeddingTile) and not module.shared)
+
+
+def _config_of(module: nn.Module) -> Any:
+    config = getattr(module, "config", None)
+    text = getattr(config, "get_text_config", None)
+    return text() if callable(text) else config
+
+
+def _first(config: Any, names: Sequence[str]) -> int:
+    return next((v for n in names if isinstance(v := getattr(config, n, None), int) and v > 0), 0)
+
+
+def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
+    """Read a transformers model's dimensions from its config. None if the config does not name
+    layers, width, heads and vocabulary.
+    """
+    config = _config_of(module)
+    layers, hidden, heads = (_first(config, names) for names in (_LAYERS, _HIDDEN, _HEADS))
+    vocabulary = _first(config, ("vocab_size",))
+    if not (layers and hidden and heads and vocabulary):
+        return None
+    experts = _first(config, _EXPERTS) or 1
+    own_ffn = _first(config, ("moe_intermediate_size",)) if experts > 1 else 0
+    names = {n.rpartition(".")[2] for n, _ in (*module.named_modules(), *module.named_parameters())}
+    tied = len({id(p) for p in _ends(module)}) < 2
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        ffn=own_ffn or _first(config, _FFN) or 4 * hidden,
+        vocab=vocabulary,
+        seq=seq or _first(config, _LENGTH) or 1024,
+        kv_heads=_first(config, ("num_key_value_heads",)) or heads,
+        head_dim=_first(config, ("head_dim",)) or hidden // heads,
+        gated=bool(names & {"gate_proj", "gate_up_proj"}),
+        experts=experts,
+        active=_first(config, _ACTIVE) or 1,
+        tied=tied,
+        fused_attention=getattr(config, "_attn_implementation", "sdpa") != "eager",
+    )
+
+
+def _ends(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the weights of the token embedding and of the head."""
+    for get in ("get_input_embeddings", "get_output_embeddings"):
+        end = getattr(module, get, lambda: None)()
+        if end is not None and getattr(end, "weight", None) is not None:
+            yield end.weight
+
+
+def _active_numel(module: nn.Module, units: Sequence[UnitShape]) -> int:
+    """Count the parameters that one token passes: of the routed experts only the chosen ones."""
+    config = _config_of(module)
+    experts, active = _first(config, _EXPERTS), _first(config, _ACTIVE)
+    total = sum(u.numel for u in units)
+    if not experts or not active or active >= experts:
+        return total
+    routed = sum(p.numel for u in units for p in u.parameters if p.routed)
+    return total - routed + round(routed * active / experts)
