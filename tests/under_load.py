@@ -50,7 +50,7 @@ FILES = [
     "tests/observe/test_measured.py",
     "tests/observe/test_ranks_observed.py",
     "tests/observe/test_what_a_run_leaves.py",
-    "tests/plan/test_measure.py",
+    "tests/doctor/test_measure.py",
     "tests/benchmarks/test_checkpoint_benchmark.py",
     "tests/benchmarks/test_offload_benchmark.py",
     "tests/benchmarks/test_peers.py",
