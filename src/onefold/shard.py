@@ -32,6 +32,7 @@ from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGa
 from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
 from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
 from onefold.runtime.parameters.parameter import ShardedParameter
+from onefold.runtime.placement import offload_notes
 from onefold.runtime.progress import Resources
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
 from onefold.runtime.registry import engine_of, is_sharded, mend, register
@@ -47,7 +48,7 @@ from onefold.runtime.state.start import (
 )
 from onefold.runtime.steps import Step
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
-from onefold.runtime.unit import Unit, offload_notes
+from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units
 from onefold.runtime.unset import is_marked, without_value
 from onefold.tiling.cut import Cut, initializing, with_tiles

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.runtime import steps
+from onefold.runtime import implementations
 from ranks import RankFailure
 
 virtual = pytest.importorskip("virtual")
@@ -67,7 +67,7 @@ def steps_without_a_wait(
             "cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks
         )
     if fused:
-        steps.FUSED_ON = frozenset(("virtual",))
+        implementations.FUSED_ON = frozenset(("virtual",))
     plain = model_of(buffers, layer_norm="precision" not in recipe)
     model = onefold.shard(
         plain, onefold.Recipe.zero(stage, **recipe), device="virtual", units=(Block,)

@@ -109,7 +109,7 @@ class Group(Moves):
                     self.backend, parent=process_group
                 )
                 # On two levels every gather runs over the levels, and needs no communicator here
-                if 1 in (self.topology.inner, self.topology.outer):
+                if not self.topology.two_levels:
                     self.gather_group = self.communicators.make(self.backend, parent=process_group)
         levels = self.topology.intra_group, self.topology.inter_group
         self._intra_group, self._inter_group = (

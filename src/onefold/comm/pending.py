@@ -59,10 +59,11 @@ class Chain(Pending):
     for the first on a stream of its own.
 
     [Note: chains go on in order] gloo cannot tell whether a move is done, so no callback can start
-    the second move. Instead, every wait of this rank first begins the second moves that are due, in
-    the order in which the chains were made, which is the same on all ranks. A wait for a reduction
-    begins those up to the reduction's unit; any other wait begins all. So a rank that took part in
-    a gather and did not use the result does not keep the others waiting.
+    the second move. Instead, every wait of this rank first begins second moves, in the order in
+    which the chains were made. That order is the same on all ranks. A wait for a reduction begins
+    the second moves of all gathers that were launched up to the reduction's unit. Any other wait
+    begins all of them. So a rank that took part in a gather and did not use the result does not
+    keep the others waiting.
     """
 
     __slots__ = ("_first", "_second", "_then")
@@ -75,8 +76,8 @@ class Chain(Pending):
         self.context, self.event = first.context, first.event
         # The relay stream waits for the first move, the compute stream for the second only
         if group.relay is not None:
-            # The relay waits for nothing else: all that the second move reads was complete or in
-            # flight when the first was launched.
+            # The relay has nothing else to wait for. The second move reads what the first receives,
+            # and this rank's own part, which was there (or is ordered before it) at the launch.
             with use_stream(group.relay):
                 self.begin()
         else:

@@ -54,8 +54,8 @@ class Standing:
         chains, relay: see [Note: chains go on in order] in comm/pending.py.
     """
 
-    # A bit of the tags: 0 for messages among all ranks, 1 on a level. Both levels can share 1: they
-    # never have two ranks in common
+    # A bit of the tags: 0 for messages among all ranks, 1 for messages on a level. The two levels
+    # need no bit of their own: no two ranks are together on both levels
     _level: ClassVar[int] = 0
 
     timeout: float

@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.plan.schema import ACTIVATIONS, LOGITS
-from onefold.runtime.backward import in_autograd
+from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of, is_sharded
 

@@ -43,8 +43,8 @@ from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
+from onefold.runtime.implementations import groups_of, only, raw_step
 from onefold.runtime.parameters.storageless import StatePlace, is_storageless
-from onefold.runtime.steps import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
 from onefold.runtime.unreduced import unique_bytes
 

@@ -8,9 +8,9 @@ import torch
 
 from onefold.optim.clip import by_device, in_memory
 from onefold.runtime.engine import Engine
+from onefold.runtime.implementations import supports_scaling
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
-from onefold.runtime.steps import supports_scaling
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -21,7 +21,7 @@ import torch
 
 from onefold.device import has_streams
 from onefold.runtime.engine import Engine
-from onefold.runtime.steps import is_known
+from onefold.runtime.implementations import is_known
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:

@@ -37,10 +37,10 @@ from onefold.optim import whole
 from onefold.optim.elementwise import refuse_unless_elementwise
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
+from onefold.runtime.implementations import Chosen
 from onefold.runtime.parameters.operators import Stepping
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.registry import engine_of_entry
-from onefold.runtime.steps import Chosen
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 _handles: list[Any] = []

@@ -56,7 +56,7 @@ from onefold.quant import codec
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
-from onefold.runtime.unit import offloaded_of_sizes
+from onefold.runtime.placement import offloaded_of_sizes
 
 # -- layouts ---------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from onefold.recipe import Recipe
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.steps import groups_of, only, raw_step
+from onefold.runtime.implementations import groups_of, only, raw_step
 
 #: Elements stepped at a time. On a CPU the unpacked values stay in the cache; other devices need
 #: more work per call.

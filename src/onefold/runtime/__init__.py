@@ -8,10 +8,10 @@ commands.
 | How does the whole of a unit come together? | `gather` (when), `gathers` (how)                                    |
 | How do gradients become this rank's sums?   | `reduce` (when), `reductions` and `native_reductions` (how), `hops` |
 | What ends a backward pass?                  | `backward`                                                          |
-| Where is a shard stored?                    | `storage`, `transfers`                                              |
-| Who steps it?                               | `steps`                                                             |
+| Where is a shard stored?                    | `storage`, `placement`, `transfers`                                 |
+| Who steps it?                               | `steps`, `implementations`                                          |
 | Which copies are out of date?               | `stale`, `residuals`                                                |
-| Which gradients wait for the boundary?      | `unreduced`                                                         |
+| Which parameters train, and what waits?     | `trained`, `unreduced`                                              |
 | What does a forward pass see and leave?     | `handles`, `nested`, `keep_gathered`                                |
 | Which other passes are there?               | `differentiate`                                                     |
 | What else is checked and kept?              | `checks`, `buffers`, `unset`, `registry`                            |

@@ -13,8 +13,9 @@ from onefold.comm import CollectiveContext
 from onefold.comm.messages import alike, both
 from onefold.memory.tier_error import TierError
 from onefold.runtime import differentiate
+from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.order import at_the_turn, with_missing, with_unseen
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.unit import at_the_turn
 from onefold.runtime.unreduced import show_unreduced
 
 if TYPE_CHECKING:
@@ -25,14 +26,6 @@ if TYPE_CHECKING:
     from onefold.runtime.progress import Resources, Spans
     from onefold.runtime.reduce import Reducer
     from onefold.runtime.steps import Step
-    from onefold.runtime.unit import Unit
-
-
-def in_autograd() -> bool:
-    """Whether a backward pass is running in this thread. A forward pass inside it is a
-    recomputation.
-    """
-    return torch._C._current_graph_task_id() != -1
 
 
 class Backward:
@@ -253,9 +246,9 @@ def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
     if gather.forward_log:
         # Units used in forward whose backward reads no parameter
         needless = set(gather.forward_log) - gathered
-        gather.forward_order = _with_missing(gather.forward_log, gather.forward_order)
+        gather.forward_order = with_missing(gather.forward_log, gather.forward_order)
         unseen = set(gather.backward_order) - needless - set(gather.backward_log)
-        gather.backward_order = _with_unseen(
+        gather.backward_order = with_unseen(
             gather.backward_log, unseen, gather.forward_order, gather.units
         )
         gather.learned = True
@@ -265,39 +258,8 @@ def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
                 u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first)
             )
     if reduce.log:
-        reduce.order = _with_missing(reduce.log, reduce.order)
+        reduce.order = with_missing(reduce.log, reduce.order)
         reduce.learned = True
-
-
-def _with_missing(seen: list[int], order: list[int]) -> list[int]:
-    """Return `seen` with the units that only `order` has, each put after its predecessor there."""
-    out, known = list(seen), set(seen)
-    for at, index in enumerate(order):
-        if index not in known:
-            before = order[at - 1] if at else None
-            out.insert(out.index(before) + 1 if before is not None else 0, index)
-            known.add(index)
-    return out
-
-
-def _with_unseen(
-    seen: list[int], unseen: set[int], forward: list[int], units: list[Unit]
-) -> list[int]:
-    """Return the backward order `seen` with the `unseen` units in the places where a pass that uses
-    them will reach them.
-
-    That is ahead of the units that the forward pass uses earlier. Units that enclose the unseen one
-    do not count, since a backward pass reaches these both first and last.
-    """
-    out, at = list(seen), {index: n for n, index in enumerate(forward)}
-    for index in sorted(unseen, key=lambda i: -at[i]):
-        earlier = (
-            n
-            for n, other in enumerate(out)
-            if at[other] < at[index] and not units[other].encloses(units[index])
-        )
-        out.insert(next(earlier, len(out)), index)
-    return out
 
 
 def _bits(members: set[int], size: int) -> bytes:

@@ -83,6 +83,13 @@ def _will_run(node: Any) -> bool:
         return False
 
 
+def in_autograd() -> bool:
+    """Whether a backward pass is running in this thread. A forward pass inside it is a
+    recomputation.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
 # -- recomputation ---------------------------------------------------------------------------------
 #
 # How to tell that torch.utils.checkpoint is going to recompute a pass: by its hooks on saved

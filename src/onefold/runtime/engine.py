@@ -30,10 +30,11 @@ from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
-from onefold.runtime.backward import Backward, agree_on_failure, in_autograd
+from onefold.runtime.backward import Backward, agree_on_failure
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Capabilities
 from onefold.runtime.checks import Structure, check_in_place
+from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.forward import Forward
@@ -41,21 +42,17 @@ from onefold.runtime.gather import Gatherer
 from onefold.runtime.gathers import whole_masters
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
 from onefold.runtime.parameters.write_counters import WriteCounters
+from onefold.runtime.placement import offloaded_units
 from onefold.runtime.progress import MasterAccess, Progress, Resources, Span, Spans
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.stale import Copies
 from onefold.runtime.steps import Step
+from onefold.runtime.trained import follow_trainable, follow_trainable_of
 from onefold.runtime.transfers import Transfers
-from onefold.runtime.unit import State, Unit, bind, offloaded_units
+from onefold.runtime.unit import State, Unit, bind
 from onefold.runtime.units import UnitSpec
-from onefold.runtime.unreduced import (
-    follow_trainable,
-    follow_trainable_of,
-    gradient_bytes,
-    show_unreduced,
-    take_unreduced,
-)
+from onefold.runtime.unreduced import gradient_bytes, show_unreduced, take_unreduced
 from onefold.runtime.unset import Unset
 
 

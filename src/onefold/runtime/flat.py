@@ -9,12 +9,13 @@ together:
     stages 1, 2         replicated   sharded       [shard], one interval        resident; master is a slice of it when dtypes agree
     stage 3             sharded      sharded       [shard], one interval        exists only between gather and release
 
-Which elements of it the optimizers of several ranks step:
+`divided`: this rank's masters are an interval, not the whole. `shared`: other ranks step the same
+elements.
 
-    masters are                           `divided`   `shared`
-    whole on every rank (stage 0)                     on more than one rank
-    this rank's interval                  yes
-    an interval that other ranks have     yes         yes
+    masters are                                        `divided`   `shared`
+    the whole, on every rank (stage 0)                 no          yes, if there is more than one rank
+    an interval that only this rank has                yes         no
+    an interval that ranks of other groups have too    yes         yes
 
 Recipes differ in the parts that a flat buffer is made of. `shard()` chooses them once: its
 `storage` (runtime/storage.py), its `gather` (runtime/gathers.py) and its `reduces`, one for each
@@ -334,10 +335,10 @@ class Flat:
         """Follow `requires_grad` as the user has set it on the parameters. Returns True if the
         gradient of any of them travels.
 
-        waiting: gradients of earlier micro-batches wait for the boundary. Parameters that were
-            trainable then travel with them, even if they are frozen now. So the runs are the same
-            on ranks that have used them and on ranks that have not. (All ranks make the same
-            passes.)
+        waiting: gradients of earlier micro-batches wait for the boundary. The gradients of
+            parameters that were trainable then are sent too, even if the parameters are frozen now.
+            So `runs`, the ranges that are reduced, are the same on ranks that have used these
+            parameters and on ranks that have not. (All ranks make the same passes.)
         """
         changed, self.followed = self.lingering or not self.followed, True
         for entry in self.entries:

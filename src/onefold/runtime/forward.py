@@ -13,17 +13,17 @@ import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.memory import storage_of
-from onefold.runtime.backward import Backward, in_autograd
+from onefold.runtime.backward import Backward
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Activations
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
-from onefold.runtime.differentiate import TRANSFORMS
+from onefold.runtime.differentiate import TRANSFORMS, in_autograd
 from onefold.runtime.entry import Entry
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.nested import tensors_in
@@ -32,13 +32,9 @@ from onefold.runtime.parameters.write_counters import ForwardPass, WriteCounters
 from onefold.runtime.progress import Resources, Spans
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.stale import Copies, keep_writes, refresh
+from onefold.runtime.trained import follow_trainable
 from onefold.runtime.unit import State, Unit
-from onefold.runtime.unreduced import follow_trainable
 from onefold.runtime.unset import Unset
-
-if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.unit import Unit
 
 
 class Forward:
@@ -222,7 +218,6 @@ class Forward:
         elif (torch.is_grad_enabled() or self.progress.graded) and not unit.claimed:
             unit.calls += 1
         self.gather.acquire(unit, backward=recompute)
-        unit.sticky = True
         if recompute:
             # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
             unit.replayed = self.gather.reached

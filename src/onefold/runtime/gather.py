@@ -13,11 +13,11 @@ demand, and then all ranks must gather it at the same point.
 
 [Note: units at the turn] The backward pass begins with the unit that the forward pass used last and
 the units that enclose it. These stay gathered between the two passes. The order seen in the first
-step tells which units they are (`at_the_turn` in runtime/unit.py), so the first step itself still
+step tells which units they are (`at_the_turn` in runtime/order.py), so the first step itself still
 releases them. Every later pass over the whole model that records gradients keeps all of them on
 every rank, including those that a rank did not use. They are released together, at points that
 every rank passes: at the next forward pass, before an optimizer steps, at the end of any backward
-pass, and when masters are written to. So every rank knows what the others hold, and all ranks
+pass, and when masters are written to (which all ranks do alike). So every rank knows what the others hold, and all ranks
 gather in the same order. They are also released when the whole autograd graph of the pass is freed,
 because no backward pass can follow then. Freeing a part of the graph releases nothing: ranks may
 drop different outputs.
@@ -103,8 +103,7 @@ class Gatherer:
         # checkpoint does so: its part runs without gradients, and gathers the unit again later
         self.released_early = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
-        topology = self.group.topology
-        self.ahead = self.recipe.units_ahead(1 not in (topology.inner, topology.outer))
+        self.ahead = self.recipe.units_ahead(self.group.topology.two_levels)
         self.reads_ahead = any(
             flat.storage.reads_ahead for unit in self.sharded for flat in unit.flats
         )
@@ -150,7 +149,6 @@ class Gatherer:
         self.cursor = None
         keep = self._keeps_for_backward and not aborted
         for unit in self.sharded:
-            unit.sticky = False
             if turns and unit.index in self.kept_at_turn and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
                 unit.claimed = False
@@ -159,8 +157,9 @@ class Gatherer:
             if unit.index in self.staying and self.group.broken is None:
                 unit.claimed = False
                 continue
-            # Units that were joined and not used are kept too: in the backward pass, all ranks hold
-            # a unit or none does.
+            # Where units stay gathered for the backward pass, those that this rank joined and did
+            # not use stay too. Other ranks use them: then all ranks hold the unit, and no rank has
+            # to gather it in the backward pass.
             if (
                 unit.state is not State.SHARDED
                 and not (keep and (unit.claimed or not self.released_early))
@@ -216,8 +215,9 @@ class Gatherer:
     def foresee_backward(self) -> None:
         """Prepare the walk of this backward pass along the agreed order."""
         # The agreed order is that of passes over the whole model. After passes over a part of it,
-        # units are gathered on demand. Units that every rank still holds are left out, except for
-        # the units at the turn: if the pass skips one of these, that must be noticed.
+        # units are gathered on demand. Units that every rank still holds need no gather and are not
+        # in the walk. The units at the turn are in it: if the pass skips one of them, `acquire` has
+        # to notice, since their reduction waits for that.
         order = [
             index
             for index in self.backward_order
@@ -350,10 +350,11 @@ class Gatherer:
         """Join the gather of a unit that this rank does not use in this backward pass. Called
         before this rank waits for the reduction of the ranks that do use it.
 
-        Returns False, and joins nothing, if a unit that this rank will use comes before it in the
-        order: joined now, that unit would be dropped before its use. (Frozen units give no gradient
-        to wait for, so the turns of reductions can get ahead of the pass.) `passed_over` is called
-        again when the pass has come further.
+        Returns False, and joins nothing, if this rank has yet to use another unit that comes before
+        it in the order. Joining goes through the order, so that other unit would be joined too, and
+        dropped before its use. This happens behind frozen units: they have no gradient that the
+        reductions wait for, so the turns of reductions get ahead of the pass. `passed_over` is
+        called again when the pass has come further.
         """
         cursor = self.backward_cursor
         if cursor is None or unit.index not in cursor.order[cursor.at :]:
@@ -386,10 +387,11 @@ class Gatherer:
         self.unwanted = around
 
     def _sweep(self, using: Unit) -> None:
-        # No event says when recomputed units (saved without handles) and frozen ones (no gradient
-        # comes) are finished. They are released when the next recomputation starts. Between two
+        # Two kinds of units give no sign when the backward pass is done with them: recomputed ones
+        # (their tensors are saved without handles) and frozen ones (no gradient comes). They are
+        # released here, when another unit is acquired for the next recomputation. Between two
         # recomputations the backward pass reaches the output of some unit, which raises `reached`.
-        # If `reached` is the same, this unit and `using` are recomputed together.
+        # A unit with the present `reached` belongs to the recomputation under way and stays.
         for _, unit in sorted(self.here.items()):
             if unit is not using and unit.claimed and unit.replayed != self.reached:
                 unit.replayed = None
@@ -499,10 +501,9 @@ class Gatherer:
         if self._keeps_for_backward:
             return
         self.released_early = True
-        if any(storage_of(t) in self.by_storage for t in tensors_in(output)):
-            unit.sticky = True  # until the end of the pass
-            return
-        self.release(unit)
+        if not any(storage_of(t) in self.by_storage for t in tensors_in(output)):
+            self.release(unit)
+        # Else `end_forward` releases it: code of the pass may still read the output
 
     def is_done(self, unit: Unit) -> bool:
         """Whether this backward pass has used the unit and waits for nothing more of it: no saved

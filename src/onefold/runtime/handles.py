@@ -43,8 +43,9 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
     """Inside this context, autograd saves tensors in gathered buffers as handles, and others as
     before.
 
-    `recomputed_alike`: a recomputation of what runs inside enters this context too. If it does not,
-    a checkpoint around it must see gathered buffers itself, see [Note: a checkpoint around a pass].
+    `recomputed_alike`: whether a recomputation of the code inside enters this context again. If it
+    does not, a checkpoint around this code must see the gathered buffers themselves, see [Note: a
+    checkpoint around a pass].
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
     outer_pack, outer_unpack = top if top else (None, None)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.backward import in_autograd
+from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.engine import Engine
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling

@@ -1,9 +1,16 @@
-"""The order of units, and walks along it. The order is foreseen from how units are registered, and
-later the one that all ranks have seen. See [Note: every rank joins every gather] in
-runtime/gather.py.
+"""The agreed order of units, and walks along it.
+
+    first step     foreseen from the order in which units are registered (`backwards`)
+    afterwards     the order that all ranks have seen; `runtime/backward.py` compares it among the ranks at the
+                   end of each backward pass, and completes it by the units that were not used
+                   (`with_missing`, `with_unseen`)
+
+See [Note: every rank joins every gather] in runtime/gather.py.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from onefold.runtime.unit import Unit
 
@@ -60,3 +67,51 @@ def backwards(units: list[Unit]) -> list[int]:
         else:
             groups.append([unit])
     return [index for head, *rest in reversed(groups) for index in (head.index, *backwards(rest))]
+
+
+def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
+    """Return the units that a forward pass uses last and its backward pass first, with no other
+    unit in between. `forward` and `backward` are units in the order of use.
+
+    These are the last unit of the forward pass and the units that enclose it. Two kinds are left
+    out: tiles, which are small so that only one is held at a time, and units that the forward pass
+    uses several times, since ranks may be at different uses of them.
+    """
+    last, found = forward[-1], []
+    for unit in backward:
+        if not (unit is last or unit.encloses(last)):
+            break
+        if not unit.tile and sum(used is unit for used in forward) == 1:
+            found.append(unit)
+    return found
+
+
+def with_missing(seen: list[int], order: list[int]) -> list[int]:
+    """Return `seen` with the units that only `order` has, each put after its predecessor there."""
+    out, known = list(seen), set(seen)
+    for at, index in enumerate(order):
+        if index not in known:
+            before = order[at - 1] if at else None
+            out.insert(out.index(before) + 1 if before is not None else 0, index)
+            known.add(index)
+    return out
+
+
+def with_unseen(
+    seen: list[int], unseen: set[int], forward: list[int], units: list[Unit]
+) -> list[int]:
+    """Return the backward order `seen` with the `unseen` units in the places where a pass that uses
+    them will reach them.
+
+    That is ahead of the units that the forward pass uses earlier. Units that enclose the unseen one
+    do not count, since a backward pass reaches these both first and last.
+    """
+    out, at = list(seen), {index: n for n, index in enumerate(forward)}
+    for index in sorted(unseen, key=lambda i: -at[i]):
+        earlier = (
+            n
+            for n, other in enumerate(out)
+            if at[other] < at[index] and not units[other].encloses(units[index])
+        )
+        out.insert(next(earlier, len(out)), index)
+    return out

@@ -12,9 +12,11 @@ rank order] in comm/moves.py). The sums become `.grad` of the optimizer's parame
 
 [Note: reductions keep one order] Units are reduced in an order that all ranks agree on: at first
 the reverse of registration, then the order seen in the first backward pass. A unit that is ready
-early waits for its turn. A unit that this rank did not use takes part with zeros. It does so at its
-turn if it was not called, and at the end of the backward pass if it was called and brought no
-gradient.
+early waits for its turn. A unit that this rank did not use takes part with zeros:
+
+- if its module was not called, at its turn;
+- if it was called and the backward pass goes past it, from then on (`Reducer.passed_over`);
+- else at the end of the backward pass (`Reducer.launch_rest`).
 
 [Note: unused parameters] Every backward pass ends with one small exchange in which the ranks tell
 each other which parameters got a gradient. A parameter that no rank used keeps `.grad is None`, as
@@ -339,8 +341,8 @@ class Reducer:
     def _land_what_is_due(self) -> None:
         """Land the reductions that are due. Called after every launch.
 
-        What is due depends on the launches alone, not on when a rank was ready. So a landing starts
-        its next hop at the same place on all ranks, which backends without tags need.
+        What is due depends on the launches alone, not on when a rank was ready. So all ranks start
+        next hops in the same order among their launches. Backends without tags need that.
         """
         while self._is_due():
             self._land(self.under_way.pop(0))

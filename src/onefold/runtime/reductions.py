@@ -19,7 +19,7 @@ One `Reduce` for each hop of each flat buffer, chosen once in `shard()`:
 | `EncodedReduce`    | quant/reductions.py  | encoded (qgZ)                          | here, decoded, in rank order            |
 
 [Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
-to the dtype of the wire, whether it is then sent on or stays. So the second half of stage 0's
+to the dtype of the wire. That holds too where the mean stays on this rank (stages 1 to 3). So the second half of stage 0's
 all-reduce sends as many bytes as the formula says, and stages 1 to 3 get the same bits as stage 0.
 
 [Note: the mean over ranks] Gradients are divided by the number of ranks once. If they travel in the
@@ -287,8 +287,8 @@ class PartsSending(Sending):
 class PairwiseReduce(Reduce):
     """Each rank sends to every other rank the part that the other sums, and adds up what it gets.
 
-    If the sums need no other dtype and no other place, one peer's part is received into memory of
-    its own. The other parts are added to it there, and it becomes the gradient.
+    If the parts arrive in the dtype of the sums, and the sums may lie anywhere, one peer's part is
+    received into memory of its own. The other parts are added to it, and it becomes the gradient.
     """
 
     adds = "pairwise"

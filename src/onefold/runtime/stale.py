@@ -13,7 +13,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -27,12 +26,6 @@ from onefold.runtime.parameters.write_counters import WriteCounters
 from onefold.runtime.progress import Progress
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
-
-if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.flat import Flat
-    from onefold.runtime.gather import Gatherer
-    from onefold.runtime.unit import Unit
 
 
 class Copies:
@@ -91,7 +84,7 @@ class Copies:
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
             versions = sum(written(e.param) for e in flat.entries)
-            # Always called, whatever this rank's counters say: it updates `last_step`
+            # Called even if the counters already show a write, because it updates `last_step`
             stepped = trained and _stepped(flat)
             written_to = versions != flat.versions or stepped
             flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
@@ -102,7 +95,7 @@ class Copies:
             self._note(unit)
             if unit.state is State.STALE:
                 for flat in unit.flats:
-                    # The refresh that follows brings the copy up to this write
+                    # The copy is gathered again before it is used: it will have this write
                     flat.refreshed = self.write_counters.count if flat.stale else flat.refreshed
 
     def _let_go(self, unit: Unit) -> None:

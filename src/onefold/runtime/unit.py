@@ -27,11 +27,10 @@ from torch import nn
 
 from onefold.comm import Pending
 from onefold.device import Ticket
-from onefold.layout import LOW, Dtypes, Tiers, grouped_as
-from onefold.recipe import Recipe, Tier
-from onefold.recipe.moments import bytes_an_element
+from onefold.layout import Dtypes, Tiers, grouped_as
 from onefold.runtime.entry import Entry, declared_dtype
 from onefold.runtime.flat import Flat
+from onefold.runtime.placement import rests_encoded
 from onefold.runtime.units import Found, UnitSpec, WeightTile
 
 if TYPE_CHECKING:
@@ -68,7 +67,8 @@ class Unit:
         gathered_bytes: bytes of its buffers while it is gathered.
         handles: tensors saved for backward that stand for a part of its gathered buffers.
         depth: forward passes of its module that are open.
-        calls: forward passes with gradients whose backward has not run.
+        calls: its uses in forward passes with gradients since the last backward pass; set to 0 when
+            the next pass begins.
         waiting: trainable parameters whose gradient has not come in this backward pass.
         aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
             aside_bytes: of these gradients together.
@@ -80,19 +80,20 @@ class Unit:
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
         self.module = weakref.ref(module)
-        # It can be released at any time: its backward reads no parameter, or (a tile) reads it only
-        # for a moment, through what autograd saved.
+        # The backward pass does not need its gathered buffer: that of an embedding reads no
+        # parameter, and a tile is gathered for the moment of its use (by its handle).
         self.looks_up_only = type(module) is nn.Embedding or isinstance(module, WeightTile)
-        # A pass uses it more than once (a tile of tied weights). Only the first step shows where.
+        # Whether one pass uses it several times (a tile of tied weights). The places are not
+        # foreseen: the first step shows them.
         self.revisited = isinstance(module, WeightTile) and module.shared
         self.tile = isinstance(module, WeightTile)
-        # Foreseen in forward passes only: the backward pass of a look-up in tiles uses no tile.
+        # Whether only forward passes use it: a look-up in tiles reads no tile in its backward pass.
         self.forward_only = (
             isinstance(module, WeightTile) and module.looked_up and not module.shared
         )
         self.state = State.GATHERED if self.resident else State.SHARDED
         self.handles = self.depth = self.calls = 0
-        self.claimed = self.sticky = False
+        self.claimed = False
         self.replayed: int | None = None
         self.waiting: set[int] = set()
         self.aside: list[Entry] = []
@@ -184,87 +185,3 @@ def bind(
             flats.append(Flat(name, of_kind, dtypes, number, resources, engine, tiers, encoded))
         units.append(Unit(spec.name, index, spec.module, flats))
     return units
-
-
-def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
-    """Return the units that a forward pass uses last and its backward pass first, with no other
-    unit in between. `forward` and `backward` are units in the order of use.
-
-    These are the last unit of the forward pass and the units that enclose it. Two kinds are left
-    out: tiles, which are small so that only one is held at a time, and units that the forward pass
-    uses several times, since ranks may be at different uses of them.
-    """
-    last, found = forward[-1], []
-    for unit in backward:
-        if not (unit is last or unit.encloses(last)):
-            break
-        if not unit.tile and sum(used is unit for used in forward) == 1:
-            found.append(unit)
-    return found
-
-
-# -- which units are offloaded ---------------------------------------------------------------------
-#
-# A unit is offloaded as a whole. If only a share of the states leaves the device, the last units of
-# the model go first. Their gradients come first in the backward pass and their parameters are needed
-# last in the next forward pass, so their transfers have the longest time to hide in. The choice
-# depends on sizes alone, so it is the same on every rank.
-
-
-def offloaded_units(specs: Sequence[UnitSpec], recipe: Recipe, ranks: int) -> set[int]:
-    """Return the indices of the units whose state leaves the device."""
-    return offloaded_of_sizes(
-        [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs],
-        recipe,
-        ranks,
-    )
-
-
-def offloaded_of_sizes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
-    """Do the same from the number of trained elements in each unit, which is what a plan knows of a
-    model. Units of frozen parameters alone have size 0.
-    """
-    if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
-        return set()
-    if recipe.offload_bytes is None and recipe.offload_share >= 1:
-        return set(range(len(sizes)))
-    a_parameter = (
-        torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.sums_dtype.itemsize
-    )
-    divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
-    budget = sum(sizes) * recipe.offload_share
-    if recipe.offload_bytes is not None:
-        budget = min(budget, recipe.offload_bytes * divided / a_parameter)
-    chosen, taken = set(), 0
-    for index in reversed(range(len(sizes))):
-        # Units are added until a share is reached. A budget in bytes is never exceeded.
-        if taken >= budget or (recipe.offload_bytes is not None and taken + sizes[index] > budget):
-            continue
-        chosen.add(index)
-        taken += sizes[index]
-    return chosen
-
-
-def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
-    """Return a note for the user if a budget is too small for any unit. `sizes`: trained elements
-    in each unit.
-    """
-    if recipe.offload_bytes is None or offloaded_of_sizes(sizes, recipe, ranks) or not any(sizes):
-        return []
-    return [
-        f"offload_optimizer: {recipe.offload_bytes:,} bytes a rank are too few for the states of"
-        " any unit, so all of them stay on the device. Give more, or a share such as 0.5 (units go"
-        " as a whole)."
-    ]
-
-
-def rests_encoded(found: Found, recipe: Recipe) -> bool:
-    """Whether a parameter is one of the frozen weights that are stored encoded: matrices, except
-    those of embeddings.
-    """
-    frozen = recipe.frozen is not None and not found.param.requires_grad and found.param.dim() >= 2
-    return (
-        frozen
-        and found.param.dtype in LOW
-        and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
-    )

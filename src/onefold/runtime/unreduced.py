@@ -7,9 +7,8 @@ refuses any other change, which would reach only one rank's part of one rank's g
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,8 +19,6 @@ from onefold.runtime.parameters.interval import disable_torch_function, get_grad
 from onefold.runtime.parameters.storageless import is_storageless
 
 if TYPE_CHECKING:
-    import torch
-
     from onefold.runtime.entry import Entry
     from onefold.runtime.flat import Flat
     from onefold.runtime.progress import Resources
@@ -58,8 +55,9 @@ def take_unreduced(reduce: Reducer) -> None:
     shown = [
         (e, e.unreduced) for unit in reduce.units for e in unit.entries if e.unreduced is not None
     ]
-    # A part may be zero although it was only scaled: it was zero before (rows of an embedding). So
-    # zeros mean a drop only if all parts were written to.
+    # zero_grad(set_to_none=False) writes zeros to all parts. A part of zeros alone proves no drop:
+    # it may have been zero before (unused rows of an embedding), and then have been scaled by the
+    # user. So zeros count as a drop only if all parts were written to.
     all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
     for entry, kept in shown:
         entry.unreduced = None
@@ -187,42 +185,3 @@ def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
             if t is not None and (storage := t.untyped_storage())._cdata not in seen:
                 seen.add(storage._cdata)
                 yield storage.nbytes()
-
-
-# -- which parameters train ------------------------------------------------------------------------
-#
-# Which parameters train: `requires_grad` as the user has set it, and hooks on their gradients.
-
-
-def follow_trainable(reduce: Reducer) -> None:
-    """Follow `requires_grad` as the user has set it, and hook the gradients of trainable
-    parameters.
-    """
-    for unit in reduce.units:
-        follow_trainable_of(reduce, unit)
-
-
-def follow_trainable_of(reduce: Reducer, unit: Unit) -> None:
-    for flat in unit.flats:
-        if flat.unsharded:
-            continue
-        before, there = flat.runs, flat.refresh_active(reduce.shows)
-        if flat.runs != before:
-            follow_runs(reduce, flat)
-        if not there or flat.hooked:
-            continue
-        flat.hooked = True
-        for entry in flat.entries:
-            if entry.active and not entry.hooked:
-                entry.hooked = True
-                entry.compute.register_post_accumulate_grad_hook(
-                    _arrival(weakref.ref(reduce), weakref.ref(entry))
-                )
-
-
-def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
-    def hook(_: torch.Tensor) -> None:
-        if (r := reduce()) is not None and (e := entry()) is not None and not r.progress.closed:
-            r.arrived(e)
-
-    return hook

@@ -132,12 +132,7 @@ _get_shape, _get_dtype = _T.shape.__get__, _T.dtype.__get__
 
 def _recomputing() -> bool:
     """Whether this code runs in the recomputation of a forward pass (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
-
-
-def _in_backward() -> bool:
-    """Whether this code runs in a backward pass: a Function's backward, a hook, a recomputation."""
-    return torch._C._current_graph_task_id() != -1
+    return differentiate.in_autograd() and torch.is_grad_enabled()
 
 
 def _in_own_pass(engine: OwningEngine) -> bool:
@@ -185,7 +180,7 @@ class ShardedParameter(nn.Parameter):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         if not _enabled() or sys._getframe(1).f_code.co_name == _CASTS_STATES:
             return _get_dtype(self)
-        if ForwardDepth.value or _in_backward():
+        if ForwardDepth.value or differentiate.in_autograd():
             # Recomputed code must take the same path as in the forward pass, where its module had
             # the whole parameter: adapters cast their input to this dtype
             entry = self.__dict__["_onefold_entry"]()
@@ -290,7 +285,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
         # The backward of a Function and a hook get whole parameters too, but for writes: these go
         # to the masters, which `.data` shows, because the whole is dropped after the pass.
-        if _in_backward() and not (
+        if differentiate.in_autograd() and not (
             name in ("data", "detach") or is_about_itself(func) or writes_in_place(func, kwargs)
         ):
             args, kwargs = _substitute(func, args, kwargs, _in_own_pass)
@@ -468,7 +463,7 @@ def _specs(args: Any, kwargs: Any) -> bool:
     )
 
 
-def _graded(args: Any, kwargs: Any) -> list[Entry]:
+def _sharded_among(args: Any, kwargs: Any) -> list[Entry]:
     """Return the sharded parameters among the arguments, each once, in order."""
     out: dict[int, Entry] = {}
     for t in _flatten((args, kwargs)):
@@ -487,7 +482,7 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> list[Entry] | None:
     """
     if not torch.is_grad_enabled() or is_about_itself(func) or writes_in_place(func, kwargs):
         return None
-    entries = _graded(args, kwargs)
+    entries = _sharded_among(args, kwargs)
     return entries if any(entry.compute.requires_grad for entry in entries) else None
 
 

@@ -124,8 +124,8 @@ def give_data(param: Any, value: torch.Tensor) -> None:
                 f"parameter {info.name!r} of shape {tuple(info.shape)} was given data of shape"
                 f" {tuple(value.shape)}, expected the same."
             )
-        # `value` in the declared dtype: an element equal to the rounded master keeps the master, so
-        # that assigning back what was read changes nothing
+        # The master may have more bits than `value`, which is in the declared dtype. Where `value`
+        # equals the rounded master, the master stays: assigning back what was read changes nothing
         if local.dtype != param.dtype:
             local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
         given_out = param.__dict__.get("_onefold_given_out")

@@ -99,7 +99,8 @@ class ForwardPass:
 
     def backward_reached(self, whole: bool) -> None:
         """Check for writes when the backward pass reaches an output of the pass (`whole`) or of one
-        unit in it. After the check at an output of the pass, units need none.
+        unit in it. Once an output of the pass was checked, its units are not checked in that backward
+        pass.
 
         Raises:
             RuntimeError: its parameters have been written to since the forward pass.

@@ -5,7 +5,6 @@ it logs at the end.
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,10 +15,6 @@ from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.engine import Engine
 from onefold.runtime.state.materialize import has_meta
 from onefold.runtime.units import UnitSpec
-
-if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
-
 
 _START = CollectiveContext("control", "(start)", 0, "state")
 
