@@ -91,7 +91,8 @@ class Gatherer:
         # The units at the turn that wait for their backward pass: index -> how often their masters
         # had been written to when the forward pass ended
         self.awaiting_backward: dict[int, int] = {}
-        self.awaited_pass: weakref.ref[Recorded] | None = None  # the pass that left them; kept for its callback
+        # The pass that left them gathered. Kept for the callback of the weak reference
+        self.awaited_pass: weakref.ref[Recorded] | None = None
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
         self.cursor: Cursor | None = None
