@@ -66,7 +66,7 @@ def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]
         real = Sending.land
 
         def land(self: Any) -> None:
-            real(self)
+            real(self, steps)
             change(self.r, self.r.total, self.r.flat.entries[0].engine())
 
         Sending.land = land
@@ -244,8 +244,8 @@ def a_buffer_stays() -> None:
 
     real = Engine.start
 
-    def start(self: Any) -> None:
-        real(self)
+    def start(self: Any, steps: Any) -> None:
+        real(self, steps)
         self.forgotten = torch.ones(1 << 19)
 
     Engine.start = start
@@ -256,8 +256,8 @@ def a_ledger_is_wrong() -> None:
 
     real = Engine.start
 
-    def start(self: Any) -> None:
-        real(self)
+    def start(self: Any, steps: Any) -> None:
+        real(self, steps)
         self.memory.add("parameters", 2 << 20)
 
     Engine.start = start
