@@ -83,7 +83,7 @@ def test_a_tier_by_another_name_is_told_its_own(name: str, other: Any, meant: st
         (1, H, 1.0, None),
         ("6GB", H, 1.0, 6 * 10**9),
         (6 * 10**9, H, 1.0, 6 * 10**9),
-        (2, H, 1.0, 2),
+        (1000, H, 1.0, 1000),
         ("1", H, 1.0, None),
         ("nvme:0.6", N, 0.6, None),
         ("nvme:6GiB", N, 1.0, 6 << 30),
@@ -300,6 +300,9 @@ def test_a_tier_by_no_name_is_told_those_there_are(name: str, value: Any) -> Non
         (-0.5, "a share lies above 0"),
         (0, "more than 0 bytes"),
         (-3, "more than 0 bytes"),
+        (2, "write the unit, such as '2GB'"),
+        (1.5, "1.5 is above 1, so it is no share"),
+        ("nvme:3", "write the unit, such as '3GB'"),
         (True, "a share such as 0.6, or a budget such as '6GB'"),
         (
             "fast",

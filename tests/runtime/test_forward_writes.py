@@ -260,3 +260,25 @@ def test_an_encoded_weight_may_be_set_to_itself_in_a_forward_pass() -> None:
     model[0].forward = lambda x: model[0].layer.weight.set_(x) and x
     with pytest.raises(RuntimeError):
         model(torch.randn(64, 64))
+
+
+def hooks_after_an_error() -> tuple[str, Any, list[float]]:
+    """What was raised behind a module's own forward pass; torch's hooks on saved tensors then, and
+    a transform of functions, which refuses to run under such hooks.
+    """
+    recipe = onefold.Recipe.zero(3, offload_optimizer="cpu", offload_param="cpu")
+    model = onefold.shard(nn.Sequential(Constrained(clamped)), recipe)
+    try:
+        model(torch.ones(2, 12))
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    gradient = torch.func.grad(lambda x: (x * x).sum())(torch.ones(2))
+    return said, None if top is None else str(top), gradient.tolist()
+
+
+def test_an_error_at_the_end_of_a_forward_pass_takes_the_hooks_on_saved_tensors_back() -> None:
+    for said, hooks, gradient in run_ranks(2, hooks_after_an_error):
+        assert "was written to in the forward pass" in said
+        assert hooks is None and gradient == [2.0, 2.0]

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import onefold
 from models import ResidualBlock, TinyMLP, features_of
 from ranks import run_ranks
 from trials import STAGES
@@ -516,3 +518,39 @@ def test_a_parameter_of_a_freed_model_is_refused_in_a_pass_of_another(stage: int
         " nothing can make it whole."
     )
     assert run_ranks(2, parameters_of_freed_models, stage) == [[expected] * 4] * 2
+
+
+def collectives_of_scripts(stage: int) -> dict[str, str]:
+    """What functions of torch.distributed say that are given a parameter, and whether it changed."""
+    model = onefold.shard(nn.Linear(6, 4), onefold.Recipe.zero(stage))
+    weight = model.weight
+    whole = weight.onefold.gather()
+    seen = [torch.zeros(4, 6) for _ in range(2)]
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(weight),
+        "all_reduce without gradients": lambda: torch.no_grad()(dist.all_reduce)(weight),
+        "all_reduce of data": lambda: dist.all_reduce(weight.data),
+        "reduce": lambda: dist.reduce(weight, 0),
+        "broadcast": lambda: dist.broadcast(weight, 0),
+        "all_gather": lambda: dist.all_gather(seen, weight),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+            said[name] = ""
+        except onefold.ShardedParameterError as error:
+            said[name] = str(error)
+        said[name] += "" if torch.equal(weight.onefold.gather(), whole) else " and it changed"
+    said["gathered"] = "" if all(torch.equal(t, whole) for t in seen) else "another whole"
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_collectives_that_write_to_a_parameter_are_refused(stage: int) -> None:
+    """They wrote to a gathered copy, which was dropped: weights averaged by hand became half."""
+    for said in run_ranks(2, collectives_of_scripts, stage):
+        assert said.pop("all_gather") == "" and said.pop("gathered") == ""
+        for name, words in said.items():
+            assert words.startswith(f"torch.distributed.{name.split()[0]} was given 'weight'"), said
+            assert words.endswith("parameter.onefold.gather()."), said

@@ -167,3 +167,60 @@ def test_a_hook_that_asks_for_values_is_named_where_there_are_none(tmp_path: Any
     (said, names), _ = run_ranks(2, asks_for_values, str(tmp_path))
     assert "a state dict hook of the model failed on parameters without values" in said, said
     assert names == ["inner.bias", "rows"]
+
+
+class Renamed(nn.Module):
+    """Reads the names that its parameters had in earlier versions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_load_state_dict_pre_hook(
+            lambda module, state, prefix, *_: [
+                state.update({prefix + name.replace("old.", "inner."): state.pop(prefix + name)})
+                for name in [key[len(prefix) :] for key in state if key.startswith(prefix + "old.")]
+            ]
+        )
+
+
+class Doubled(nn.Linear):
+    """Stores half of its weight."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Raising(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_load_state_dict_pre_hook(self.refuse)
+
+    def refuse(self, *_: Any) -> None:
+        raise KeyError("of another version")
+
+
+def loaded_by_hooks(stage: int) -> list[Any]:
+    rank = torch.distributed.get_rank()
+    weight, bias = torch.arange(16.0).view(4, 4), torch.ones(4)
+    seen = []
+    for module, prefix in ((Renamed(), "old."), (Doubled(4, 4), ""), (Raising(), "")):
+        model = onefold.shard(module, onefold.Recipe.zero(stage))
+        given = {f"{prefix}weight": weight, f"{prefix}bias": bias} if rank == 0 else None
+        try:
+            seen.append(onefold.load_full_state_dict(model, given))
+        except ValueError as error:
+            seen.append(str(error))
+        whole = onefold.full_state_dict(model)
+        seen.append([t.flatten().tolist() for t in whole.values()] if rank == 0 else None)
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_models_own_code_of_loading_runs(stage: int) -> None:
+    numbers, ones = [float(n) for n in range(16)], [1.0] * 4
+    first, second = run_ranks(2, loaded_by_hooks, stage)
+    assert first[:2] == [([], []), [numbers, ones]]
+    assert first[2:4] == [([], []), [[2 * n for n in numbers], ones]]
+    assert "the model's own load_state_dict failed" in first[4] and "another version" in first[4]
+    assert [first[i] for i in (0, 2, 4)] == [second[i] for i in (0, 2, 4)]

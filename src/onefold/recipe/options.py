@@ -202,6 +202,11 @@ def _optimizer_tier(value: Any) -> tuple[Tier, float, int | None]:
         if not 0 < amount <= 1:
             raise ValueError("a share lies above 0 and is at most 1; None keeps all on the device.")
         return tier, float(amount), None
+    if isinstance(amount, int | float) and 1 < amount < 1000:
+        raise ValueError(
+            f"{amount:g} is above 1, so it is no share, and it is too small for a number of bytes:"
+            f" write the unit, such as '{amount:g}GB', or a share from 0 to 1."
+        )
     try:
         return tier, 1.0, _size(amount)
     except ValueError as error:

@@ -115,17 +115,24 @@ class Forward:
         with disable_torch_function():
             recompute, outermost = self._pop()
             self.spans.leave(unit.name, self.progress.phase, keep=self.resources.memory.record)
-            if outermost:
-                output = copied_out(output, self.gather.by_storage)
-            if torch.is_grad_enabled():
-                self._watch(unit, output, root=not self.stack)
-            if unit.depth == 0 and not recompute:
-                self._keep_writes(unit)
-            if outermost:  # other modules may have written to these after their own forward pass
-                for borrowed in self._borrowed:
-                    self._keep_writes(borrowed)
-            if unit.depth == 0 and (not recompute or unit.looks_up_only):
-                self.gather.after_forward(unit, output)
+            try:
+                if outermost:
+                    output = copied_out(output, self.gather.by_storage)
+                if torch.is_grad_enabled():
+                    self._watch(unit, output, root=not self.stack)
+                if unit.depth == 0 and not recompute:
+                    self._keep_writes(unit)
+                if outermost:  # other modules may have written to these after their own forward
+                    for borrowed in self._borrowed:
+                        self._keep_writes(borrowed)
+                if unit.depth == 0 and (not recompute or unit.looks_up_only):
+                    self.gather.after_forward(unit, output)
+            except BaseException:
+                # The unit has left the stack, so `abort` would not end the pass: its hooks on saved
+                # tensors would stay set for all of this thread's code
+                if outermost:
+                    self._end_pass(aborted=True)
+                raise
             if outermost:
                 self._end_pass(aborted=False)
             return output
@@ -185,11 +192,15 @@ class Forward:
         if self._over_model and self.buffers.due:
             self.buffers.tensors()  # raises on parts of parameters, before anything is sent
         self.activations.begin_forward()  # first: the gatherer's hooks call the hooks set here
-        self.gather.begin_forward(self._over_model)
-        refresh(self.gather)
-        if self._over_model:
-            self.buffers.before_pass(self.resources)
-            self.unset.remember()
+        try:
+            self.gather.begin_forward(self._over_model)
+            refresh(self.gather)
+            if self._over_model:
+                self.buffers.before_pass(self.resources)
+                self.unset.remember()
+        except BaseException:
+            self._end_pass(aborted=True)  # takes the hooks on saved tensors back
+            raise
 
     def _end_pass(self, aborted: bool) -> None:
         self._borrowed.clear()

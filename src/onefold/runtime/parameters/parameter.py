@@ -31,6 +31,7 @@ from onefold.runtime import differentiate
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import (
     GivenOut,
+    IntervalSpec,
     ShardedParameterError,
     disable_torch_function,
     dispatched_by,
@@ -311,6 +312,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return out
         if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
             _refuse_elsewhere(first, found)
+        if getattr(func, "__module__", None) == _C10D_MODULE and name not in _SENDS:
+            _refuse_collective(name, args, kwargs)
         if (entries := _differentiated(func, args, kwargs)) is not None:
             return compute_outside(func, args, kwargs, entries)
         if _specs(args, kwargs):
@@ -432,12 +435,31 @@ def _refuse_elsewhere(tensor: Any, found: list[ShardInfo]) -> None:
         return
     spec = spec_of(tensor)
     if spec is not None:
-        raise ShardedParameterError(
-            f"torch.distributed.{sys._getframe(3).f_code.co_name} was given {spec.name!r}, of which"
-            f" each rank holds other elements (this one {spec.start} to {spec.stop} of shape"
-            f" {tuple(spec.shape)}). Onefold starts from rank 0's weights and averages gradients by"
-            " itself: leave the call out, or use a whole copy, parameter.onefold.gather()."
-        )
+        raise _elsewhere_error(sys._getframe(3).f_code.co_name, spec)
+
+
+def _elsewhere_error(function: str, spec: IntervalSpec) -> ShardedParameterError:
+    return ShardedParameterError(
+        f"torch.distributed.{function} was given {spec.name!r}, of which"
+        f" each rank holds other elements (this one {spec.start} to {spec.stop} of shape"
+        f" {tuple(spec.shape)}). Onefold starts from rank 0's weights and averages gradients by"
+        " itself: leave the call out, or use a whole copy, parameter.onefold.gather()."
+    )
+
+
+#: Functions of torch.distributed that only read the tensors they are given, or all but the first.
+_SENDS = frozenset({"send", "isend", "all_gather", "all_gather_object", "gather"})
+_C10D_MODULE = torch.distributed.distributed_c10d.__name__
+
+
+def _refuse_collective(name: str, args: Any, kwargs: Any) -> None:
+    """Raise ShardedParameterError if a function of torch.distributed would write to an interval, or
+    to a gathered copy that is dropped.
+    """
+    tensors = (t for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor))
+    spec = next((spec for t in tensors if (spec := spec_of(t)) is not None), None)
+    if spec is not None:
+        raise _elsewhere_error(name, spec)
 
 
 class ForwardDepth:

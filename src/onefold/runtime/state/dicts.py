@@ -23,6 +23,7 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import new_masters, put_elements, state_context
+from onefold.runtime.hooks import GUARD
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.contents import (
     as_parameters,
@@ -119,7 +120,7 @@ def load_full_state_dict(
         held, changed = contents_and_changes(engine, module)
     except ValueError:  # a hook needs values
         held, changed = {}, True
-    if changed:
+    if changed or _loads_in_its_own_way(module):
         return _load_by_module(engine, module, state, strict)
     expected = {n: v for n, (v, _) in held.items() if isinstance(v, torch.Tensor)}
     named = {n: e for n, (_, e) in held.items() if e is not None}
@@ -148,6 +149,22 @@ def load_full_state_dict(
         )
         engine.unset.remember()
     return missing, unexpected
+
+
+def _loads_in_its_own_way(module: nn.Module) -> bool:
+    """Whether a module in `module` has code of its own that runs when a state dict is loaded: a
+    hook, or a `_load_from_state_dict` that is not torch's.
+    """
+    for part in module.modules():
+        hooks = (
+            *part._load_state_dict_pre_hooks.values(),
+            *part._load_state_dict_post_hooks.values(),
+        )
+        if any(GUARD not in vars(getattr(hook, "hook", hook)) for hook in hooks):
+            return True
+        if not part._load_from_state_dict.__module__.startswith(("torch.", "onefold.")):
+            return True
+    return False
 
 
 def _load_by_module(
