@@ -447,7 +447,7 @@ def _elsewhere_error(function: str, spec: IntervalSpec) -> ShardedParameterError
     )
 
 
-#: Functions of torch.distributed that only read the tensors they are given, or all but the first.
+#: Functions of torch.distributed that read the tensor they send, and write to other tensors only.
 _SENDS = frozenset({"send", "isend", "all_gather", "all_gather_object", "gather"})
 _C10D_MODULE = torch.distributed.distributed_c10d.__name__
 

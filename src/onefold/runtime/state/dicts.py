@@ -160,9 +160,11 @@ def _loads_in_its_own_way(module: nn.Module) -> bool:
             *part._load_state_dict_pre_hooks.values(),
             *part._load_state_dict_post_hooks.values(),
         )
-        if any(GUARD not in vars(getattr(hook, "hook", hook)) for hook in hooks):
+        # torch wraps some hooks in an object that has the user's callable as `hook`
+        if not all(getattr(getattr(hook, "hook", hook), GUARD, False) for hook in hooks):
             return True
-        if not part._load_from_state_dict.__module__.startswith(("torch.", "onefold.")):
+        defined_in = getattr(part._load_from_state_dict, "__module__", None) or ""
+        if not defined_in.startswith(("torch.", "onefold.")):
             return True
     return False
 
