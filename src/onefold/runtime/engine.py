@@ -291,11 +291,11 @@ class Engine:
         """Whether the engine has let go of everything."""
         return self.progress.closed
 
-    def use(self, entry: Entry) -> nn.Parameter:
+    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
-        runtime/parameters/parameter.py.
+        `Forward.use`.
         """
-        return self.forward.use(entry)
+        return self.forward.use(entry, keeps)
 
     # -- outside a pass, with gradients: runtime/parameters/outside.py -----------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
@@ -99,25 +99,12 @@ def install_on_part(engine: Engine, module: nn.Module) -> None:
 
 def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
     for hook in (type(hooks).before, type(hooks).after, type(hooks).always):
-        _keep_from_compiler(hook)
+        keep_from_compiler(hook)
     hooks.engine.handles += [
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
         module.register_forward_hook(hooks.after),
         module.register_forward_hook(hooks.always, always_call=True),
     ]
-
-
-def _keep_from_compiler(hook: Any) -> None:
-    """Make a compiled module break its graph at the hook, whose own frames run uncompiled.
-
-    torch.compiler.disable does the same, but importing the compiler costs a second for everybody
-    who does not compile.
-    """
-    hook._torchdynamo_disable = True
-    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if frames is not None and hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(hook.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _cast_to(engine: Engine) -> torch.dtype | None:

@@ -212,7 +212,7 @@ class ShardedParameter(nn.Parameter):
         if not _enabled():
             return get_grad(self)
         if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
-            return entry.compute.grad
+            return get_grad(entry.compute)
         with disable_torch_function():
             if sys._getframe(1).f_code in _DROPS:
                 return dropped_grad(self)
@@ -223,7 +223,7 @@ class ShardedParameter(nn.Parameter):
         if not _enabled():
             set_grad(self, value)
         elif gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
-            entry.compute.grad = value
+            set_grad(entry.compute, value)
         else:
             with disable_torch_function():
                 give_grad(self, value)
