@@ -415,6 +415,59 @@ def test_attributes_of_a_taken_weight_are_those_of_the_parameter() -> None:
         assert sharded == [plain] * 4
 
 
+class Lists(nn.Module):
+    """Gives a Function what `parameters()` lists, in the pass or (with `outside`) after it."""
+
+    def __init__(self, outside: bool) -> None:
+        super().__init__()
+        self.outside = outside
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        (weight,) = self.head.parameters()
+        return x if self.outside else Saves.apply(x, weight)  # type: ignore[no-any-return]
+
+
+def listed(stage: int, outside: bool) -> str:
+    model = onefold.shard(Lists(outside), onefold.Recipe.zero(stage, stall_timeout=20.0))
+    try:
+        y = model(batch(0, 0))
+        if outside:
+            y = Saves.apply(y, model.head.weight)
+        y.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_function_that_is_given_the_parameter_itself_is_refused(outside: bool) -> None:
+    for said in run_ranks(2, listed, 0, outside):
+        assert "'head.weight' was given to an autograd Function" in said
+    for stage in (1, 2, 3):
+        for said in run_ranks(2, listed, stage, outside):
+            assert said != "trained"
+
+
+def cloned(stage: int | None) -> float:
+    torch.manual_seed(6)
+    model: Any = Lists(True)
+    if stage is not None:
+        model = onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=20.0))
+    Saves.apply(model(batch(0, 0)), model.head.weight.clone()).sum().backward()
+    if stage is not None:
+        return round(float(onefold.clip_grad_norm_(model, 9e9)), 4)
+    return round(float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])), 4)
+
+
+def test_outside_a_pass_a_function_is_given_a_clone() -> None:
+    every = [run_ranks(2, cloned, stage) for stage in (None, 0, 1, 2, 3)]
+    assert all(norm == every[0][0] for of_stage in every for norm in of_stage)
+
+
 class SomeRanks(Model):
     """Only some ranks take the head in a step."""
 

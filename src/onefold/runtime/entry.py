@@ -70,7 +70,7 @@ class Whole(nn.Parameter):
 
     @property
     def requires_grad(self) -> bool:
-        return _REQUIRES_GRAD.__get__(self)  # type: ignore[no-any-return]
+        return _REQUIRES_GRAD.__get__(self)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -114,6 +114,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
+        "accumulates",
         "active",
         "compute",
         "declared",
@@ -164,6 +165,7 @@ class Entry:
         self.released: torch.Tensor | None = None
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
+        self.accumulates: Any = None  # the node of autograd of `param`, see runtime/trained.py
         self.post_hooks: Any = None  # the user's hooks, as they were when a backward pass began
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/stale.py

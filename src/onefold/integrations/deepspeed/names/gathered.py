@@ -5,7 +5,7 @@
 | made under `Init`, no engine yet        | an interval | whole, rank 0's values              |
 | sharded by an engine                    | an interval | whole, in master precision          |
 | sharded, given with all of its engine's | an interval | whole, in the compute dtype         |
-| inside a forward or backward pass       |             | unchanged: it is gathered when used |
+| inside a pass of its own model          |             | unchanged: it is gathered when used |
 | any other                               | whole       | unchanged                           |
 
 With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every
@@ -186,7 +186,7 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
         if entry is None:
             if NUMBER in own:
                 found[id(p)] = p
-        elif (engine := entry.engine()) is not None and engine.computing:
+        elif (engine := entry.engine()) is not None and engine.in_pass:
             if writes:
                 raise RuntimeError(
                     f"GatheredParameters(modifier_rank=...) was given parameter"
