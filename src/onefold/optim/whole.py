@@ -82,7 +82,7 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
     known = {
         entry.number: state
         for entry in engine.entries
-        if _holds_some(entry) and (state := optimizer.state.get(entry.param))
+        if holds_some(entry) and (state := optimizer.state.get(entry.param))
     }
     told: dict[int, _Told] = {}
     for each in tell_all(
@@ -106,7 +106,8 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
     return out
 
 
-def _holds_some(entry: Entry) -> bool:
+def holds_some(entry: Entry) -> bool:
+    """Return whether this rank's optimizer steps some of the parameter (or it has no elements)."""
     a, b = entry.held()
     return a < b or not entry.slot.numel
 
@@ -182,7 +183,7 @@ def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
             break
         else:
             cut[key] = value
-    if cut and (b > a or not slot.numel):
+    if cut:
         optimizer.state[entry.param] = cut
     else:
         del optimizer.state[entry.param]
