@@ -17,7 +17,13 @@ from models import TinyGPT, tokens_of
 from onefold.integrations.deepspeed import initialize
 from ranks import run_ranks
 
-LOADERS = ("onefold.load", "dcp.load", "load_state_dict", "load_local_state_dict", "load_checkpoint")
+LOADERS = (
+    "onefold.load",
+    "dcp.load",
+    "load_state_dict",
+    "load_local_state_dict",
+    "load_checkpoint",
+)
 
 
 def made(stage: int, seed: int) -> Any:

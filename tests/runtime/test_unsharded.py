@@ -238,7 +238,9 @@ def steps_kept(folder: str) -> list[str]:
             wrong, weights = resumed(stage, how, f"{folder}/{stage}-{how}", True)
             _, expected = resumed(stage, how, f"{folder}/{stage}-{how}", False)
             found += wrong
-            off = [0.0] + [(a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)]
+            off = [0.0] + [
+                (a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)
+            ]
             found += [f"stage {stage}, {how}: weights {max(off):.1e} off"] * (sum(off) > 0)
     return found
 

@@ -156,7 +156,7 @@ class FacedStates(PlainStates):
                     and packed(name) is None
                     and name != "step"
                 ):
-                    state[name] = dress(value, spec)
+                    state[name] = dress(value, spec.of(str(name)))
             self.dressed.append((spec, state))
         return state
 
@@ -236,7 +236,9 @@ class FacedStates(PlainStates):
         has no state of any other parameter; {} if it cannot be known.
         """
         recipe = entry.engine().recipe
-        group = next((g for g in optimizer.param_groups if any(p is param for p in g["params"])), {})
+        group = next(
+            (g for g in optimizer.param_groups if any(p is param for p in g["params"])), {}
+        )
         if recipe.moments or entry.flat.storage.offloaded or torchao_format(optimizer) is not None:
             return {}
         with contextlib.suppress(Exception), torch.no_grad():
