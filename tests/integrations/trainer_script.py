@@ -51,6 +51,7 @@ def with_adapters(model, asked, seed=0):
     torch.manual_seed(seed)
     if tokens := more.pop("tokens", None):
         model.resize_token_embeddings(tokens, mean_resizing=False)
+        torch.manual_seed(seed)  # transformers draws other numbers at stage 3
     given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **more}
     return get_peft_model(model, LoraConfig(**given))
 
