@@ -407,10 +407,12 @@ class Engine:
         if failure is not None:
             raise failure
 
-    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
-        """Called after an optimizer over the parameters of `entries` has stepped."""
+    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Called after an optimizer over the parameters of `entries` has stepped. Returns those
+        that other ranks alone have stepped.
+        """
         self.progress.optimizer_seen = self.progress.stepped = True
-        self.write_counters.stepped(entries)
+        return self.write_counters.stepped(entries)
 
     # -- backward ----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import in_words, latest
 from onefold.checkpoint.loading import source_of
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.pretrained.adapters import embedding_layers
 
 if TYPE_CHECKING:
     from onefold.integrations.deepspeed.engine import DeepSpeedEngine
@@ -97,7 +98,8 @@ def save(
         extra={"engine": own, "client_state": dict(client_state)},
         step=engine.global_steps,
         overwrite=True,
-        frozen=frozen,
+        # With the embedding layers that peft writes beside adapters, for a run that goes on
+        frozen=frozen or embedding_layers(engine.module),
     )
     if newest:
         _on_first_rank(engine, lambda: _point_to(root, tag))
