@@ -34,6 +34,11 @@ class LossScaler:
         self._last_overflow = -1
         self._left = spec.hysteresis
 
+    @property
+    def needed(self) -> bool:
+        """Whether a loss has to be scaled: not if the scale is fixed at 1."""
+        return self.dynamic or self.scale != 1
+
     def update(self, overflow: bool) -> None:
         """Update the scale after one optimizer step.
 

@@ -74,6 +74,9 @@ class DeepSpeedConfig:
         steps_per_print: steps between two lines of progress; None prints none.
         wall_clock_breakdown: whether these lines show the time of forward, backward and step.
         drop_last: whether the data loader drops an incomplete last micro-batch.
+        sums_gradients: whether gradients are summed over the ranks instead of averaged.
+        managed_accumulation: whether the engine counts micro-batches; if not, every `step()` is a
+            boundary.
         without_effect: (path, reason) of each key that has no effect here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
         left_auto: paths at "auto" of keys that would have an effect. They count as not set; see
@@ -93,6 +96,8 @@ class DeepSpeedConfig:
     steps_per_print: int | None
     wall_clock_breakdown: bool
     drop_last: bool
+    sums_gradients: bool
+    managed_accumulation: bool
     without_effect: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
     left_auto: tuple[str, ...]
@@ -157,6 +162,8 @@ class DeepSpeedConfig:
             "gradient_clipping": self.gradient_clipping,
             "the batch sizes": self.batch.train or self.batch.micro or self.batch.accumulation,
             "loss scaling": self.loss_scaling,
+            "sums of gradients": self.sums_gradients,
+            "managed_gradient_accumulation": not self.managed_accumulation,
         }
         named = [name for name, value in parts.items() if value]
         if not named:
@@ -210,7 +217,6 @@ def read_deepspeed(
         else (None, [])
     )
     read.left_auto += auto
-    _refuse_what_cannot_be(top)
     if zero.get("stage3_prefetch_bucket_size", 0) > 0:
         read.without_effect.append(
             (
@@ -248,6 +254,8 @@ def read_deepspeed(
         steps_per_print=None if steps is None or math.isinf(steps) else int(steps),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
         drop_last=top.get("dataloader_drop_last", False),
+        sums_gradients=top.get("gradient_allreduce_op") == "sum",
+        managed_accumulation=top.get("managed_gradient_accumulation", True),
         without_effect=tuple(read.without_effect),
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),
@@ -359,17 +367,3 @@ def _loss_scaling(fp16: Mapping[str, Any]) -> LossScaling:
         "min_loss_scale": "minimum",
     }
     return LossScaling(**{ours: fp16[theirs] for theirs, ours in names.items() if theirs in fp16})
-
-
-def _refuse_what_cannot_be(top: Mapping[str, Any]) -> None:
-    if top.get("gradient_allreduce_op") == "sum":
-        raise NotImplementedError(
-            "gradient_allreduce_op='sum' is not built: gradients are averaged over ranks. Leave it"
-            " out and multiply the loss by the world size to get the sum."
-        )
-    if top.get("managed_gradient_accumulation") is False:
-        raise NotImplementedError(
-            "managed_gradient_accumulation=false is not built: leave it out, and mark boundaries"
-            " with engine.set_gradient_accumulation_boundary(...) or set"
-            " gradient_accumulation_steps."
-        )
