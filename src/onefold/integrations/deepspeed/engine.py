@@ -25,6 +25,7 @@ from torch import Tensor, nn
 import onefold
 from onefold.integrations.deepspeed import checkpoints
 from onefold.integrations.deepspeed.accumulation import Accumulation
+from onefold.integrations.deepspeed.autocast import AutocastPasses
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
 from onefold.integrations.deepspeed.facts import NOT_OF_THE_ENGINE
 from onefold.integrations.deepspeed.misuse import EngineMisuse, NoScalarLoss
@@ -84,13 +85,14 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
             # accelerate reads `optimizer.overflow` to learn whether the last step was skipped
             optimizer.overflow = False
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self._autocast = AutocastPasses(config.autocast)
         self._passes = Passes(self, self.world_size if config.sums_gradients else 1)
 
     # -- the three calls ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        with self._timed("forward"):
+        with self._timed("forward"), self._autocast.context(self.device):
             return self.module(*args, **kwargs)
 
     def backward(

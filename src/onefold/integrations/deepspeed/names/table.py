@@ -147,6 +147,15 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "VALID_LR_SCHEDULES": "lr_schedules:VALID_LR_SCHEDULES",
         **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
     },
+    "deepspeed.runtime.torch_autocast": {
+        name: f"onefold.integrations.deepspeed.autocast:{name}"
+        for name in (
+            "PARAM_COMM_DTYPE_ATTR_NAME",
+            "get_comm_dtype",
+            "get_default_autocast_lower_precision_modules",
+            "has_comm_dtype",
+        )
+    },
     "deepspeed.runtime.utils": {
         "move_to_device": "data:move_to_device",
         "see_memory_usage": "logs:see_memory_usage",
