@@ -29,6 +29,7 @@ from onefold.integrations.deepspeed.autocast import AutocastPasses
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
 from onefold.integrations.deepspeed.facts import NOT_OF_THE_ENGINE
 from onefold.integrations.deepspeed.misuse import EngineMisuse, NoScalarLoss
+from onefold.integrations.deepspeed.optimizer_facts import show_scale
 from onefold.integrations.deepspeed.passes import Passes
 from onefold.integrations.deepspeed.saving import WholeSaves
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
@@ -82,8 +83,7 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size = runtime.rank, runtime.world_size
         if optimizer is not None:
-            # accelerate reads `optimizer.overflow` to learn whether the last step was skipped
-            optimizer.overflow = False
+            show_scale(optimizer, self.loss_scaler)
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self._autocast = AutocastPasses(config.autocast)
         self._passes = Passes(self, self.world_size if config.sums_gradients else 1)
@@ -149,7 +149,7 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
     @property
     def scales_loss(self) -> bool:
         """Whether backward passes need a scaled loss."""
-        return self.loss_scaler is not None and self.loss_scaler.needed
+        return self.loss_scaler is not None and self.loss_scaler.is_needed()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients
@@ -181,6 +181,8 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         onefold.engine_of(self.module).reduce_pending()
+        if self.settings.refuses_unused:
+            self._refuse_unused()
         overflow = self.optimizer.overflow = not self._clip()
         if not overflow:
             self.optimizer.step()
@@ -200,6 +202,21 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
             if self.settings.managed_accumulation
             else (batch.micro or 0) * self.world_size * passes
         )
+
+    def _refuse_unused(self) -> None:
+        unused = [
+            name
+            for name, p in self.module.named_parameters()
+            if p.requires_grad and p.grad is None
+        ]
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise EngineMisuse(
+                f"parameters got no gradient since the last step: {', '.join(unused[:3])}{more}, and"
+                ' the configuration says "ignore_unused_parameters": false. Freeze them'
+                " (requires_grad_(False)), use them in the loss, or set ignore_unused_parameters to"
+                " true."
+            )
 
     def _clip(self) -> bool:
         """Unscale and clip the gradients. Return False if the step must be skipped because they are

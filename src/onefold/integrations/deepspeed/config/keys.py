@@ -153,7 +153,7 @@ ZERO: Section = {
     "load_from_fp32_weights": _flag(inert=_CHECKPOINT),
     "elastic_checkpoint": _flag(inert=_CHECKPOINT),
     "pipeline_loading_checkpoint": _flag(inert=_CHECKPOINT),
-    "ignore_unused_parameters": _flag(inert="parameters without a gradient are always allowed"),
+    "ignore_unused_parameters": _flag(),
     "round_robin_gradients": _flag(
         inert="all ranks copy the gradients of their own intervals to the host at the same time"
     ),

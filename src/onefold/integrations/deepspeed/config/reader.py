@@ -89,6 +89,7 @@ class DeepSpeedConfig:
         sums_gradients: whether gradients are summed over the ranks instead of averaged.
         managed_accumulation: whether the engine counts micro-batches; if not, every `step()` is a
             boundary.
+        refuses_unused: whether a step raises if a trainable parameter has no gradient.
         autocast: torch.autocast around forward passes, or None.
         buffer_dtype: the dtype of floating-point buffers; None keeps the model's.
         without_effect: (path, reason) of each key that has no effect here.
@@ -112,6 +113,7 @@ class DeepSpeedConfig:
     drop_last: bool
     sums_gradients: bool
     managed_accumulation: bool
+    refuses_unused: bool
     autocast: Autocast | None
     buffer_dtype: torch.dtype | None
     without_effect: tuple[tuple[str, str], ...]
@@ -243,6 +245,13 @@ def read_deepspeed(
             )
         )
     arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
+    if zero.get("ignore_unused_parameters") is False and arguments["stage"] not in (1, 2):
+        read.without_effect.append(
+            (
+                "zero_optimization.ignore_unused_parameters",
+                "parameters without a gradient are looked for at stages 1 and 2 only",
+            )
+        )
     arguments |= master_arguments(parts["fp16"], parts["bf16"], read)
     arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
@@ -270,6 +279,9 @@ def read_deepspeed(
         ),
         skip_nonfinite=bool(
             in_fp16 or (bf16.get("enabled") and bf16.get("check_grad_overflow", True))
+        ),
+        refuses_unused=(
+            zero.get("ignore_unused_parameters") is False and arguments["stage"] in (1, 2)
         ),
         autocast=autocast,
         buffer_dtype=read_buffer_dtype(parts["data_types"], arguments["precision"]),
