@@ -205,9 +205,7 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
 
     def _refuse_unused(self) -> None:
         unused = [
-            name
-            for name, p in self.module.named_parameters()
-            if p.requires_grad and p.grad is None
+            name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
         ]
         if unused:
             more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
