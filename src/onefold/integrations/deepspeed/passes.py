@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,12 @@ class Passes:
 
     def __init__(self, engine: DeepSpeedEngine, weight: float) -> None:
         self.weight, self.stepped, self.since_step = weight, False, 0
-        self._engine = weakref.ref(engine)
+        self._engine: Callable[[], DeepSpeedEngine | None] = weakref.ref(engine)
         self._in_backward = 0
         self._loss_scaled = False
         self._handles: list[Any] = []
         # Plain parameters whose gradients are hooked, by id, and the pass that the hooks are in
-        self._hooked: dict[int, weakref.ref[Tensor]] = {}
+        self._hooked: dict[int, weakref.ref[nn.Parameter]] = {}
         self._open, self._factor = False, 1.0
         progress = onefold.engine_of(engine.module).progress
         if isinstance(progress.follower, Passes):
@@ -159,7 +159,7 @@ class Passes:
                 hook = partial(self._arriving, here)
                 self._handles.append(parameter.register_hook(hook))
 
-    def _arriving(self, leaf: weakref.ref[Tensor], gradient: Tensor) -> Tensor | None:
+    def _arriving(self, leaf: weakref.ref[nn.Parameter], gradient: Tensor) -> Tensor | None:
         """Return the gradient that is to be accumulated into `leaf`; None leaves it as it is."""
         parameter = leaf()
         if parameter is None or not will_accumulate(parameter):
