@@ -155,6 +155,19 @@ class EngineFacts:
     def bfloat16_enabled(self) -> bool:
         return self.settings.precision == "bf16"
 
+    def torch_autocast_enabled(self) -> bool:
+        return self.settings.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return None if self.settings.autocast is None else self.settings.autocast.dtype
+
+    def gradient_average(self) -> bool:
+        """Whether gradients are averaged over the ranks; false if they are summed."""
+        return not self.settings.sums_gradients
+
+    def managed_gradient_accumulation(self) -> bool:
+        return self.settings.managed_accumulation
+
     def dynamic_loss_scale(self) -> bool:
         return self.loss_scaler is not None and self.loss_scaler.dynamic
 

@@ -21,6 +21,7 @@ from torch import nn
 
 import onefold
 from onefold.device import available, backend_name, default_device, device_count, set_default
+from onefold.integrations.deepspeed.autocast import mark_for_the_wire
 from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspeed, refuse_auto
 from onefold.integrations.deepspeed.config.classes import optimizer_class
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
@@ -143,7 +144,11 @@ def assemble(
     if again and is_sharded(model) and engine_of(model).recipe != recipe:
         unshard(model)
     if not (again and is_sharded(model)):
+        if read.autocast is not None:
+            mark_for_the_wire(model, read.autocast)
         onefold.shard(model, recipe, group=group, units=units, device=_device())
+    if read.buffer_dtype is not None:
+        _cast_buffers(model, read.buffer_dtype)
     trained = (
         model_parameters
         if model_parameters is not None
@@ -234,6 +239,13 @@ def _device() -> torch.device | None:
     )
     set_default(device)
     return device
+
+
+def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give floating-point buffers of 16 bits and more that dtype."""
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and buffer.element_size() > 1:
+            buffer.data = buffer.data.to(dtype)
 
 
 def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:

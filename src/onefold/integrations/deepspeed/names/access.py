@@ -16,22 +16,37 @@ from onefold.optim.whole import optimizers_over
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
 from onefold.runtime.parameters.operators.local import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
+from onefold.runtime.unreduced import whole_local_gradient
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return the whole gradient in fp32, in the parameter's shape; None if there is none.
 
-    Call it between `backward` and `step`, because `step` clears the gradients.
+    Call it between `backward` and `step`, because `step` clears the gradients. Where the gradient
+    is not reduced yet (before the boundary, under `no_sync`), this is the rank's own.
     """
     grad = param.grad
     if grad is None:
         return None
+    if (own := _waiting_gradient(param)) is not None:
+        return own.float()
     spec = spec_of(grad)
     if spec is None:
         return grad.detach().float()
     with disable_torch_function():
         local = grad.detach().as_subclass(Tensor)
     return spec.gather(local, "safe_get_full_grad()").float()
+
+
+def _waiting_gradient(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's whole gradient if it waits for the boundary, else None."""
+    known: Any = param.__dict__.get("_onefold_entry")
+    entry = known() if known is not None else None
+    engine = entry.engine() if entry is not None else None
+    if entry is None or engine is None:
+        return None
+    follower = engine.progress.follower
+    return whole_local_gradient(entry, 1.0 if follower is None else follower.weight)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:

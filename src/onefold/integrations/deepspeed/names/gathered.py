@@ -16,6 +16,7 @@ different lengths.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Any
@@ -269,3 +270,12 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Do nothing; see `register_external_parameter`."""
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Gather all parameters of an engine's model, in the compute dtype, so that `generate` inside
+    sends nothing. Yields the engine. Collective; changes of the values are dropped.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model

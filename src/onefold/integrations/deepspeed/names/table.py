@@ -21,6 +21,7 @@ _ZERO = {
     "register_external_parameter": "gathered:register_external_parameter",
     "unregister_external_parameter": "gathered:unregister_external_parameter",
     "ZeroParamStatus": "parameter_offload:ZeroParamStatus",
+    "unwrap_model_for_generation": "gathered:unwrap_model_for_generation",
 }
 _ACCESS = {
     name: f"access:{name}"
@@ -50,6 +51,7 @@ _LEAVES = {
         "set_z3_leaf_modules_by_suffix",
         "unset_z3_leaf_modules",
         "z3_leaf_module",
+        "z3_leaf_parameter",
     )
 }
 _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
@@ -141,11 +143,23 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         for name, file in names.items()
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "deepspeed.runtime.base_optimizer": {"DeepSpeedOptimizer": "training:DeepSpeedOptimizer"},
+    "deepspeed.runtime.base_optimizer": {
+        "DeepSpeedOptimizer": "training:DeepSpeedOptimizer",
+        "ZeROOptimizer": "training:ZeROOptimizer",
+    },
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE},
     "deepspeed.runtime.lr_schedules": {
         "VALID_LR_SCHEDULES": "lr_schedules:VALID_LR_SCHEDULES",
         **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
+    },
+    "deepspeed.runtime.torch_autocast": {
+        name: f"onefold.integrations.deepspeed.autocast:{name}"
+        for name in (
+            "PARAM_COMM_DTYPE_ATTR_NAME",
+            "get_comm_dtype",
+            "get_default_autocast_lower_precision_modules",
+            "has_comm_dtype",
+        )
     },
     "deepspeed.runtime.utils": {
         "move_to_device": "data:move_to_device",

@@ -29,14 +29,17 @@ from onefold.integrations.deepspeed.config.auto import BATCH
 from onefold.integrations.deepspeed.config.file import loaded
 from onefold.integrations.deepspeed.config.values import AUTO, is_unset
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
+from onefold.integrations.deepspeed.names.leaves import mark_configured
 from onefold.integrations.deepspeed.names.logs import logger
 from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffload, mark
 from onefold.integrations.deepspeed.names.table import VERSION
+from onefold.integrations.deepspeed.optimizer_facts import show_leaves
 from onefold.integrations.deepspeed.saving import whole_in
 from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
 from onefold.integrations.vllm import stream_under_the_name
 
 _of_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+_sharded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _OfAnEngine(type):
@@ -44,11 +47,20 @@ class _OfAnEngine(type):
         return any(known is instance for known in _of_engines)
 
 
+class _OfAStage(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return any(known is instance for known in _sharded)
+
+
 class DeepSpeedOptimizer(metaclass=_OfAnEngine):
     """The class of which every engine's optimizer counts as an instance, for `isinstance`.
 
     The optimizers themselves are torch's, of any class.
     """
+
+
+class ZeROOptimizer(metaclass=_OfAStage):
+    """The class of which the optimizer of every engine at stages 1 to 3 counts as an instance."""
 
 
 def initialize(
@@ -116,8 +128,13 @@ def initialize(
         mark(model)
         if made[1] is not None:
             made[1].parameter_offload = ParameterOffload(model)
+        leaves = mark_configured(model, read.given.get("zero_optimization") or {})
+        if made[1] is not None:
+            show_leaves(made[1], leaves)
     if made[1] is not None:
         _of_engines.add(made[1])
+        if made[0].zero_optimization():
+            _sharded.add(made[1])
     if made[0].global_rank:
         _leave_writing_to_first(made[0])
     _spare_lightning(model)

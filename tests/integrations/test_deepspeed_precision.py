@@ -1,0 +1,268 @@
+"""Precisions of a DeepSpeed configuration beyond fp16 and bf16: torch_autocast, master weights in 16
+bits, dtypes of buffers.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import onefold
+from onefold.integrations.deepspeed.autocast import (
+    get_comm_dtype,
+    get_default_autocast_lower_precision_modules,
+    has_comm_dtype,
+)
+from onefold.integrations.deepspeed.config import read_deepspeed
+from onefold.integrations.deepspeed.names import access
+from onefold.integrations.deepspeed.names.training import initialize
+from ranks import run_ranks
+
+WIDTH, STAGES = 6, (0, 1, 2, 3)
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("scale", torch.ones(WIDTH))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.lift(x))
+        return self.head(x * self.scale.to(x.dtype))
+
+
+def batch(index: int = 0) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + index))
+
+
+def made(stage: int, **more: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "optimizer": SGD,
+        "gradient_clipping": 0.0,
+        **more,
+    }
+    return initialize(model=Net(), config=config)[0]
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output.float().square().mean()
+
+
+def weights(engine: Any) -> list[Tensor]:
+    return [access.safe_get_full_fp32_param(p).clone() for p in engine.module.parameters()]
+
+
+# -- torch_autocast --------------------------------------------------------------------------------
+
+
+def autocast_beside_ddp(stage: int) -> tuple[list[float], list[float], float, list[Any]]:
+    """(losses, DDP's, largest difference of weights after three steps, what parameters say)"""
+    engine = made(stage, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    plain = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    mine, theirs = [], []
+    for i in range(3):
+        output = engine(batch(i))
+        assert output.dtype == torch.bfloat16 and engine.torch_autocast_dtype() == torch.bfloat16
+        mine.append(loss_of(output).item())
+        engine.backward(loss_of(output))
+        engine.step()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = plain(batch(i))
+        theirs.append(loss_of(output).item())
+        loss_of(output).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    pairs = zip(weights(engine), plain.parameters(), strict=True)
+    apart = max(float((a - b.detach()).abs().max()) for a, b in pairs)
+    said = [(has_comm_dtype(p), get_comm_dtype(p)) for p in engine.module.parameters()]
+    flats = [f for u in onefold.engine_of(engine.module).units for f in u.flats]
+    said += [(sorted(e.slot.name for e in f.entries), f.dtypes.wire) for f in flats]
+    return mine, theirs, apart, said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_autocast_of_the_file_computes_as_ddp_under_autocast(stage: int) -> None:
+    for mine, theirs, apart, said in run_ranks(2, autocast_beside_ddp, stage):
+        assert mine[0] == theirs[0] and mine == pytest.approx(theirs, rel=1e-2)
+        assert apart < 5e-3  # gradients of linear layers travel in bf16
+        low, own = (True, torch.bfloat16), (False, torch.float32)
+        assert said[:6] == [low, low, own, own, low, low]
+        assert said[6:] == [
+            (["head.bias", "head.weight", "lift.bias", "lift.weight"], torch.bfloat16),
+            (["norm.bias", "norm.weight"], torch.float32),
+        ]
+
+
+def autocast_in_fp16(stage: int) -> tuple[list[bool], list[float], list[bool], str]:
+    """An overflow in the first step, as a scale of 2**16 gives it."""
+    auto = {"enabled": True, "dtype": "torch.float16"}
+    engine = made(stage, torch_autocast=auto)
+    applied, scales, moved = [], [engine.cur_scale], []
+    for i in range(3):
+        before = weights(engine)
+        loss = loss_of(engine(batch(i)))
+        engine.backward(loss * (1e4 if i == 0 else 1e-2))
+        engine.step()
+        applied.append(engine.was_step_applied())
+        scales.append(engine.cur_scale)
+        moved.append(not all(map(torch.equal, before, weights(engine))))
+    try:
+        loss_of(engine(batch(4))).backward()
+    except RuntimeError as error:
+        return applied, scales, moved, str(error)
+    return applied, scales, moved, ""
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_autocast_in_fp16_scales_losses_and_skips_overflows(stage: int) -> None:
+    for applied, scales, moved, said in run_ranks(2, autocast_in_fp16, stage):
+        assert applied == moved == [False, True, True]
+        assert scales == [2**16, 2**15, 2**15, 2**15]
+        assert "Loss scaling is required" in said
+
+
+def test_without_it_the_file_decides_and_not_the_code_around_the_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = made(1)
+    with caplog.at_level(logging.WARNING, "onefold"), torch.autocast("cpu", torch.bfloat16):
+        assert engine(batch()).dtype == engine(batch()).dtype == torch.float32
+        assert engine.module(batch()).dtype == torch.bfloat16
+    said = [r.message for r in caplog.records if "under torch.autocast" in r.message]
+    assert len(said) == 1 and '"torch_autocast": {"enabled": true' in said[0]
+
+
+def test_autocast_names_its_dtype_and_classes_that_exist() -> None:
+    for section, said in (
+        ({"enabled": True}, "torch_autocast.dtype is not set"),
+        ({"enabled": True, "dtype": "int8"}, "torch_autocast.dtype='int8': there is no such dtype"),
+        (
+            {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": "torch.nn.Linear"},
+            "expected a list of full class names",
+        ),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_deepspeed({"torch_autocast": section})
+    for name in ("torch.nn.Lineer", "Linear", "no.such.module"):
+        section = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": [name]}
+        with pytest.raises(ValueError, match=f"names '{name}', and there is no such class"):
+            made(0, torch_autocast=section)
+    assert read_deepspeed({"torch_autocast": {"enabled": False, "dtype": "int8"}}).autocast is None
+    assert get_default_autocast_lower_precision_modules()[0] == "torch.nn.modules.linear.Linear"
+
+
+def chosen_classes() -> list[bool]:
+    section = {
+        "enabled": True,
+        "dtype": "bf16",
+        "lower_precision_safe_modules": ["torch.nn.LayerNorm"],
+    }
+    return [has_comm_dtype(p) for p in made(2, torch_autocast=section).module.parameters()]
+
+
+def test_the_file_may_name_the_classes_whose_gradients_travel_in_it() -> None:
+    assert run_ranks(2, chosen_classes)[0] == [False, False, True, True, False, False]
+
+
+# -- master weights in 16 bits ---------------------------------------------------------------------
+
+
+def low_masters(stage: int, kind: str) -> tuple[list[float], list[float], list[str]]:
+    """Losses of four steps of Adam beside DDP in bf16 (or fp16) throughout, and the dtypes of the
+    optimizer's parameter and states.
+    """
+    low = torch.bfloat16 if kind == "bf16" else torch.float16
+    section = {"enabled": True, f"{kind}_master_weights_and_grads": True}
+    section |= {"bf16_optimizer_states": True} if kind == "bf16" else {"loss_scale": 1}
+    engine = made(
+        stage, **{kind: section}, optimizer={"type": "Adam", "params": {"lr": 0.01, "eps": 1e-4}}
+    )
+    plain = DistributedDataParallel(Net().to(low))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, eps=1e-4, weight_decay=0, fused=True)
+    mine, theirs = [], []
+    for i in range(4):
+        loss = loss_of(engine(batch(i).to(low)))
+        mine.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+        loss = loss_of(plain(batch(i).to(low)))
+        theirs.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dtypes = []
+    for p in engine.module.parameters():
+        local = access.safe_get_local_optimizer_state(p, "exp_avg")
+        if local is not None and local.numel():
+            dtypes.append(str(engine.optimizer.state[p]["exp_avg"].dtype))
+    return mine, theirs, dtypes
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_master_weights_and_states_may_have_16_bits(stage: int, kind: str) -> None:
+    low = "torch.bfloat16" if kind == "bf16" else "torch.float16"
+    for mine, theirs, dtypes in run_ranks(2, low_masters, stage, kind):
+        assert mine == pytest.approx(theirs, rel=2e-2 if kind == "bf16" else 4e-3)
+        assert mine[-1] != mine[0]
+        assert set(dtypes) == {low}
+
+
+def test_options_of_a_precision_that_is_off_have_no_effect() -> None:
+    read = read_deepspeed(
+        {
+            "bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+            "fp16": {"fp16_master_weights_and_grads": True},
+        }
+    )
+    assert len(read.without_effect) == 3 and "master_dtype" not in read.recipe_arguments
+    alone = read_deepspeed({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}})
+    assert alone.recipe_arguments["master_dtype"] == "bf16"
+    assert any("so they are bf16 too" in remark for remark in alone.remarks)
+
+
+# -- buffers ---------------------------------------------------------------------------------------
+
+
+def buffers(stage: int) -> list[Any]:
+    found = []
+    for section in ({}, {"buffer_dtype": "bf16"}):
+        engine = made(stage, bf16={"enabled": True}, data_types=section)
+        engine(batch().bfloat16())
+        found.append((engine.module.scale.dtype, engine.module.count.dtype))
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_buffers_keep_their_dtype_unless_the_file_names_one(stage: int) -> None:
+    for ranks in (1, 2):
+        assert run_ranks(ranks, buffers, stage)[0] == [
+            (torch.float32, torch.int64),
+            (torch.bfloat16, torch.int64),
+        ]
+
+
+def test_a_dtype_of_parameters_must_be_that_of_the_precision() -> None:
+    ok = {"bf16": {"enabled": True}, "data_types": {"param_dtype": "bf16"}}
+    assert read_deepspeed(ok).precision == "bf16"
+    for precision, given, said in (
+        ({"bf16": {"enabled": True}}, "fp16", "contradicts bf16.enabled"),
+        ({}, "bf16", "contradicts neither fp16 nor bf16"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_deepspeed({**precision, "data_types": {"param_dtype": given}})
