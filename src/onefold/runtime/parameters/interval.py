@@ -126,13 +126,7 @@ class IntervalSpec:
         return a - self.first, b - self.first
 
     def same_cut(self, other: IntervalSpec) -> bool:
-        """See [Note: the same question] Collectives of the user's own (a norm, a sum, a read of the whole) say what
-they ask for: the operation, the parameter and the part of it, and whether they mean its values, its
-gradient or an optimizer state. A number is sent with a digest of that. If the ranks ask for
-different numbers, all raise. Reads of the whole have the digest in their tags, so that they never
-match, and end in a `StallError`.
-
-[Note: the same cut]. Shapes may differ."""
+        """See [Note: the same cut]. Shapes may differ."""
         mine, theirs = self.owners, other.owners
         return (
             self.first == other.first
