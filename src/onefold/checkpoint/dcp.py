@@ -63,10 +63,11 @@ def dcp_state_dict(
 
     FSDP2 checkpoints load here, and FSDP2 loads checkpoints saved here, at any world size and
     stage. Values are bit-equal if dtypes agree and converted otherwise. The load creates missing
-    optimizer state, for frozen parameters where the checkpoint has it. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values
-    only at the top level of the dict. For nested ones, call their `.state_dict()` before the load
-    and `.load_state_dict()` with the same dict after it. States of frozen parameters are then read
-    only if the optimizer has them already: freeze after the load.
+    optimizer state, for frozen parameters where the checkpoint has it. Other keys are possible:
+    `{"net": state["model"]}`. DCP finds `Stateful` values only at the top level of the dict. For
+    nested ones, call their `.state_dict()` before the load and `.load_state_dict()` with the same
+    dict after it. States of frozen parameters are then read only if the optimizer has them already:
+    freeze after the load.
 
     DCP's own limits apply, as for FSDP2:
 

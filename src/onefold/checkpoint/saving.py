@@ -162,8 +162,8 @@ def _begin(
             if together.rank == 0:
                 place = on_error.enter_context(Unfinished(target, overwrite))
         mine = {"path": str(target), "step": step, "optimizers": len(given)}
-        mine |= {"overwrite": overwrite}
-        mine |= {"frozen": frozen if isinstance(frozen, bool) else sorted(frozen)}
+        kept = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
+        mine |= {"overwrite": overwrite, "frozen": kept}
         said = together.all_gather((str(place.folder) if place is not None else "", mine))
         raise_different("save", [given for _, given in said])
         on_error.pop_all()

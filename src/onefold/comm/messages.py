@@ -12,7 +12,6 @@ from onefold.comm.stall import CollectiveContext
 from onefold.comm.standing import Standing
 from onefold.comm.wire import all_gather_single
 
-
 #: Bytes of numbers that travel together with the digest of what they are.
 _INSIDE = 40
 #: Bytes of words that tell other ranks what was asked for here.

@@ -52,7 +52,8 @@ def save_adapters(
 
     Each rank writes its own intervals, as in `onefold.export`. Embedding layers of the base model
     are written too where peft's `save_pretrained` writes them: if adapters are on them, or if their
-    number of tokens was changed. Prompts, which peft computes from their encoder, are written by
+    number of tokens was changed. Their values are those that the model computes with (decoded under
+    `frozen="nf4"`, bf16 under bf16). Prompts, which peft computes from their encoder, are written by
     the first rank.
 
     Args:

@@ -102,7 +102,7 @@ class IntervalSpec:
     """
 
     __slots__ = (
-        "_roles", "first", "name", "numel", "owners", "role", "shape", "start", "stop", "unreduced",
+        "_roles", "_token", "first", "name", "numel", "owners", "role", "shape", "start", "stop", "unreduced",
     )  # fmt: skip
 
     def __init__(
@@ -117,6 +117,7 @@ class IntervalSpec:
         self.owners, self.name, self.first, self.unreduced = owners, name, first, unreduced
         self.role = role
         self._roles: dict[str, IntervalSpec] | None = None
+        self._token = b""
         self.shape, self.numel = torch.Size(shape), prod(shape)
         a, b = self._at(owners.position)
         self.start, self.stop = a, b
@@ -151,6 +152,12 @@ class IntervalSpec:
             )
             self._roles[role] = found
         return found
+
+    def _make_token(self) -> bytes:
+        """Return what tells it from any other interval, in a few bytes: for digests."""
+        said = f"{self.name} {self.role} {self.first} {tuple(self.shape)}"
+        self._token = zlib.crc32(said.encode()).to_bytes(4, "little")
+        return self._token
 
     @property
     def said(self) -> str:
@@ -197,9 +204,7 @@ class IntervalSpec:
         engine, group, context = self._begin("control", what)
         digest = zlib.crc32(what.encode())
         for spec in (self, *others):
-            digest = zlib.crc32(
-                f"{spec.name} {spec.role} {spec.first} {spec.shape}".encode(), digest
-            )
+            digest = zlib.crc32(spec._token or spec._make_token(), digest)
         more = f" and of {len(others)} others" if others else ""
         asked = f"{what} of {self.said}{more}"
         return group.gather_asked(values.to(engine.device), digest, asked, context)
