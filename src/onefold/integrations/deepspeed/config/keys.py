@@ -36,6 +36,7 @@ class Key:
         inert, later: the reason, for a key of this class. A key with neither is read.
         quiet_up_to: a `later` number asks for nothing up to and including this value.
         required: whether its section needs it.
+        own_auto: "auto" is the key's own default, which nobody has to fill in.
         becomes: the options of `Recipe.zero` that it decides.
 
     A `later` section asks if its entry "enabled" is true. Without that entry, it asks if one of its
@@ -52,6 +53,7 @@ class Key:
     later: str | None = None
     quiet_up_to: float = 0
     required: bool = False
+    own_auto: bool = False
     becomes: tuple[str, ...] = ()
 
 
@@ -253,9 +255,7 @@ DATA_TYPES: Section = {
     ),
     "param_dtype": Key("text"),
     "buffer_dtype": Key("text"),
-    "keep_in_fp32_modules": Key(
-        "any", inert="buffers keep the dtype that the model gives them, unless buffer_dtype is set"
-    ),
+    "keep_in_fp32_modules": Key("any", own_auto=True),
 }
 
 TORCH_AUTOCAST: Section = {
