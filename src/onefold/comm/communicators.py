@@ -21,8 +21,8 @@ Onefold names its groups itself: after their ranks, and how often these have mad
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -109,7 +109,7 @@ class Communicators:
         group was made with a device_id.
         """
         default = dist.distributed_c10d._get_default_group()
-        if getattr(default, "bound_device_id", None) is None or not hasattr(dist, "split_group"):
+        if getattr(default, "bound_device_id", None) is None:
             return False
         group = default if parent is None else parent
         # torch cannot split a group that was made without naming a backend
@@ -135,12 +135,15 @@ class Communicators:
         place = f"onefold/groups/{format_ranks(self.ranks)}"
         # The same number on every rank: each has come here equally often
         turn = c10d._get_default_store().add(f"{place}/turns/{me}", 1)
-        numbers = itertools.count(1)
+        numbers, thread = itertools.count(1), threading.get_ident()
+        torchs = c10d._process_group_name
 
         def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+            if threading.get_ident() != thread:  # a group of the script's own
+                return torchs(ranks, use_hashed_name)
             return f"{place}/{turn}.{next(numbers)}"
 
-        torchs, c10d._process_group_name = c10d._process_group_name, name
+        c10d._process_group_name = name
         try:
             yield
         finally:
@@ -165,9 +168,6 @@ class Communicators:
 
 def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
     options = {}
-    if (
-        ":" in str(dist.get_backend(parent))
-        and "backend" in inspect.signature(dist.split_group).parameters
-    ):
+    if ":" in str(dist.get_backend(parent)):
         options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)

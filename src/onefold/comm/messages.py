@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from onefold.comm.stall import CollectiveContext
 from onefold.comm.standing import Standing
-from onefold.comm.wire import all_gather_single
 
 
 class Messages(Standing):
@@ -115,7 +114,7 @@ class Messages(Standing):
         self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
         self.note_launch(1, "control", 0, value.numel())
         with self.launching(context):
-            work = all_gather_single(
+            work = dist.all_gather_single(
                 out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True
             )
         self.wait([work], context)
