@@ -4,18 +4,16 @@ moment of the start.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import held
 from onefold.processes.claim import LOCK, Claim, HeldError
 from started_runs import (
     JOB,
@@ -137,50 +135,22 @@ def agent_of(temporary: Path) -> int:
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def watched(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """A command whose imports are told on its standard error, a line each, as they end."""
+def interrupted_behind(folder: Path, module: str, *arguments: str) -> None:
+    """Ctrl-C behind the import of `module`: status 130, not a word, nothing left."""
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "onefold", *arguments], cwd=folder, env=environment(folder / "tmp"), text=True,
+        [sys.executable, held.__file__, module, *arguments], cwd=folder, env=environment(folder / "tmp"), text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
-    said: list[str] = []
-
-    def listen() -> None:
-        assert process.stderr is not None
-        said.extend(process.stderr)
-
-    listening = threading.Thread(target=listen)
-    listening.start()
     try:
-        yield process, said
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        listening.join(60)
-
-
-def imported(said: list[str], module: str) -> bool:
-    return any(
-        line.startswith("import time:") and line.rpartition("|")[2].strip() == module
-        for line in said
-    )
-
-
-def interrupted_after(folder: Path, module: str, *arguments: str) -> None:
-    """Ctrl-C as soon as the command has imported `module`: status 130, not a word, nothing left."""
-    with watched(folder, *arguments) as (process, said):
-        wait_until(lambda: imported(said, module) or process.poll() is not None)
-        assert process.poll() is None, (
-            f"{arguments} ended before it had imported {module}: {said[-3:]}"
-        )
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == f"{held.HELD}\n", f"{arguments} did not stop behind {module}: {said}"
         process.send_signal(signal.SIGINT)
-        status = process.wait(60)
-    words = [line for line in said if not line.startswith("import time:")]
-    assert status == 130 and not any(
-        "Traceback" in line or "Exception" in line for line in words
-    ), (module, status, words)
+        _, words = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, words) == (130, ""), (module, process.returncode, words)
     assert left_behind(folder / "tmp") == [], module
 
 
@@ -204,7 +174,7 @@ TRAIN = [
 @pytest.mark.parametrize(
     "module",
     [
-        "onefold.processes.signals",
+        "onefold.cli.app",
         "typer",
         "onefold.train.config",
         "pydantic",
@@ -215,7 +185,7 @@ TRAIN = [
 def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
     tmp_path: Path, module: str
 ) -> None:
-    interrupted_after(tmp_path, module, *TRAIN)
+    interrupted_behind(tmp_path, module, *TRAIN)
     assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
 
@@ -232,7 +202,7 @@ def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
 def test_ctrl_c_while_another_command_imports_ends_it_without_a_word(
     tmp_path: Path, module: str, arguments: list[str]
 ) -> None:
-    interrupted_after(tmp_path, module, *arguments)
+    interrupted_behind(tmp_path, module, *arguments)
 
 
 @pytest.mark.parametrize("moment", ["the agent starts", "a rank starts", "both ranks have joined"])
