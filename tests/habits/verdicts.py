@@ -52,8 +52,10 @@ from ranks import outcomes_of
 #: Titles of habits that are run together, and the column.
 Task = tuple[tuple[str, ...], str]
 DIFFERENT, CRASH, HANG = "DIFFERENT", "CRASH", "HANG"
-STALL_TIMEOUT = 4.0  # seconds: many times what a habit takes
-TIME = 15.0  # seconds for a habit in a column, after which its rank ends
+#: Seconds that a rank waits for the other: habits that stall take them, a busy machine does not.
+STALL_TIMEOUT = 20.0
+#: Seconds for a habit in a column, after which its rank ends. They bound a hang only.
+TIME = 120.0
 PACKAGE = str(Path(onefold.__file__).parent) + os.sep
 #: A message that names a cure has one of these.
 CURES = (
@@ -221,7 +223,7 @@ def verdicts_of(
                 work,
                 rest,
                 folder,
-                timeout=60.0 + TIME + 2.0 * len(rest),
+                timeout=60.0 + TIME + 10.0 * len(rest),
                 grace=3 * STALL_TIMEOUT,
             )
             begun = len(found)

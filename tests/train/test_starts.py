@@ -44,7 +44,7 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
         # While its ranks import torch, seconds before they would write anything
         wait_until(lambda: (tmp_path / "run" / LOCK).exists())
         with started(tmp_path, *again, temporary="second") as second:
-            out, err = second.communicate(timeout=60)
+            out, err = second.communicate(timeout=300)
         assert (
             second.returncode == 2
             and f"--output run is in use by process {first.pid} on " in err
@@ -54,7 +54,7 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
         wait_for_step(first, 15)
         with started(tmp_path, *ENDLESS, "--overwrite", temporary="third") as third:
             assert (
-                f"process {first.pid} on " in third.communicate(timeout=60)[1]
+                f"process {first.pid} on " in third.communicate(timeout=300)[1]
                 and third.returncode == 2
             )
         wait_for(first, lambda row: row["event"] == "checkpoint")
@@ -146,7 +146,7 @@ def interrupted_behind(folder: Path, module: str, *arguments: str) -> None:
         said = process.stderr.readline()
         assert said == f"{held.HELD}\n", f"{arguments} did not stop behind {module}: {said}"
         process.send_signal(signal.SIGINT)
-        _, words = process.communicate(timeout=60)
+        _, words = process.communicate(timeout=300)
     finally:
         process.kill()
         process.wait()
@@ -226,7 +226,7 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
         if moment == "both ranks have joined":
             wait_for(process, lambda row: row["event"] == "note")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "", (process.returncode, err)
     assert left_behind(temporary) == [] and not (tmp_path / "run" / LOCK).exists()
     if moment == "the agent starts":
@@ -262,6 +262,6 @@ def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path:
     ):
         done = subprocess.run(
             [sys.executable, "-m", "onefold", *arguments], cwd=tmp_path, env=environment(tmp_path / "tmp"), text=True, capture_output=True,
-            timeout=180,
+            timeout=300,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), (arguments, done.stderr[-2000:])
