@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 from onefold.comm.stall import CollectiveContext
 from onefold.comm.standing import Standing
-from onefold.comm.wire import all_gather_single
 
 #: Bytes of numbers that travel together with the digest of what they are.
 _INSIDE = 40
@@ -174,7 +173,7 @@ class Messages(Standing):
         self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
         self.note_launch(1, "control", 0, value.numel())
         with self.launching(context):
-            work = all_gather_single(
+            work = dist.all_gather_single(
                 out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True
             )
         self.wait([work], context)
