@@ -20,7 +20,7 @@ _ZERO = {
     "GatheredParameters": "gathered:GatheredParameters",
     "register_external_parameter": "gathered:register_external_parameter",
     "unregister_external_parameter": "gathered:unregister_external_parameter",
-    "ZeroParamStatus": "parameter_offload:ZeroParamStatus",
+    "ZeroParamStatus": "parameter_facts:ZeroParamStatus",
 }
 _ACCESS = {
     name: f"access:{name}"
