@@ -36,7 +36,6 @@ from torch import Tensor, nn
 from onefold.integrations.deepspeed.names import divided
 from onefold.runtime.entry import Entry, Whole
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.parameters.parameter import ShardedParameter
 
 #: How many contexts have gathered a parameter (gathered.py).
 DEPTH = "_onefold_gathered"
