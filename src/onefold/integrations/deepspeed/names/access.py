@@ -34,8 +34,12 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     return spec.gather(local, "safe_get_full_grad()").float()
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """Return the whole parameter in fp32, gathered from its master weights."""
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return the whole parameter in fp32, gathered from its master weights; None if it is frozen,
+    which has none.
+    """
+    if not param.requires_grad:
+        return None
     if isinstance(param, ShardedParameter):
         whole: Tensor = param.onefold.gather()  # type: ignore[attr-defined]
         return whole.float()
@@ -71,8 +75,13 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         return grad.detach().as_subclass(Tensor).reshape(-1).float()
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """Return this rank's elements of the master weights, in fp32."""
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's elements of the master weights, in fp32; None if the parameter is frozen."""
+    return local_fp32(param) if param.requires_grad else None
+
+
+def local_fp32(param: nn.Parameter) -> Tensor:
+    """Return this rank's elements of a parameter, in fp32; shape [their number]."""
     with disable_torch_function():
         return param.detach().as_subclass(Tensor).reshape(-1).float()
 

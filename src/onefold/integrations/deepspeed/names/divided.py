@@ -28,6 +28,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.device import available, default_device
+from onefold.integrations.deepspeed.names.parameter_facts import (
+    ZeroParamStatus,
+    note,
+    summary,
+    world_group,
+)
 from onefold.runtime.parameters.operators.names import words
 from onefold.runtime.state.materialize import KEEPER
 
@@ -37,6 +43,8 @@ NUMBER = "_onefold_init_number"
 _VALUES = "_onefold_init_values"
 #: The attribute that marks a parameter that stays whole.
 _STAYS = "_onefold_init_stays"
+#: Attributes that scripts read of a parameter that has no engine.
+_FACTS = ("ds_id", "ds_status", "ds_shape", "ds_numel", "ds_persist")
 _numbers = itertools.count()
 
 #: Operations that need no values.
@@ -97,6 +105,11 @@ class StandIn(_Divided, Tensor):
 class DividedParameter(_Divided, nn.Parameter):
     """The class of a parameter while it is divided. It is `nn.Parameter` again once it is whole."""
 
+    # Scripts read these; see parameter_facts.py
+    ds_tensor = property(lambda self: self.__dict__[_VALUES])
+    ds_process_group = ds_zero_param_process_group = property(world_group)
+    ds_summary = summary
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
             new = nn.Parameter(self.data.as_subclass(Tensor), self.requires_grad)
@@ -123,6 +136,8 @@ class Intervals:
             param.__dict__.pop(KEEPER)
             param.__dict__.pop(NUMBER)
             param.__dict__.pop(_STAYS, None)
+            for name in _FACTS:
+                param.__dict__.pop(name, None)
 
 
 _KEPT = Intervals()
@@ -140,6 +155,7 @@ def gather(params: Sequence[nn.Parameter]) -> None:
             like = param.data.as_subclass(Tensor)
             if isinstance(param, DividedParameter):
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
+                param.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
                 if is_replaced:
                     param.data = torch.empty(like.shape, dtype=like.dtype, device=like.device)
             if is_replaced or values is None:
@@ -150,7 +166,7 @@ def gather(params: Sequence[nn.Parameter]) -> None:
 
 def number(param: nn.Parameter) -> None:
     """Give the parameter its number. All ranks make parameters in the same order."""
-    param.__dict__.setdefault(NUMBER, next(_numbers))
+    param.__dict__["ds_id"] = param.__dict__.setdefault(NUMBER, next(_numbers))
     param.__dict__[KEEPER] = _KEPT
 
 
@@ -223,10 +239,17 @@ def stand_in(param: nn.Parameter, values: Tensor, count: int | None = None) -> N
     param.__dict__[_VALUES] = values
     param.__dict__[KEEPER] = _KEPT
     if count is not None:
-        param.__dict__[NUMBER] = count
+        param.__dict__[NUMBER] = param.__dict__["ds_id"] = count
     with torch._C.DisableTorchFunctionSubclass():
         param.data = _nothing(values.dtype, param.device, param.shape)
         param.__class__ = DividedParameter
+    note(param, ZeroParamStatus.NOT_AVAILABLE, persists=False)
+
+
+def note_whole(param: nn.Parameter) -> None:
+    """Set the attributes that scripts read, on a parameter that stays whole."""
+    if not isinstance(param, DividedParameter):
+        note(param, ZeroParamStatus.AVAILABLE, persists=True)
 
 
 def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
@@ -287,6 +310,7 @@ def _set_data(param: DividedParameter, value: Tensor) -> None:
             param.data = value.as_subclass(Tensor)
             return
         param.__class__ = nn.Parameter  # type: ignore[assignment]
+        param.__dict__["ds_status"] = ZeroParamStatus.AVAILABLE
         param.data = value
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
-from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
+from onefold.integrations.deepspeed.names.parameter_facts import ZeroParamStatus
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry

@@ -164,6 +164,7 @@ class Init:
                 continue
             if not _alone():
                 divided.divide(param, 0)
+            divided.note_whole(param)
             if self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype:
                 divided.cast(param, self.dtype)
 

@@ -1,4 +1,4 @@
-"""What callers read from parameters and the optimizer at stage 3: status, and hooks to remove.
+"""What callers find on the parameters and the optimizer of an engine at stage 3.
 
 TRL removes DeepSpeed's hooks from the model before it generates inside `GatheredParameters`, and
 registers them again afterwards. Onefold's gathered model communicates nothing, so no hook has to be
@@ -8,31 +8,29 @@ removed.
 from __future__ import annotations
 
 import weakref
-from enum import Enum
 from typing import Any
 
 from torch import Tensor, nn
 
 import onefold
-
-
-class ZeroParamStatus(Enum):
-    """The values of `param.ds_status`: whole, sharded, being gathered."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+from onefold.integrations.deepspeed.names.parameter_facts import (
+    ZeroParamStatus,
+    note,
+    serve_facts,
+)
 
 
 def mark(model: nn.Module) -> None:
     """Set `ds_status` and the attributes beside it on the parameters of a model at stage 3."""
+    serve_facts()
     # TRL's fused losses also ask plain tensors for a status: a parameter that was saved for the
     # backward pass comes back as a plain tensor, whole.
     Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for entry in onefold.engine_of(model).entries:
         said: dict[str, Any] = entry.param.__dict__
         divided = "onefold" in said and said["onefold"].sharded
-        said["ds_status"] = ZeroParamStatus.NOT_AVAILABLE if divided else ZeroParamStatus.AVAILABLE
+        status = ZeroParamStatus.NOT_AVAILABLE if divided else ZeroParamStatus.AVAILABLE
+        note(entry.param, status, persists=not divided)
         said["ds_active_sub_modules"] = set()
         if divided:  # scripts gather the parameters that have a ds_id
             said["ds_id"] = entry.number
