@@ -137,6 +137,7 @@ def assemble(
             " train_batch_size."
         )
     _check_parameters(model, optimizer, model_parameters)
+    _check_schedule(optimizer, lr_scheduler)
     if must_train:
         _check_optimizer(model, read, optimizer, lr_scheduler)
     recipe = Recipe.zero(**read.recipe_arguments)
@@ -276,6 +277,17 @@ def _check_optimizer(
             'there is no optimizer: the configuration has no "optimizer", and initialize was given'
             ' none. Write one, as in {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, or'
             " pass optimizer=. For evaluation alone call model.eval() before initialize."
+        )
+
+
+def _check_schedule(optimizer: Any, lr_scheduler: Any) -> None:
+    """Raise ValueError for a schedule of an optimizer that the engine does not have."""
+    made_here = optimizer is None or callable(optimizer)
+    if made_here and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ValueError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that was made"
+            " outside, and the engine makes its own: pass that optimizer as optimizer=, or a"
+            " function of an optimizer as lr_scheduler=."
         )
 
 

@@ -74,6 +74,7 @@ class DeepSpeedConfig:
         steps_per_print: steps between two lines of progress; None prints none.
         wall_clock_breakdown: whether these lines show the time of forward, backward and step.
         drop_last: whether the data loader drops an incomplete last micro-batch.
+        tag_validation: "ignore", "warn" or "fail": what happens if ranks save under different tags.
         without_effect: (path, reason) of each key that has no effect here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
         left_auto: paths at "auto" of keys that would have an effect. They count as not set; see
@@ -93,6 +94,7 @@ class DeepSpeedConfig:
     steps_per_print: int | None
     wall_clock_breakdown: bool
     drop_last: bool
+    tag_validation: str
     without_effect: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
     left_auto: tuple[str, ...]
@@ -197,7 +199,7 @@ def read_deepspeed(
     )
     parts = {
         name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
-        for name in ("fp16", "bf16", "data_types")
+        for name in ("fp16", "bf16", "data_types", "checkpoint")
     }
     optimizer = (
         read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read)
@@ -248,6 +250,7 @@ def read_deepspeed(
         steps_per_print=None if steps is None or math.isinf(steps) else int(steps),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
         drop_last=top.get("dataloader_drop_last", False),
+        tag_validation=parts["checkpoint"].get("tag_validation", "warn"),
         without_effect=tuple(read.without_effect),
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),

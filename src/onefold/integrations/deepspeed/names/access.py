@@ -86,7 +86,12 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's elements of the master weights, in fp32; None if the parameter is frozen."""
-    return _read(_masters(param)).float() if param.requires_grad else None
+    return local_fp32(param) if param.requires_grad else None
+
+
+def local_fp32(param: nn.Parameter) -> Tensor:
+    """Return this rank's elements of a parameter, frozen or not, in fp32; shape [their number]."""
+    return _read(_masters(param)).float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
