@@ -17,7 +17,16 @@ from onefold.integrations.deepspeed.names.training import initialize
 from ranks import run_ranks
 
 STATES = ("exp_avg", "exp_avg_sq")
-TIERS = [(0, None), (1, None), (1, "cpu"), (2, None), (2, "cpu"), (3, None), (3, "cpu"), (3, "nvme")]
+TIERS = [
+    (0, None),
+    (1, None),
+    (1, "cpu"),
+    (2, None),
+    (2, "cpu"),
+    (3, None),
+    (3, "cpu"),
+    (3, "nvme"),
+]
 
 
 class Net(nn.Module):
@@ -83,9 +92,14 @@ def read_and_write(stage: int, tier: str | None, folder: str, precision: str | N
     pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
     trained = [(mine, theirs) for mine, theirs in pairs if theirs.requires_grad]
 
-    def alike(kind: str, value: Any, *key: str) -> None:
+    def alike(kind: str, *key: str) -> None:
         for mine, theirs in trained:
-            torch.testing.assert_close(whole(kind, mine, *key), value(theirs), **near)
+            value = {
+                "grad": lambda p: engine.cur_scale * p.grad,
+                "fp32_param": lambda p: p.detach(),
+                "optimizer_state": lambda p: adam.state[p][key[0]],
+            }[kind](theirs)
+            torch.testing.assert_close(whole(kind, mine, *key), value, **near)
 
     def pass_and_plain_pass() -> None:
         engine.backward(engine(batch(dist.get_rank())))
@@ -101,16 +115,15 @@ def read_and_write(stage: int, tier: str | None, folder: str, precision: str | N
         if not theirs.requires_grad:
             assert access.safe_get_full_fp32_param(mine) is None
             assert access.safe_get_local_fp32_param(mine) is None
-    alike("fp32_param", lambda p: p.detach())
+    alike("fp32_param")
     for _ in range(2):
         pass_and_plain_pass()
-        scale = engine.cur_scale
-        alike("grad", lambda p: scale * p.grad)
+        alike("grad")
         engine.step()
         adam.step()
-        alike("fp32_param", lambda p: p.detach())
+        alike("fp32_param")
         for key in STATES:
-            alike("optimizer_state", lambda p: adam.state[p][key], key)
+            alike("optimizer_state", key)
 
     # What is written is read again, and is what the next step computes with
     pass_and_plain_pass()
@@ -143,7 +156,7 @@ def read_and_write(stage: int, tier: str | None, folder: str, precision: str | N
             access.safe_set_local_fp32_param(mine, torch.zeros(1000))
     engine.step()
     adam.step()
-    alike("fp32_param", lambda p: p.detach())
+    alike("fp32_param")
     # A rank may ask for its own elements alone
     if dist.get_rank() == 0:
         for mine, _ in trained:

@@ -3,7 +3,7 @@ stored.
 
 | function | works on                                                                      | called by            |
 |----------|-------------------------------------------------------------------------------|----------------------|
-| `full`   | the whole tensor, in the parameter's shape                                    | every rank, together |
+| `full`   | a copy of the whole, in the parameter's shape                                 | every rank, together |
 | `local`  | this rank's elements, one-dimensional; it may have none                       | any rank             |
 
 Each returns None for what does not exist: a gradient before `backward`, an optimizer state before
@@ -42,7 +42,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         return None
     spec = spec_of(param)
     if spec is None:
-        return grad.detach().float()
+        return grad.detach().to(torch.float32, copy=True)
     return spec.gather(_gradient(param, grad).to(param.device), "safe_get_full_grad()").float()
 
 
@@ -55,7 +55,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if isinstance(param, ShardedParameter):
         whole: Tensor = param.onefold.gather()  # type: ignore[attr-defined]
         return whole.float()
-    return param.detach().float()
+    return param.detach().to(torch.float32, copy=True)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -65,7 +65,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if spec is None:
-        return None if held is None else _read(held).float().view(param.shape)
+        return None if held is None else _read(held).to(torch.float32, copy=True).view(param.shape)
     with disable_torch_function():
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
