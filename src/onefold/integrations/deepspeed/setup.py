@@ -138,6 +138,7 @@ def assemble(
             " train_batch_size."
         )
     _check_parameters(model, optimizer, model_parameters)
+    _check_schedule(optimizer, lr_scheduler)
     if must_train:
         _check_optimizer(model, read, optimizer, lr_scheduler)
     recipe = Recipe.zero(**_recipe_arguments(read, optimizer))
@@ -308,6 +309,17 @@ def _refuse_fp16_states(recipe: Recipe, optimizer: torch.optim.Optimizer | None)
             " fp16 too, where squares of small gradients are 0, so that its steps come out many"
             " times too large. Name Adam or AdamW in the configuration, pass an object of theirs"
             " as optimizer=, or leave fp16_master_weights_and_grads out."
+        )
+
+
+def _check_schedule(optimizer: Any, lr_scheduler: Any) -> None:
+    """Raise ValueError for a schedule of an optimizer that the engine does not have."""
+    made_here = optimizer is None or callable(optimizer)
+    if made_here and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ValueError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that was made"
+            " outside, and the engine makes its own: pass that optimizer as optimizer=, or a"
+            " function of an optimizer as lr_scheduler=."
         )
 
 

@@ -264,6 +264,14 @@ TORCH_AUTOCAST: Section = {
     "lower_precision_safe_modules": Key("any"),
 }
 
+CHECKPOINT: Section = {
+    "tag_validation": Key("text", choices=("ignore", "warn", "fail")),
+    **{
+        name: Key("any", inert=_CHECKPOINT)
+        for name in ("load_universal", "use_node_local_storage", "parallel_write", "writer")
+    },
+}
+
 OPTIMIZER: Section = {
     "type": Key("text", required=True),
     "params": Key("section"),
@@ -302,7 +310,7 @@ TOP: Section = {
     "dump_state": _flag(inert=_MONITOR),
     "log_level": Key("any", inert=_MONITOR),
     "autotuning": Key("any", later="tuning by trial runs is not built: remove it"),
-    "checkpoint": Key("any", inert=_CHECKPOINT),
+    "checkpoint": Key("section"),
     "checkpoint_engine": Key("any", inert=_CHECKPOINT),
     "datastates": Key("any", inert=_CHECKPOINT),
     "disable_python_gc": _flag(inert="Python's garbage collector is left alone"),
@@ -340,6 +348,7 @@ SECTIONS: Mapping[str, Section] = {
     "fp16": FP16,
     "bf16": BF16,
     "data_types": DATA_TYPES,
+    "checkpoint": CHECKPOINT,
     "optimizer": OPTIMIZER,
     "scheduler": SCHEDULER,
     "aio": AIO,

@@ -94,6 +94,7 @@ class DeepSpeedConfig:
         autocast: torch.autocast around forward passes, or None.
         buffer_dtypes: the dtypes of floating-point buffers.
         short_states: whether the file asks for optimizer states in bf16.
+        tag_validation: "ignore", "warn" or "fail": what happens if ranks save under different tags.
         without_effect: (path, reason) of each key that has no effect here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
         left_auto: paths at "auto" of keys that would have an effect. They count as not set; see
@@ -119,6 +120,7 @@ class DeepSpeedConfig:
     autocast: Autocast | None
     buffer_dtypes: BufferDtypes
     short_states: bool
+    tag_validation: str
     without_effect: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
     left_auto: tuple[str, ...]
@@ -227,7 +229,7 @@ def read_deepspeed(
     )
     parts = {
         name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
-        for name in ("fp16", "bf16", "data_types", "torch_autocast")
+        for name in ("fp16", "bf16", "data_types", "torch_autocast", "checkpoint")
     }
     optimizer = (
         read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read)
@@ -300,6 +302,7 @@ def read_deepspeed(
         drop_last=top.get("dataloader_drop_last", False),
         sums_gradients=top.get("gradient_allreduce_op") == "sum",
         managed_accumulation=top.get("managed_gradient_accumulation", True),
+        tag_validation=parts["checkpoint"].get("tag_validation", "warn"),
         without_effect=tuple(read.without_effect),
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),
