@@ -233,3 +233,76 @@ def test_every_rank_sees_the_states_of_plain_pytorch(name: str) -> None:
     """After any history: freezes, parameters that are used late or never, states that are dropped."""
     for how in ("trained", "frozen", "thawed", "popped", "cleared", "unsharded"):
         assert run_ranks(2, like_plain, name, how) == [[], []], how
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "on the host": {"stage": 3, "offload_optimizer": "cpu"},
+    "on NVMe": {"stage": 3, "offload_optimizer": "nvme", "offload_param": "nvme"},
+    "in backward": {"stage": 2, "offload_optimizer": "cpu", "step_in_backward": True},
+    "bf16": {"stage": 3, "precision": "bf16"},
+    "moments": {"stage": 2, "moments": "int8"},
+    "tiles": {"stage": 3, "tile": 200},
+    "HSDP": {"stage": 3, "shard_group": 2},
+    "hybrid": {"stage": 3, "shard_group": 2, "optimizer_over": "all"},
+}
+
+
+def outlined(model: Any, optimizer: Any) -> list[Any]:
+    """[(parameter, [(key, shape)], step)] in the order of `optimizer.state`."""
+    names = {id(p): n for n, p in model.named_parameters()}
+    return [
+        (names[id(p)], [(key, tuple(v.shape)) for key, v in state.items()], float(state["step"]))
+        for p, state in optimizer.state.items()
+    ]
+
+
+def under_recipes(folder: str, names: list[str]) -> list[Any]:
+    out: list[Any] = []
+    for name in names:
+        recipe = RECIPES[name] | ({"nvme": folder} if "NVMe" in name else {})
+
+        def built(recipe: dict[str, Any] = recipe) -> tuple[Any, Any]:
+            torch.manual_seed(0)
+            model: Any = onefold.shard(Odd(), onefold.Recipe.zero(stall_timeout=20.0, **recipe))
+            return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def go_on(model: Any, optimizer: Any, count: int) -> None:
+            for step in range(count):
+                optimizer.zero_grad()
+                torch.manual_seed(step)
+                model(torch.randn(4, 6)).backward()
+                optimizer.step()
+
+        model, optimizer = built()
+        go_on(model, optimizer, 4)
+        out.append((name, "trained", outlined(model, optimizer)))
+        model.first.requires_grad_(False)
+        go_on(model, optimizer, 1)
+        out.append((name, "frozen", outlined(model, optimizer)))
+        onefold.save(f"{folder}/{name}", model=model, optimizer=optimizer)
+        model, optimizer = built()
+        onefold.load(f"{folder}/{name}", model=model, optimizer=optimizer)
+        out.append((name, "loaded", outlined(model, optimizer)))
+        go_on(model, optimizer, 2)
+        out.append((name, "went on", outlined(model, optimizer)))
+    return out
+
+
+@pytest.mark.parametrize(("ranks", "names"), [(2, list(RECIPES)[:6]), (4, list(RECIPES)[6:])])
+def test_every_recipe_shows_the_same_states_on_every_rank(
+    ranks: int, names: list[str], tmp_path: Path
+) -> None:
+    steps = {
+        "trained": {"late": 2.0},
+        "frozen": {"late": 3.0, "last": 5.0},
+        "loaded": {"late": 3.0, "last": 5.0},
+        "went on": {"first": 6.0, "late": 3.0, "last": 7.0},
+    }
+    first, *others = run_ranks(ranks, under_recipes, str(tmp_path), names)
+    assert len(first) == 4 * len(names)
+    for other in others:
+        assert [a for a, b in zip(other, first, strict=True) if a != b] == []
+    for name, when, found in first:
+        for param, _, step in found:
+            wanted = steps[when].get(param.partition(".")[0], 4.0)
+            assert step == wanted, (name, when, param)

@@ -36,6 +36,7 @@ from onefold.runtime.parameters.interval import (
     dress,
     spec_of,
 )
+from onefold.runtime.parameters.storageless import StatePlace
 
 _enabled = torch._C._is_torch_function_enabled
 
@@ -151,11 +152,15 @@ class FacedStates(PlainStates):
                 self._fill(key, state)
             for name, value in state.items():
                 if (
-                    type(value) is torch.Tensor
-                    and tuple(value.shape) == (numel,)
-                    and packed(name) is None
-                    and name != "step"
+                    type(value) not in (torch.Tensor, StatePlace)
+                    or tuple(value.shape) != (numel,)
+                    or packed(name) is not None
+                    or name == "step"
                 ):
+                    continue
+                if isinstance(value, StatePlace):
+                    value.spec = spec.of(str(name))
+                else:
                     state[name] = dress(value, spec.of(str(name)))
             self.dressed.append((spec, state))
         return state

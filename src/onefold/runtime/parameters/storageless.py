@@ -106,10 +106,20 @@ _ALLOWED = {
 
 class StatePlace(torch.Tensor):
     """A placeholder in `optimizer.state` for a state on NVMe. Copying or pickling it raises, since
-    the copy would not hold the state.
+    the copy would not hold the state. With a `spec` it shows the shape of the whole to user code.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    spec: IntervalSpec | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, StatePlace) and first.spec is not None:
+            meta = META.get(name_of(func))
+            if meta is not None:
+                return meta(first.spec, *args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
     @staticmethod
     def of(shape: Any, dtype: torch.dtype) -> StatePlace:
