@@ -100,6 +100,7 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
     shard(module, engine.recipe, group=given[0] if moved else group, units=given[1], init=given[2])
     again = engine_of(module)
     again.given, again.progress.step = given, step
+    again.progress.follower = engine.progress.follower
     engine.__dict__ = again.__dict__
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import onefold
 from onefold.integrations.deepspeed.names import access, divided, gathered, init, leaves, optimizers
-from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
+from onefold.integrations.deepspeed.names.parameter_facts import ZeroParamStatus
 from onefold.integrations.deepspeed.names.training import (
     DeepSpeedOptimizer,
     initialize,

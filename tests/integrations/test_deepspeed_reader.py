@@ -220,11 +220,8 @@ def test_a_wrong_value_raises_with_what_was_expected(config: dict[str, Any], pat
 
 LATER: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "trains differently"),
-    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch.autocast"),
     ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel"),
     ({"amp": {"enabled": True, "opt_level": "O1"}}, "removed"),
-    ({"gradient_allreduce_op": "sum"}, "multiply the loss by the world size"),
-    ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "fp32"),
 ]
 
 

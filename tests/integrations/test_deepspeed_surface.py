@@ -198,9 +198,8 @@ def test_in_fp16_a_loss_that_nothing_scaled_is_refused() -> None:
     for one in (engine, other):
         one.step()
     assert all(map(torch.equal, weights(engine), weights(other)))
-    engine(batch().half()).float().square().mean().backward()
     with pytest.raises(RuntimeError, match=r"engine\.scale\(loss\)\.backward\(\)"):
-        engine.step()
+        engine(batch().half()).float().square().mean().backward()
 
 
 def test_an_optimizer_with_nothing_to_train_is_a_sentence() -> None:

@@ -68,7 +68,7 @@ def trained(
     for step in range(3):
         for k in range(micro_batches):
             torch.manual_seed(100 * step + 10 * k + torch.distributed.get_rank())
-            engine.progress.sync = k + 1 == micro_batches
+            engine.progress.synced = k + 1 == micro_batches
             x = torch.randn(3, 24, requires_grad=again)
             loss = model(x).float().square().mean()
             loss.backward()

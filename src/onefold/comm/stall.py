@@ -37,6 +37,11 @@ class CollectiveContext:
         return f"waiting in {self.move} of unit {self.unit!r} ({self.phase}, step {self.step})"
 
 
+#: Of a stall in a forward pass
+_GENERATING = (
+    " To generate texts, whose lengths differ between ranks, call generate(..., synced_gpus=True), so"
+    " that every rank makes equally many passes."
+)
 # Seconds that a rank waits, after it gave up, for the notes of the others.
 GRACE = 3.0
 
@@ -92,8 +97,9 @@ def stall_error(
         *(f"  rank {r}: {notes[r]}" for r in sorted(notes)),
         (
             "Ranks must run the same forward and backward passes on a sharded model, each with a"
-            " batch of its own, and with the same parameters frozen. If a rank may be slower than this, raise stall_timeout in the"
-            " recipe."
+            " batch of its own, and with the same parameters frozen."
+            + (_GENERATING if context.phase == "forward" else "")
+            + " If a rank may be slower than this, raise stall_timeout in the recipe."
         ),
         f"(backend: {text[:200]})",
     ]

@@ -14,6 +14,7 @@ commands.
 | Which parameters train, and what waits?     | `trained`, `unreduced`                                              |
 | What does a forward pass see and leave?     | `handles`, `nested`, `keep_gathered`                                |
 | Which other passes are there?               | `differentiate`                                                     |
+| Who follows the passes from outside?        | `following`                                                         |
 | What else is checked and kept?              | `checks`, `buffers`, `unset`, `registry`                            |
 
 Two subpackages: `parameters` is what a user's code sees of a parameter, `state` reads and writes

@@ -59,9 +59,10 @@ class Backward:
         progress = self.progress
         if not progress.backward_open and in_autograd():
             with disable_torch_function():
-                progress.differentiating = not (
-                    accumulates or differentiate.accumulates(self.entries)
-                )
+                differentiating = not (accumulates or differentiate.accumulates(self.entries))
+                if not differentiating:
+                    self._tell_follower()
+                progress.differentiating = differentiating
                 progress.backward_open, progress.creates_graph = True, torch.is_grad_enabled()
                 self.gather.begin_backward()
                 if not progress.differentiating:
@@ -70,9 +71,20 @@ class Backward:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         elif accumulates and progress.differentiating:
             # A gradient from inside a re-entrant checkpoint: the outer graph does not show it
+            self._tell_follower()
             progress.differentiating = False
             self.gather.foresee_backward()
             self.reduce.begin_backward()
+
+    def _tell_follower(self) -> None:
+        follower, self.progress.factor = self.progress.follower, 1.0
+        if follower is None:
+            return
+        try:
+            self.progress.factor = follower.backward_begins() * follower.weight
+        except BaseException:
+            self.reached.clear()
+            raise
 
     def _end(self) -> None:
         progress, reduce = self.progress, self.reduce
@@ -93,7 +105,10 @@ class Backward:
             if used:
                 self._close_graphs()
             if progress.deferring or progress.holding:
+                progress.pending = True
                 show_unreduced(reduce)
+            elif used:
+                progress.pending = False
             self.steps.join()
             progress.backward_open = False
             self.gather.end_backward()
@@ -101,6 +116,29 @@ class Backward:
             transfers.down.wait()  # the copies down that the user finds in `.grad` are complete
             memory.look()
             transfers.host.look()
+            for unit in reduce.units:
+                unit.waiting = set()
+
+    def reduce_pending(self) -> None:
+        """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
+        would have. Collective. `Progress.sync` must hold.
+        """
+        progress, reduce = self.progress, self.reduce
+        with disable_torch_function(), torch.no_grad():
+            if progress.backward_open:  # a backward pass raised before it came to its end
+                self.reset()
+            progress.backward_open, progress.factor, progress.pending = True, 1.0, False
+            reduce.begin_backward()
+            reduce.launch_rest()
+            agree_and_finish(self.resources, self.gather, reduce, reduce.used, learn=False)
+            progress.step += 1
+            progress.reduced_since_gather = True
+            self.steps.join()
+            progress.backward_open = False
+            self.resources.pool.drain()
+            self.resources.transfers.down.wait()
+            self.resources.memory.look()
+            self.resources.transfers.host.look()
             for unit in reduce.units:
                 unit.waiting = set()
 
@@ -136,7 +174,7 @@ class Backward:
         progress.backward_open = progress.differentiating = False
         progress.open_graphs = progress.root_graphs = 0
         self.reached.clear()
-        progress.outside_graphs = False
+        progress.outside_graphs = progress.pending = False
         self.gather.end_backward()
         self.activations.end_backward()
 
@@ -168,9 +206,15 @@ _TOLD = 512  # bytes of a message about what went wrong
 
 
 def agree_and_finish(
-    resources: Resources, gather: Gatherer, reduce: Reducer, used: set[int]
+    resources: Resources,
+    gather: Gatherer,
+    reduce: Reducer,
+    used: set[int],
+    learn: bool = True,
 ) -> None:
     """Exchange which parameters were used and which orders were seen; then set the gradients.
+
+    `learn`: the orders are those of a pass, and may become the agreed ones.
 
     Raises:
         StallError: the ranks launched different collectives on a native backend, so what they
@@ -210,7 +254,8 @@ def agree_and_finish(
     reduce.finish(used_anywhere)
     if late_anywhere:
         reduce.second_round(sorted(late_anywhere), used_anywhere)
-    if alike(found[0]) and not (reduce.learned and (gather.learned or not gather.sharded)):
+    known = reduce.learned and (gather.learned or not gather.sharded)
+    if learn and alike(found[0]) and not known:
         _learn(gather, reduce, gathered_anywhere)
 
 

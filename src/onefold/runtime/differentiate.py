@@ -69,11 +69,12 @@ def accumulates(entries: Iterable[Entry]) -> bool:
     whose gradients this does not foresee.
     """
     refuse_transforms()
-    return any(
-        _will_run(torch.autograd.graph.get_gradient_edge(entry.compute).node)
-        for entry in entries
-        if entry.active
-    )
+    return any(will_accumulate(entry.compute) for entry in entries if entry.active)
+
+
+def will_accumulate(leaf: torch.Tensor) -> bool:
+    """Whether the backward pass under way accumulates a gradient into `leaf`."""
+    return _will_run(torch.autograd.graph.get_gradient_edge(leaf).node)
 
 
 def _will_run(node: Any) -> bool:

@@ -407,10 +407,12 @@ class Engine:
         if failure is not None:
             raise failure
 
-    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
-        """Called after an optimizer over the parameters of `entries` has stepped."""
+    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Called after an optimizer over the parameters of `entries` has stepped. Returns those
+        that other ranks alone have stepped.
+        """
         self.progress.optimizer_seen = self.progress.stepped = True
-        self.write_counters.stepped(entries)
+        return self.write_counters.stepped(entries)
 
     # -- backward ----------------------------------------------------------------------------------
 
@@ -424,11 +426,19 @@ class Engine:
 
     @contextlib.contextmanager
     def unsynced(self) -> Iterator[None]:
-        before, self.progress.sync = self.progress.sync, False
+        before, self.progress.synced = self.progress.synced, False
         try:
             yield
         finally:
-            self.progress.sync = before
+            self.progress.synced = before
+
+    def reduce_pending(self) -> None:
+        """Reduce the gradients that wait for the boundary, outside of a backward pass. Collective:
+        every rank must call it, after the same backward passes.
+        """
+        if self.progress.pending and self.progress.sync:
+            self.backward.reduce_pending()
+            self.buffers.after_pass(True)
 
     def refuse_changes(self, call: str) -> None:
         """Raise RuntimeError if the model has other parameters by now than `shard()` found. Called

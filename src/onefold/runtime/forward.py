@@ -190,6 +190,8 @@ class Forward:
     def _begin_pass(self, is_root: bool) -> None:
         if self.progress.backward_open:  # a backward pass raised before it came to its end
             self.backward.reset()
+        if self.progress.follower is not None:
+            self.progress.follower.forward_begins()
         self.unset.look()
         self._over_model, self.raised_in = is_root, None
         self._entered.clear()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -154,7 +156,7 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
         if engine.closed:
             _refuse_leftovers(part)
-        elif not engine.whole_depth:
+        elif not engine.whole_depth and not _is_for_keys():
             raise RuntimeError(
                 "state_dict() of a sharded model would hold this rank's intervals under the names"
                 " of whole parameters. Use onefold.full_state_dict(model) on every rank (rank 0"
@@ -176,6 +178,19 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(on_save),
         module.register_load_state_dict_pre_hook(on_load),
     ]
+
+
+#: Methods of peft's wrappers that ask the module that they save whole for its keys alone, while
+#: they read values from the state dict that they were given.
+_ASK_FOR_KEYS = ("adapter_state_dict", "adapter_state_dict_load_map")
+
+
+def _is_for_keys() -> bool:
+    """Return whether the caller of `state_dict()` reads the keys of its result, and no values."""
+    frame: FrameType | None = sys._getframe(2)  # torch's state_dict(), below the hook
+    while frame is not None and frame.f_code.co_name == "state_dict":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _ASK_FOR_KEYS
 
 
 def _refuse_leftovers(part: nn.Module) -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from onefold.recipe import Recipe
     from onefold.runtime.capabilities import Capabilities
     from onefold.runtime.flat import Flat
+    from onefold.runtime.following import PassFollower
     from onefold.runtime.residuals import Residuals
     from onefold.runtime.transfers import Transfers
 
@@ -31,7 +32,10 @@ class Progress:
 
     Attributes:
         step: synchronized backward passes so far.
-        sync: this backward pass ends with reduced gradients (it is not under `no_sync`).
+        synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
+            whatever the recipe says. pending: gradients wait for a later reduction.
+        follower: code outside the core that follows the passes (runtime/following.py). factor: what
+            the gradients of the backward pass under way are multiplied with.
         graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.
         differentiating: that pass accumulates nothing (torch.autograd.grad). creates_graph: that
@@ -52,7 +56,10 @@ class Progress:
     """
 
     def __init__(self, recipe: Recipe, group: Group) -> None:
-        self.step, self.sync = 0, True
+        self.step, self.synced = 0, True
+        self.holds_whole = self.pending = False
+        self.follower: PassFollower | None = None
+        self.factor = 1.0
         self.graded = False
         self.backward_open = self.differentiating = self.creates_graph = False
         self.open_graphs = self.root_graphs = 0
@@ -77,16 +84,21 @@ class Progress:
         return "backward" if self.backward_open else "forward"
 
     @property
+    def sync(self) -> bool:
+        """Whether this backward pass ends with reduced gradients."""
+        return self.synced and (self.follower is None or self.follower.synchronizes)
+
+    @property
     def deferring(self) -> bool:
         """Whether gradients stay whole in this backward pass."""
-        return self._defers and not self.sync
+        return (self._defers or self.holds_whole) and not self.sync
 
     @property
     def holding(self) -> bool:
         """Whether gradients are reduced inside each group only in this backward pass: the hop
         between groups waits for the last micro-batch.
         """
-        return self._holds and not self.sync
+        return self._holds and not self.holds_whole and not self.sync
 
     @property
     def awaited_by_others(self) -> bool:

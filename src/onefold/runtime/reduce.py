@@ -193,7 +193,7 @@ class Reducer:
             for grad in grads
         ):
             return False
-        scale, views = flat.early_scale, flat.views(buffer)
+        scale, views = flat.early_scale * self.progress.factor, flat.views(buffer)
         if len(entries) < len(views) or any(
             entry is not own for entry, own in zip(entries, flat.entries, strict=True)
         ):
@@ -259,7 +259,7 @@ class Reducer:
                 earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
                     entry.slot.shape
                 )
-                earlier = earlier / flat.early_scale
+                earlier = earlier / (flat.early_scale * self.progress.factor)
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and get_grad(entry.compute) is None):
             entry.filled = False  # the gradient on the parameter includes the earlier one
@@ -290,7 +290,7 @@ class Reducer:
             self.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = flat.early_scale
+        scale = flat.early_scale * self.progress.factor
         if entry.filled:
             view.add_(grad, alpha=scale)
         elif scale != 1:

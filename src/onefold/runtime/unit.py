@@ -16,6 +16,7 @@ Any other move is a bug of the engine and raises.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import itertools
 import weakref
@@ -27,7 +28,7 @@ from torch import nn
 
 from onefold.comm import Pending
 from onefold.device import Ticket
-from onefold.layout import Dtypes, Tiers, grouped_as
+from onefold.layout import LOW, Dtypes, Tiers, grouped_as
 from onefold.runtime.entry import Entry, declared_dtype
 from onefold.runtime.flat import Flat
 from onefold.runtime.placement import rests_encoded
@@ -165,7 +166,8 @@ def bind(
     offloaded: Collection[int],
 ) -> list[Unit]:
     """Build the units of `specs`. A unit has one flat buffer for each kind of its parameters: of
-    one dtype, trained or frozen, stored encoded or not.
+    one dtype, trained or frozen, stored encoded or not, with gradients of one dtype on the wire
+    (`_onefold_wire` of a parameter names another than the recipe's).
 
     Each unit reserves eight numbers for its flat buffers. Further ones are numbered after those of
     all units.
@@ -177,14 +179,18 @@ def bind(
     recipe, more = resources.recipe, itertools.count(8 * len(specs) + 1)
     units = []
     for index, spec in enumerate(specs):
-        kinds: dict[tuple[torch.dtype, bool, bool], list[Found]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, torch.dtype | None], list[Found]] = {}
         for found in spec.found:
             like = grouped_as(declared_dtype(found.param), recipe)
-            kind = like, found.param.requires_grad, rests_encoded(found, recipe)
+            trainable = found.param.requires_grad
+            wire = found.param.__dict__.get("_onefold_wire") if trainable and like in LOW else None
+            kind = like, trainable, rests_encoded(found, recipe), wire
             kinds.setdefault(kind, []).append(found)
         flats = []
-        for i, ((_, trainable, encoded), of_kind) in enumerate(kinds.items()):
+        for i, ((_, trainable, encoded, wire), of_kind) in enumerate(kinds.items()):
             dtypes = Dtypes.of(declared_dtype(of_kind[0].param), trainable, recipe)
+            if wire is not None and recipe.gradients.wire is None:
+                dtypes = dataclasses.replace(dtypes, wire=wire)
             number = 8 * index + i if i < 8 else next(more)
             tiers = Tiers.of(trainable, recipe) if index in offloaded and not encoded else None
             name = spec.name or "(root)"

@@ -46,6 +46,21 @@ def show_unreduced(reduce: Reducer) -> None:
                     )
 
 
+def whole_local_gradient(entry: Entry, weight: float = 1.0) -> torch.Tensor | None:
+    """Return a copy of this rank's whole gradient of `entry` that waits for the boundary; None if
+    none waits whole.
+
+    `weight`: what every gradient was multiplied with on arrival (`PassFollower.weight`).
+    """
+    flat = entry.flat
+    run = flat.run_of.get(entry.index)
+    if not entry.filled or entry.unreduced is None or run not in flat.grads:
+        return None
+    with disable_torch_function(), torch.no_grad():
+        part = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]]
+        return part.view(entry.slot.shape) / (flat.early_scale * weight)
+
+
 def take_unreduced(reduce: Reducer) -> None:
     """Forget the unreduced gradients that the user has dropped. Called before the rest are used.
 

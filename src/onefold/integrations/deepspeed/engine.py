@@ -6,17 +6,17 @@ sharded module.
     no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
 
 `step()` is called after every micro-batch, and steps the optimizer at the boundary only.
-Micro-batches before the boundary run forward and backward under `onefold.no_sync`: stages 0 and 1
-send nothing until the boundary; stages 2 and 3 follow their recipe.
+Backward passes before the boundary count as under `onefold.no_sync`: stages 0 and 1 send nothing
+until the boundary; stages 2 and 3 follow their recipe. The engine follows the passes of its module
+(passes.py), so scripts may also call the module itself, and a loss's own `backward()`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,16 +24,20 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.integrations.deepspeed import checkpoints
+from onefold.integrations.deepspeed.accumulation import Accumulation
+from onefold.integrations.deepspeed.autocast import AutocastPasses
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
-from onefold.integrations.deepspeed.data_loader import MicroBatches
 from onefold.integrations.deepspeed.facts import NOT_OF_THE_ENGINE
+from onefold.integrations.deepspeed.misuse import EngineMisuse, NoScalarLoss
+from onefold.integrations.deepspeed.optimizer_facts import show_scale
+from onefold.integrations.deepspeed.passes import Passes
 from onefold.integrations.deepspeed.saving import WholeSaves
 from onefold.integrations.deepspeed.scaling import LossScaler, scale_gradients
 
 logger = logging.getLogger("onefold")
 
 
-class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
+class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
     """A sharded module with its optimizer and schedule, driven by DeepSpeed's calls.
 
     Attributes:
@@ -70,26 +74,25 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         self.micro_steps = self.global_steps = self.skipped_steps = self.global_samples = 0
         self._accumulation = config.batch.accumulation or 1
         self.loss_scaler = LossScaler(config.loss_scaling) if config.loss_scaling else None
-        self._boundary: bool | None = None
-        self._inside_no_sync = self._step_applied = False
-        # Calls of `backward` and of `scale` since the last optimizer step
-        self._passes = self._scaled_losses = 0
-        self.keeps_gradients = self._stepped_gradients = False
+        self._is_gradient_accumulation_boundary: bool | None = None
+        self._inside_no_sync = self._coalescing = self._stepping = self._step_applied = False
+        self.keeps_gradients = False
         self._norm: Tensor | None = None
         self._seconds: dict[str, float] = {}
         self.collate_fn: Any = None
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size = runtime.rank, runtime.world_size
         if optimizer is not None:
-            # accelerate reads `optimizer.overflow` to learn whether the last step was skipped
-            optimizer.overflow = False
+            show_scale(optimizer, self.loss_scaler)
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self._autocast = AutocastPasses(config.autocast)
+        self._passes = Passes(self, self.world_size if config.sums_gradients else 1)
 
     # -- the three calls ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        with self._timed("forward"), self._micro_batch():
+        with self._timed("forward"), self._autocast.context(self.device):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -111,39 +114,42 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
             the loss divided by the accumulation steps, without the loss scale.
 
         Raises:
-            ValueError: `loss` is no scalar with a graph.
-            RuntimeError: the engine has no optimizer, or the whole model is gathered.
+            NoScalarLoss: `loss` is no scalar with a graph.
+            EngineMisuse: the engine has no optimizer, or the whole model is gathered.
         """
         self._needs_optimizer("backward")
         if onefold.engine_of(self.module).whole_depth:
-            raise RuntimeError(
+            raise EngineMisuse(
                 "engine.backward() was called inside a context that gathers the whole model, where"
                 " no gradient is reduced: leave GatheredParameters or full_params first."
             )
-        if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-            given = (
-                f"a tensor of shape {tuple(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
-            )
-            raise ValueError(
-                f"engine.backward was given {given}: expected a scalar loss with a graph, as from"
-                " mean()."
-            )
-        self._passes += 1
+        _check_loss("backward", loss)
         loss = loss / self._accumulation if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
-        with self._timed("backward"), self._micro_batch():
+        with self._timed("backward"), self._passes.of_engine():
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
         return loss
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Return the loss times fp16's loss scale, to call `engine.scale(loss).backward()` instead
-        of `engine.backward(loss)`. `step` then divides by the accumulation steps.
+        of `engine.backward(loss)`. Such a backward pass divides by the accumulation steps itself.
+
+        Args:
+            retain_graph: accepted; the call of `backward` decides.
+
+        Raises:
+            NoScalarLoss: `loss` is no scalar with a graph.
         """
         self._needs_optimizer("scale")
-        self._scaled_losses += 1
-        return loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
+        _check_loss("scale", loss)
+        if self.loss_scaler is None:
+            return loss
+        return self._passes.follow_scaled(loss.float() * self.loss_scaler.scale)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether backward passes need a scaled loss."""
+        return self.loss_scaler is not None and self.loss_scaler.is_needed()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients
@@ -153,53 +159,62 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
         (in bf16 unless the configuration turns this off).
 
         Raises:
-            RuntimeError: there is no optimizer, the call is inside `no_sync`, or no loss was scaled
-                in fp16.
+            EngineMisuse: there is no optimizer, or the call is inside `no_sync` or
+                `coalesce_grad_reduction`.
             FloatingPointError: fp16 gradients overflow at the smallest loss scale.
         """
         self._needs_optimizer("step")
-        if self._inside_no_sync:
-            raise RuntimeError(
-                "engine.step() was called inside engine.no_sync(), where nothing is reduced: leave"
-                " it first."
+        if self._inside_no_sync or self._coalescing:
+            raise EngineMisuse(
+                "engine.step() was called inside engine.no_sync() or"
+                " engine.coalesce_grad_reduction(), where nothing is reduced: leave it first."
             )
-        self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
-            with self._timed("step"):
-                self._optimizer_step(lr_kwargs or {})
-            self._report()
+        self._step_applied, self._stepping = False, True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                with self._timed("step"):
+                    self._optimizer_step(lr_kwargs or {})
+                self._report()
+        finally:
+            self._stepping = False
         self.micro_steps += 1
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
-        self._finish_own_passes()
+        onefold.engine_of(self.module).reduce_pending()
+        if self.settings.refuses_unused:
+            self._refuse_unused()
         overflow = self.optimizer.overflow = not self._clip()
         if not overflow:
             self.optimizer.step()
             self._step_applied = True
-        self._stepped_gradients = self.keeps_gradients and not overflow
-        if not self._stepped_gradients:
+        passes, self._passes.since_step = self._passes.since_step, 0
+        self._passes.stepped = self.keeps_gradients and not overflow
+        if not self._passes.stepped:
             self.module.zero_grad()
         if overflow:
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += self.settings.batch.train or 0
+        batch = self.settings.batch
+        self.global_samples += (
+            batch.train or 0
+            if self.settings.managed_accumulation
+            else (batch.micro or 0) * self.world_size * passes
+        )
 
-    def _finish_own_passes(self) -> None:
-        """Divide the gradients by the accumulation steps if only `loss.backward()`, and never
-        `engine.backward`, was called since the last step. In fp16 the loss must have been scaled.
-        """
-        own, scaled = not self._passes, self._scaled_losses
-        self._passes = self._scaled_losses = 0
-        if own and self.loss_scaler is not None and not scaled:
-            raise RuntimeError(
-                "engine.step() in fp16, and no loss was scaled since the last step: call"
-                " engine.backward(loss), or engine.scale(loss).backward(), in place of"
-                " loss.backward()."
+    def _refuse_unused(self) -> None:
+        unused = [
+            name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
+        ]
+        if unused:
+            more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+            raise EngineMisuse(
+                f"parameters got no gradient since the last step: {', '.join(unused[:3])}{more}, and"
+                ' the configuration says "ignore_unused_parameters": false. Freeze them'
+                " (requires_grad_(False)), use them in the loss, or set ignore_unused_parameters to"
+                " true."
             )
-        if own and self._accumulation > 1:
-            scale_gradients(self.module, 1 / self._accumulation)
 
     def _clip(self) -> bool:
         """Unscale and clip the gradients. Return False if the step must be skipped because they are
@@ -231,52 +246,8 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. `step` or the next forward pass does this; see `keeps_gradients`."""
-        self._stepped_gradients = False
+        self._passes.stepped = False
         self.module.zero_grad(set_to_none)
-
-    # -- accumulation ------------------------------------------------------------------------------
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the current micro-batch ends with an optimizer step."""
-        return (
-            (self.micro_steps + 1) % self._accumulation == 0
-            if self._boundary is None
-            else self._boundary
-        )
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Set whether micro-batches end with an optimizer step, instead of counting them.
-
-        Call it before the micro-batch's forward pass. It holds until the next call.
-        """
-        self._boundary = is_boundary
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Run passes inside under `onefold.no_sync`, at every stage.
-
-        `step()` raises inside, so these micro-batches are not counted.
-        """
-        if self._inside_no_sync:
-            raise RuntimeError(
-                "engine.no_sync() cannot be entered twice: leave the first context before."
-            )
-        self._inside_no_sync = True
-        try:
-            with onefold.no_sync(self.module):
-                yield
-        finally:
-            self._inside_no_sync = False
-
-    def _micro_batch(self) -> contextlib.AbstractContextManager[Any]:
-        if self._stepped_gradients:
-            self.zero_grad()
-        waits = (
-            torch.is_grad_enabled()
-            and not self._inside_no_sync
-            and not self.is_gradient_accumulation_boundary()
-        )
-        return onefold.no_sync(self.module) if waits else contextlib.nullcontext()
 
     # -- saving ------------------------------------------------------------------------------------
 
@@ -391,6 +362,7 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
 
     def destroy(self) -> None:
         """Release the optimizer, the schedule and the data loader; the module stays usable."""
+        self._passes.close()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     def set_lr(self, lr: float) -> None:
@@ -400,8 +372,22 @@ class DeepSpeedEngine(WholeSaves, MicroBatches, nn.Module):
 
     def _needs_optimizer(self, call: str) -> None:
         if self.optimizer is None:
-            raise RuntimeError(
+            raise EngineMisuse(
                 f"engine.{call}() needs an optimizer: pass optimizer= to initialize, or name one in"
                 ' the configuration, as in "optimizer": {"type": "AdamW", "params": {"lr":'
                 " 1e-4}}."
             )
+
+
+def _check_loss(call: str, loss: Any) -> None:
+    """Raise NoScalarLoss unless `loss` is a scalar tensor with a graph."""
+    if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
+        given = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, Tensor)
+            else f"a {type(loss).__name__}"
+        )
+        raise NoScalarLoss(
+            f"engine.{call} was given {given}: expected a scalar loss with a graph (a scalar tensor,"
+            " as from mean())."
+        )

@@ -9,7 +9,8 @@ keeps every attribute that the user has set on the original.
 |---------------------------------------------------|-----------------------------------------------------------------------------------|
 | the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
 | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
-| any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape and dtype need no gather)       |
+| code in a pass that reads `module.weight`         | the whole parameter, gathered by the read (in_pass.py)                            |
+| code in a pass that has it from `parameters()`    | the whole parameter, gathered on first use (shape and dtype need no gather)       |
 | code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
 | other code, with gradients enabled                | the whole parameter, gathered for the operation (`outside`)                       |
 | other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |

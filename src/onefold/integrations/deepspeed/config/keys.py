@@ -36,6 +36,7 @@ class Key:
         inert, later: the reason, for a key of this class. A key with neither is read.
         quiet_up_to: a `later` number asks for nothing up to and including this value.
         required: whether its section needs it.
+        own_auto: "auto" is the key's own default, which nobody has to fill in.
         becomes: the options of `Recipe.zero` that it decides.
 
     A `later` section asks if its entry "enabled" is true. Without that entry, it asks if one of its
@@ -52,6 +53,7 @@ class Key:
     later: str | None = None
     quiet_up_to: float = 0
     required: bool = False
+    own_auto: bool = False
     becomes: tuple[str, ...] = ()
 
 
@@ -153,7 +155,7 @@ ZERO: Section = {
     "load_from_fp32_weights": _flag(inert=_CHECKPOINT),
     "elastic_checkpoint": _flag(inert=_CHECKPOINT),
     "pipeline_loading_checkpoint": _flag(inert=_CHECKPOINT),
-    "ignore_unused_parameters": _flag(inert="parameters without a gradient are always allowed"),
+    "ignore_unused_parameters": _flag(),
     "round_robin_gradients": _flag(
         inert="all ranks copy the gradients of their own intervals to the host at the same time"
     ),
@@ -236,14 +238,14 @@ FP16: Section = {
     "hysteresis": Key("count", low=1),
     "consecutive_hysteresis": _flag(),
     "min_loss_scale": Key("number", above=0),
-    "fp16_master_weights_and_grads": _flag(later="master weights are fp32 here: remove it"),
+    "fp16_master_weights_and_grads": _flag(becomes=("master_dtype",)),
 }
 
 BF16: Section = {
     "enabled": _flag(becomes=("precision",)),
     "check_grad_overflow": _flag(),
     "immediate_grad_update": _flag(inert=_FLAT),
-    "bf16_master_weights_and_grads": _flag(later="master weights are fp32 here: remove it"),
+    "bf16_master_weights_and_grads": _flag(becomes=("master_dtype",)),
     "bf16_optimizer_states": _flag(becomes=("moments",)),
 }
 
@@ -251,13 +253,23 @@ DATA_TYPES: Section = {
     "grad_accum_dtype": Key(
         "text", choices=("fp32", "bf16", "fp16"), becomes=("accumulate_dtype",)
     ),
-    "param_dtype": Key(
-        "text", later="the compute dtype follows bf16.enabled or fp16.enabled: remove it"
-    ),
-    "buffer_dtype": Key(
-        "text", later="buffers keep the dtype that the model gives them: remove it"
-    ),
-    "keep_in_fp32_modules": Key("any", later="every module computes in one dtype: remove it"),
+    "param_dtype": Key("text"),
+    "buffer_dtype": Key("text"),
+    "keep_in_fp32_modules": Key("any", own_auto=True),
+}
+
+TORCH_AUTOCAST: Section = {
+    "enabled": _flag(),
+    "dtype": Key("text"),
+    "lower_precision_safe_modules": Key("any"),
+}
+
+CHECKPOINT: Section = {
+    "tag_validation": Key("text", choices=("ignore", "warn", "fail")),
+    **{
+        name: Key("any", inert=_CHECKPOINT)
+        for name in ("load_universal", "use_node_local_storage", "parallel_write", "writer")
+    },
 }
 
 OPTIMIZER: Section = {
@@ -298,7 +310,7 @@ TOP: Section = {
     "dump_state": _flag(inert=_MONITOR),
     "log_level": Key("any", inert=_MONITOR),
     "autotuning": Key("any", later="tuning by trial runs is not built: remove it"),
-    "checkpoint": Key("any", inert=_CHECKPOINT),
+    "checkpoint": Key("section"),
     "checkpoint_engine": Key("any", inert=_CHECKPOINT),
     "datastates": Key("any", inert=_CHECKPOINT),
     "disable_python_gc": _flag(inert="Python's garbage collector is left alone"),
@@ -306,7 +318,7 @@ TOP: Section = {
     "seq_parallel_communication_data_type": Key("text", inert="there is no sequence axis in this configuration"),
     "use_data_before_expert_parallelism": _flag(inert="there is no expert axis in this configuration"),
     "managed_gradient_accumulation": Key("flag"),
-    "torch_autocast": Key("section", later="enable bf16 or fp16, or enter torch.autocast in the model's forward"),
+    "torch_autocast": Key("section"),
     "compile": Key("section", later="call torch.compile on the blocks yourself: remove it"),
     "weight_quantization": Key(
         "any", later="zero_optimization.zero_quantized_nontrainable_weights stores frozen weights quantized: remove it"
@@ -336,9 +348,11 @@ SECTIONS: Mapping[str, Section] = {
     "fp16": FP16,
     "bf16": BF16,
     "data_types": DATA_TYPES,
+    "checkpoint": CHECKPOINT,
     "optimizer": OPTIMIZER,
     "scheduler": SCHEDULER,
     "aio": AIO,
+    "torch_autocast": TORCH_AUTOCAST,
 }
 
 #: Every section by its path; "" is the top level.

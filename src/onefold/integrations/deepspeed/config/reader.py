@@ -16,7 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from onefold.integrations.deepspeed.config.auto import BATCH, OF_RECIPES, refuse_auto, undecided
+from onefold.integrations.deepspeed.config.dtypes import (
+    Autocast,
+    BufferDtypes,
+    master_arguments,
+    read_autocast,
+    read_buffer_dtypes,
+)
 from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.groups import read_groups
 from onefold.integrations.deepspeed.config.keys import SECTIONS, TOP, TOP_ALIASES, ZERO_ALIASES
@@ -58,6 +67,10 @@ class LossScaling:
     minimum: float = 1.0
 
 
+#: Of autocast in fp16: the rule of torch.amp.GradScaler, which has no minimum.
+_OF_AUTOCAST = LossScaling(window=2000, hysteresis=1, minimum=2.0**-24)
+
+
 @dataclass(frozen=True)
 class DeepSpeedConfig:
     """A DeepSpeed configuration in Onefold's terms.
@@ -74,6 +87,14 @@ class DeepSpeedConfig:
         steps_per_print: steps between two lines of progress; None prints none.
         wall_clock_breakdown: whether these lines show the time of forward, backward and step.
         drop_last: whether the data loader drops an incomplete last micro-batch.
+        sums_gradients: whether gradients are summed over the ranks instead of averaged.
+        managed_accumulation: whether the engine counts micro-batches; if not, every `step()` is a
+            boundary.
+        refuses_unused: whether a step raises if a trainable parameter has no gradient.
+        autocast: torch.autocast around forward passes, or None.
+        buffer_dtypes: the dtypes of floating-point buffers.
+        short_states: whether the file asks for optimizer states in bf16.
+        tag_validation: "ignore", "warn" or "fail": what happens if ranks save under different tags.
         without_effect: (path, reason) of each key that has no effect here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
         left_auto: paths at "auto" of keys that would have an effect. They count as not set; see
@@ -93,6 +114,13 @@ class DeepSpeedConfig:
     steps_per_print: int | None
     wall_clock_breakdown: bool
     drop_last: bool
+    sums_gradients: bool
+    managed_accumulation: bool
+    refuses_unused: bool
+    autocast: Autocast | None
+    buffer_dtypes: BufferDtypes
+    short_states: bool
+    tag_validation: str
     without_effect: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
     left_auto: tuple[str, ...]
@@ -157,6 +185,10 @@ class DeepSpeedConfig:
             "gradient_clipping": self.gradient_clipping,
             "the batch sizes": self.batch.train or self.batch.micro or self.batch.accumulation,
             "loss scaling": self.loss_scaling,
+            "sums of gradients": self.sums_gradients,
+            "torch_autocast": self.autocast,
+            "data_types.buffer_dtype": self.buffer_dtypes.dtype,
+            "managed_gradient_accumulation": not self.managed_accumulation,
         }
         named = [name for name, value in parts.items() if value]
         if not named:
@@ -197,7 +229,7 @@ def read_deepspeed(
     )
     parts = {
         name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
-        for name in ("fp16", "bf16", "data_types")
+        for name in ("fp16", "bf16", "data_types", "torch_autocast", "checkpoint")
     }
     optimizer = (
         read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read)
@@ -210,7 +242,6 @@ def read_deepspeed(
         else (None, [])
     )
     read.left_auto += auto
-    _refuse_what_cannot_be(top)
     if zero.get("stage3_prefetch_bucket_size", 0) > 0:
         read.without_effect.append(
             (
@@ -218,9 +249,20 @@ def read_deepspeed(
                 "blocks are prefetched one at a time, whatever their size; 0 turns prefetching off",
             )
         )
-    if parts["bf16"].get("bf16_optimizer_states") and not parts["bf16"].get("enabled"):
-        read.without_effect.append(("bf16.bf16_optimizer_states", "bf16.enabled is not true"))
     arguments = _recipe_arguments(top, zero, parts) | read_tiers(read, zero, top.get("aio", {}))
+    if zero.get("ignore_unused_parameters") is False and arguments["stage"] not in (1, 2):
+        read.without_effect.append(
+            (
+                "zero_optimization.ignore_unused_parameters",
+                "parameters without a gradient are looked for at stages 1 and 2 only",
+            )
+        )
+    arguments |= master_arguments(
+        parts["fp16"],
+        parts["bf16"],
+        None if optimizer is None else optimizer.name in ("Adam", "AdamW"),
+        read,
+    )
     arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
         read.remarks.append(
@@ -228,6 +270,8 @@ def read_deepspeed(
             " write it to choose"
         )
     fp16, bf16 = parts["fp16"], parts["bf16"]
+    autocast = read_autocast(parts["torch_autocast"])
+    in_fp16 = bool(fp16.get("enabled") or (autocast and autocast.dtype == torch.float16))
     steps = top.get("steps_per_print")
     return DeepSpeedConfig(
         recipe_arguments=arguments,
@@ -240,14 +284,25 @@ def read_deepspeed(
         optimizer=optimizer,
         scheduler=scheduler,
         gradient_clipping=top.get("gradient_clipping", 0.0),
-        loss_scaling=_loss_scaling(fp16) if fp16.get("enabled") else None,
-        skip_nonfinite=bool(
-            fp16.get("enabled") or (bf16.get("enabled") and bf16.get("check_grad_overflow", True))
+        loss_scaling=(
+            _loss_scaling(fp16) if fp16.get("enabled") else _OF_AUTOCAST if in_fp16 else None
         ),
+        skip_nonfinite=bool(
+            in_fp16 or (bf16.get("enabled") and bf16.get("check_grad_overflow", True))
+        ),
+        refuses_unused=(
+            zero.get("ignore_unused_parameters") is False and arguments["stage"] in (1, 2)
+        ),
+        autocast=autocast,
+        buffer_dtypes=read_buffer_dtypes(parts["data_types"], arguments["precision"]),
+        short_states=parts["bf16"].get("bf16_optimizer_states", False),
         compute_grad_norm=zero.get("compute_grad_norm", True),
         steps_per_print=None if steps is None or math.isinf(steps) else int(steps),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
         drop_last=top.get("dataloader_drop_last", False),
+        sums_gradients=top.get("gradient_allreduce_op") == "sum",
+        managed_accumulation=top.get("managed_gradient_accumulation", True),
+        tag_validation=parts["checkpoint"].get("tag_validation", "warn"),
         without_effect=tuple(read.without_effect),
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),
@@ -340,8 +395,6 @@ def _recipe_arguments(
         arguments["prefetch"] = 0
     if fp16.get("enabled") and "auto_cast" in fp16:
         arguments["cast_inputs"] = fp16["auto_cast"]
-    if bf16.get("enabled") and bf16.get("bf16_optimizer_states"):
-        arguments["moments"] = "bf16"
     if "communication_data_type" in top:
         arguments["wire"] = top["communication_data_type"]
     if "grad_accum_dtype" in parts["data_types"]:
@@ -359,17 +412,3 @@ def _loss_scaling(fp16: Mapping[str, Any]) -> LossScaling:
         "min_loss_scale": "minimum",
     }
     return LossScaling(**{ours: fp16[theirs] for theirs, ours in names.items() if theirs in fp16})
-
-
-def _refuse_what_cannot_be(top: Mapping[str, Any]) -> None:
-    if top.get("gradient_allreduce_op") == "sum":
-        raise NotImplementedError(
-            "gradient_allreduce_op='sum' is not built: gradients are averaged over ranks. Leave it"
-            " out and multiply the loss by the world size to get the sum."
-        )
-    if top.get("managed_gradient_accumulation") is False:
-        raise NotImplementedError(
-            "managed_gradient_accumulation=false is not built: leave it out, and mark boundaries"
-            " with engine.set_gradient_accumulation_boundary(...) or set"
-            " gradient_accumulation_steps."
-        )

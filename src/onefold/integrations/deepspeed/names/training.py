@@ -29,14 +29,21 @@ from onefold.integrations.deepspeed.config.auto import BATCH
 from onefold.integrations.deepspeed.config.file import loaded
 from onefold.integrations.deepspeed.config.values import AUTO, is_unset
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
+from onefold.integrations.deepspeed.names.communication import needs_group
+from onefold.integrations.deepspeed.names.errors import as_config_errors
+from onefold.integrations.deepspeed.names.leaves import mark_configured
 from onefold.integrations.deepspeed.names.logs import logger
+from onefold.integrations.deepspeed.names.optimizer_kinds import show_groups
+from onefold.integrations.deepspeed.names.optimizers import note_configured
 from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffload, mark
 from onefold.integrations.deepspeed.names.table import VERSION
+from onefold.integrations.deepspeed.optimizer_facts import show_leaves
 from onefold.integrations.deepspeed.saving import whole_in
 from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
 from onefold.integrations.vllm import stream_under_the_name
 
 _of_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+_sharded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _OfAnEngine(type):
@@ -44,11 +51,20 @@ class _OfAnEngine(type):
         return any(known is instance for known in _of_engines)
 
 
+class _OfAStage(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return any(known is instance for known in _sharded)
+
+
 class DeepSpeedOptimizer(metaclass=_OfAnEngine):
     """The class of which every engine's optimizer counts as an instance, for `isinstance`.
 
     The optimizers themselves are torch's, of any class.
     """
+
+
+class ZeROOptimizer(metaclass=_OfAStage):
+    """The class of which the optimizer of every engine at stages 1 to 3 counts as an instance."""
 
 
 def initialize(
@@ -69,17 +85,43 @@ def initialize(
     """Make an engine, as `onefold.initialize` does, with the differences in this file's table.
 
     Raises:
-        ValueError: the configuration or the arguments contradict themselves, or leave open what is
-            trained.
+        DeepSpeedConfigError: the configuration or the arguments contradict themselves, or leave
+            open what is trained. It is a `ValueError` and an `AssertionError`.
         NotImplementedError: something that Onefold does not do is asked for.
     """
+    with as_config_errors():
+        return _initialize(
+            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+            mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+        )  # fmt: skip
+
+
+def _initialize(
+    args: Any,
+    model: nn.Module | None,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[..., Any] | None,
+    config: Any,
+    mesh_param: Any,
+    config_params: Any,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     if model is None:
         raise ValueError("deepspeed.initialize was given no model: pass model=, an nn.Module.")
     if mpu is not None or mesh_param is not None:
         raise NotImplementedError(
             "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
         )
+    if dist_init_required is False:
+        needs_group()
     join(dist_init_required, distributed_port)
+    if config is None and getattr(args, "deepscale_config", None) is not None:
+        config = args.deepscale_config  # the name of this option in DeepSpeed's first releases
     given = tidied(loaded(chosen_config(args, config, config_params)))
     chosen = list(model_parameters) if model_parameters is not None else None
     if optimizer is None and not chosen and _is_open(given.get("optimizer")):
@@ -116,8 +158,16 @@ def initialize(
         mark(model)
         if made[1] is not None:
             made[1].parameter_offload = ParameterOffload(model)
+        leaves = mark_configured(model, read.given.get("zero_optimization") or {})
+        if made[1] is not None:
+            show_leaves(made[1], leaves)
     if made[1] is not None:
         _of_engines.add(made[1])
+        if made[0].zero_optimization():
+            _sharded.add(made[1])
+        show_groups(made[0])
+        if optimizer is None:
+            note_configured(made[1], "offload_optimizer" in read.recipe_arguments)
     if made[0].global_rank:
         _leave_writing_to_first(made[0])
     _spare_lightning(model)
