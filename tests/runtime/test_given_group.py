@@ -4,6 +4,8 @@ sentence on the rank that gave it.
 
 from __future__ import annotations
 
+import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -119,6 +121,34 @@ def beside_groups_of_the_script() -> list[float]:
 
 def test_groups_that_a_script_makes_after_and_before_shard_meet() -> None:
     assert run_ranks(3, beside_groups_of_the_script) == [[2, 3, 1], [2, 3, 2], [3, 2]]
+
+
+def while_a_thread_makes_a_group() -> float:
+    """A thread of rank 0 makes a group while Onefold makes some there; rank 1 makes it later."""
+    import torch
+
+    import onefold
+
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, stall_timeout=60.0))
+    communicators, made = onefold.engine_of(model).group.communicators, []
+
+    def make() -> None:
+        made.append(dist.new_group([0, 1], timeout=timedelta(seconds=20)))
+
+    if dist.get_rank() == 0:
+        with communicators.named():
+            thread = threading.Thread(target=make)
+            thread.start()
+            thread.join()
+    else:
+        make()
+    both = torch.ones(())
+    dist.all_reduce(both, group=made[0])
+    return float(both)
+
+
+def test_a_group_that_a_thread_makes_meanwhile_keeps_the_name_that_torch_gives_it() -> None:
+    assert run_ranks(2, while_a_thread_makes_a_group) == [2.0, 2.0]
 
 
 def test_a_group_without_process_groups_is_not_passed_over() -> None:
