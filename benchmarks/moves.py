@@ -49,7 +49,7 @@ def candidates(rank: int, size: int, mib: float) -> dict[str, Callable[[], None]
         finish([dist.broadcast(cut[r], r, async_op=True) for r in range(size)])
 
     def gather_native() -> None:
-        getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(flat, cut[rank].clone())
+        dist.all_gather_single(flat, cut[rank].clone())
 
     def reduce_pairwise() -> None:
         finish([dist.irecv(parts[p], p) for p in peers] + [dist.isend(cut[p], p) for p in peers])

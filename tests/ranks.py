@@ -342,8 +342,8 @@ def _rank_main(
 def _own_frames(error: BaseException) -> str:
     """The traceback without torch's own frames, a line for each of the others."""
     frames = traceback.extract_tb(error.__traceback__)
-    shown = [f for f in frames if f"{os.sep}torch{os.sep}" not in f.filename] or list(frames)
-    return "\n".join(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown)
+    shown = [f for f in frames if f"-packages{os.sep}torch{os.sep}" not in f.filename]
+    return "\n".join(f"    {f.filename}:{f.lineno} in {f.name}: {f.line}" for f in shown or frames)
 
 
 def _context(name: str = "core") -> Any:

@@ -27,7 +27,6 @@ from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 
 SOURCE = os.pathsep.join([str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)])
-# Of some 10 ms: long enough to be hit in the middle, also by a test that has to wait for its turn
 STEPS = 250
 JOB: dict[str, Any] = {
     "model": "small_lm:dropping", "tokenizer": "bytes", "seq": 64, "device": "cpu", "steps": STEPS, "save_every": 10, "eval_every": 0,
@@ -99,7 +98,7 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     wait_for(process, lambda row: row["event"] == "step" and row["step"] >= step)
 
 
-def wait_until(wanted: Callable[[], object], seconds: float = 120.0) -> float:
+def wait_until(wanted: Callable[[], object], seconds: float = 300.0) -> float:
     """Seconds until `wanted()` is true; fails after `seconds`, which only bound a hang: a busy
     machine takes its time.
     """
@@ -147,7 +146,7 @@ def kill_all_of(temporary: Path) -> None:
 
 def left_behind(temporary: Path) -> list[str]:
     """Files and processes; what is being ended gets its time."""
-    patience = time.monotonic() + 30
+    patience = time.monotonic() + 120
     while (
         found := [*(str(p) for p in temporary.iterdir()), *processes_of(temporary).values()]
     ) and time.monotonic() < patience:

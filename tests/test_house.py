@@ -252,7 +252,7 @@ def test_suites_name_files_that_are_there() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     said = subprocess.run(
         ["make", "-s", "--eval", "named: ; @echo $(BITS)", "named"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True,
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True,
     )  # fmt: skip
     bits = said.stdout.split()
     assert min(len(bits), len(under_load.FILES), len(waits_taken_out.TESTS)) > 5

@@ -259,6 +259,55 @@ def elsewhere(folder: Path) -> list[str]:
     )
 
 
+def frozen_later(folder: Path) -> list[str]:
+    """Steps with everything trained, a freeze, a save; a load into a frozen model, a thaw, a step:
+    as if there had been no save. One parameter never had a state.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    import onefold
+
+    def frozen(model: nn.Module, on: bool) -> None:
+        for name, p in model.named_parameters():
+            if "mlp" in name or "tokens" in name:
+                p.requires_grad_(not on)
+
+    problems = []
+    for stage in (0, 1, 3):
+        model, mine = sharded(stage, seed=1, lr=0.01)
+        steps(model, mine, 0, 2)
+        frozen(model, True)
+        steps(model, mine, 2, 1)
+        saved = folder / f"frozen-{stage}"
+        dcp.save(onefold.dcp_state_dict(model, mine), checkpoint_id=saved)
+        torch.manual_seed(0)
+        other = build(2)
+        frozen(other, True)
+        for early in (False, True):
+            # Frozen before or after `shard`
+            again: Any = other if early else build(3)
+            onefold.shard(again, onefold.Recipe.zero(stage, stall_timeout=10.0))
+            frozen(again, True)
+            theirs = adamw(again, lr=0.5)
+            dcp.load(onefold.dcp_state_dict(again, theirs), checkpoint_id=saved)
+            named = dict(again.named_parameters())
+            shapes = {
+                n: theirs.state[p]["exp_avg"].shape == p.shape
+                for n, p in named.items()
+                if n != "positions.weight"
+            }
+            problems += [f"stage {stage}: {n} shows a part" for n, ok in shapes.items() if not ok]
+            if theirs.state.get(named["positions.weight"]):
+                problems.append(f"stage {stage}: a state of what was never stepped")
+            if early:
+                continue  # what is frozen in shard() stays so
+            frozen(again, False)
+            frozen(model, False)
+            losses, expected = steps(again, theirs, 3, 2), steps(model, mine, 3, 2)
+            problems += [f"stage {stage}: {losses}, expected {expected}"] * (losses != expected)
+    return problems
+
+
 def refusals() -> dict[str, str]:
     """What each misuse says on this rank."""
     from onefold.checkpoint.dcp import dcp_state_dict
@@ -304,6 +353,10 @@ def test_fsdp2_and_onefold_go_on_from_each_others_checkpoints_at_any_number_of_r
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch: no process group, one process assumed
         assert elsewhere(tmp_path) == []
+
+
+def test_a_load_keeps_the_states_of_frozen_parameters(tmp_path: Path) -> None:
+    assert run_ranks(2, frozen_later, tmp_path) == [[], []]
 
 
 def test_what_cannot_be_saved_says_so() -> None:

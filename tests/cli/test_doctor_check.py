@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typer.testing import CliRunner, Result
 
 from broken_doctor import BREAKINGS
-from onefold.cli import doctor_check, doctor_check_device
+from onefold.cli import doctor_check, doctor_check_device, doctor_checks
 from onefold.cli.doctor import doctor_command
 from onefold.cli.doctor_check import casts_of, check_here, report_of
 from onefold.cli.doctor_check_numbers import is_ordered_mean, near, ordered, values
@@ -496,6 +497,27 @@ def test_what_cannot_be_gets_a_sentence(arguments: list[str], said: str) -> None
     result = doctor(*arguments)
     assert result.exit_code == 2, result.output
     assert said in result.stderr, result.stderr
+
+
+def raises_in_a_library(where: Path) -> ValueError:
+    """What an environment in a folder called onefold raises: Onefold's own line calls torch's."""
+    own = Path(doctor_checks.__file__).parents[1] / "comm" / "moves.py"
+    library = where / "onefold" / "lib" / "python3.11" / "site-packages" / "torch" / "nn.py"
+    names: dict[str, Any] = {}
+    exec(compile("def inner(): raise ValueError('no such sum')", str(library), "exec"), names)
+    exec(compile("def outer(): inner()", str(own), "exec"), names)
+    with pytest.raises(ValueError) as raised:
+        names["outer"]()
+    return raised.value
+
+
+def test_the_line_that_is_named_is_onefolds_wherever_the_environment_is(tmp_path: Path) -> None:
+    error = raises_in_a_library(tmp_path)
+    assert doctor_checks._told(error) == "ValueError: no such sum (comm/moves.py:1 in outer)"
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    stacks = "".join(f'  File "{f.filename}", line {f.lineno} in {f.name}\n' for f in frames)
+    said = doctor_check._line_of(f"Current thread 0x01 (most recent call first):\n{stacks}")
+    assert said == "comm/moves.py:1 in outer"
 
 
 def test_a_signal_ends_it_with_every_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

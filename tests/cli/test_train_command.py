@@ -72,7 +72,7 @@ class Place:
         """Temporary files and running processes of this place; what is being ended gets its
         time.
         """
-        patience = time.monotonic() + 30
+        patience = time.monotonic() + 120
         while (found := self._left_now()) and time.monotonic() < patience:
             time.sleep(0.1)
         return found

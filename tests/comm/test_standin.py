@@ -15,10 +15,6 @@ import standin
 from models import features_of
 from ranks import outcomes_of, run_ranks
 
-# Named anew in torch 2.13.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def by(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return features_of(rank, *shape).to(dtype)
@@ -39,11 +35,11 @@ def every_collective(dtype: torch.dtype) -> list[str]:
 
     parts = [by(r, 6, dtype=dtype) for r in range(n)]
     out = torch.empty(6 * n, dtype=dtype)
-    all_gather(out, parts[me], group=group)
+    dist.all_gather_single(out, parts[me], group=group)
     expect("all_gather", out, torch.cat(parts))
     out = torch.zeros(6 * n, dtype=dtype)
     out[6 * me : 6 * me + 6] = parts[me]
-    all_gather(out, out[6 * me : 6 * me + 6], group=group)
+    dist.all_gather_single(out, out[6 * me : 6 * me + 6], group=group)
     expect("all_gather in place", out, torch.cat(parts))
     whole = [by(r, 4 * n, dtype=dtype) for r in range(n)]
     out = torch.empty(4 * n, dtype=dtype)
@@ -60,7 +56,7 @@ def every_collective(dtype: torch.dtype) -> list[str]:
     dist.all_to_all(outs, list(uneven[me].split(sizes[me * n : me * n + n])), group=group)
     expect("all_to_all", torch.cat(outs), expected)
     total, out = torch.stack([w.float() for w in whole]).sum(0), torch.empty(4, dtype=dtype)
-    reduce_scatter(out, whole[me], group=group)
+    dist.reduce_scatter_single(out, whole[me], group=group)
     expect("reduce_scatter", out, total[4 * me : 4 * me + 4], exact=False)
     out = whole[me].clone()
     dist.all_reduce(out, group=group)
@@ -99,7 +95,7 @@ def sums_of_three() -> list[float]:
     group, me = standin.new_group(), dist.get_rank()
     mine = torch.full((3,), [1e8, 1.0, -1e8][me])
     out = torch.empty(1)
-    reduce_scatter(out, mine, group=group)
+    dist.reduce_scatter_single(out, mine, group=group)
     dist.all_reduce(mine, group=group)
     return [out.item(), *mine.tolist()]
 
@@ -117,14 +113,14 @@ def misuse() -> dict[str, bool]:
     group, me = standin.new_group(), dist.get_rank()
     seen = {}
     out, mine = torch.zeros(8), by(me, 4)
-    work = all_gather(out, mine, group=group, async_op=True)
+    work = dist.all_gather_single(out, mine, group=group, async_op=True)
     time.sleep(10 * standin.LATE)  # it is on its way for long: still nobody has waited
     seen["an output that nobody waited for is poison"] = (
         bool(out.isnan().all()) and not work.is_completed()
     )
     work.wait()
     seen["it is there behind the wait"] = torch.equal(out, torch.cat([by(0, 4), by(1, 4)]))
-    work = all_gather(out, mine, group=group, async_op=True)
+    work = dist.all_gather_single(out, mine, group=group, async_op=True)
     mine.zero_()
     work.wait()
     seen["an input that is overwritten before the wait is sent as it is then"] = torch.equal(
@@ -135,8 +131,8 @@ def misuse() -> dict[str, bool]:
     time.sleep(10 * standin.LATE)
     seen["what is reduced in place is poison"] = bool(whole.isnan().all())
     work.wait()
-    first = all_gather(early := torch.zeros(8), by(me, 4), group=group, async_op=True)
-    all_gather(torch.zeros(8), by(me, 4), group=group, async_op=True).wait()
+    first = dist.all_gather_single(early := torch.zeros(8), by(me, 4), group=group, async_op=True)
+    dist.all_gather_single(torch.zeros(8), by(me, 4), group=group, async_op=True).wait()
     seen["a wait is one for all operations before"] = not early.isnan().any()
     first.wait()
     return seen
@@ -154,8 +150,8 @@ def refusals() -> list[str]:
         lambda: dist.irecv(torch.ones(2), group=group, group_src=1 - dist.get_rank(), tag=3),
         lambda: dist.irecv(torch.ones(2), group=group),
         lambda: dist.all_reduce(torch.ones(4, 4).t()[:2], group=group),
-        lambda: all_gather(torch.ones(5), torch.ones(2), group=group),
-        lambda: reduce_scatter(torch.ones(2), torch.ones(5), group=group),
+        lambda: dist.all_gather_single(torch.ones(5), torch.ones(2), group=group),
+        lambda: dist.reduce_scatter_single(torch.ones(2), torch.ones(5), group=group),
         lambda: dist.all_reduce(
             torch.ones(2, dtype=torch.int32), op=dist.ReduceOp.BOR, group=group
         ),
@@ -186,8 +182,8 @@ def test_what_nccl_has_not_is_refused() -> None:
 
 def another_order() -> None:
     group, me = standin.new_group(), dist.get_rank()
-    works = [dist.all_reduce(torch.ones(3), group=group, async_op=True), all_gather(
-        torch.ones(8), torch.ones(4), group=group, async_op=True)] if me == 0 else [all_gather(
+    works = [dist.all_reduce(torch.ones(3), group=group, async_op=True), dist.all_gather_single(
+        torch.ones(8), torch.ones(4), group=group, async_op=True)] if me == 0 else [dist.all_gather_single(
         torch.ones(8), torch.ones(4), group=group, async_op=True), dist.all_reduce(torch.ones(3), group=group, async_op=True)]  # fmt: skip
     for work in works:
         work.wait()

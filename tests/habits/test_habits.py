@@ -7,8 +7,10 @@ what is found here.
 
 from __future__ import annotations
 
+import runpy
 import zlib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import given, note, reject, settings
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from habits import page
 from habits.registry import COLUMNS, REFUSED, REPLACES, STALLED, Habit, everything
 from habits.subjects import SUBJECTS
-from habits.verdicts import CRASH, DIFFERENT, HANG, Task, sentence, surprises, verdicts_of
+from habits.verdicts import CRASH, DIFFERENT, HANG, Task, of_error, sentence, surprises, verdicts_of
 
 KNOWN = everything()
 
@@ -141,6 +143,17 @@ def test_verdicts_tell_what_goes_wrong_and_go_on_behind_it() -> None:
         and "weight" in found["weights that differ"].why
     )
     assert found["a reference that fails"].error == "reference"
+
+
+@pytest.mark.parametrize("folder", ["elsewhere", "onefold"])
+def test_an_error_of_the_script_is_a_crash_whatever_its_folder_is_called(
+    tmp_path: Path, folder: str
+) -> None:
+    (script := tmp_path / folder / "script.py").parent.mkdir()
+    script.write_text("raise ValueError('use something else instead')")
+    with pytest.raises(ValueError) as raised:
+        runpy.run_path(str(script))
+    assert of_error(raised.value).kind == CRASH
 
 
 def test_a_sentence_ends_at_its_full_stop_and_not_at_a_name() -> None:

@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import onefold
 from habits.loop import Result, World, differences, run
 from habits.registry import (
     BITS,
@@ -51,8 +52,11 @@ from ranks import outcomes_of
 #: Titles of habits that are run together, and the column.
 Task = tuple[tuple[str, ...], str]
 DIFFERENT, CRASH, HANG = "DIFFERENT", "CRASH", "HANG"
-STALL_TIMEOUT = 4.0  # seconds: many times what a habit takes
-TIME = 15.0  # seconds for a habit in a column, after which its rank ends
+#: Seconds that a rank waits for the other: habits that stall take them, a busy machine does not.
+STALL_TIMEOUT = 20.0
+#: Seconds for a habit in a column, after which its rank ends. They bound a hang only.
+TIME = 120.0
+PACKAGE = str(Path(onefold.__file__).parent) + os.sep
 #: A message that names a cure has one of these.
 CURES = (
     "use ", "call ", "give ", "keep ", "put ", "save ", "leave ", "make ", "write ", "move ", "inside ", "instead", "before shard",
@@ -90,36 +94,24 @@ class Onefold(World):
         self.stage, self.group, self.options = stage, group, options
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        import onefold
-
         recipe = onefold.Recipe.zero(self.stage, **{"stall_timeout": STALL_TIMEOUT, **self.options})
         return onefold.shard(module, recipe, group=self.group)
 
     def whole(self, model: nn.Module, module: nn.Module) -> dict[str, Tensor]:
-        import onefold
-
         return onefold.full_state_dict(model)
 
     def load(
         self, model: nn.Module, module: nn.Module, state: dict[str, Tensor], strict: bool
     ) -> None:
-        import onefold
-
         onefold.load_full_state_dict(model, state, strict=strict)
 
     def gathered(self, model: nn.Module, write: bool) -> Any:
-        import onefold
-
         return onefold.full_params(model, write=write)
 
     def unsharded(self, model: nn.Module) -> Any:
-        import onefold
-
         return onefold.unsharded(model)
 
     def no_sync(self, model: nn.Module) -> Any:
-        import onefold
-
         return onefold.no_sync(model)
 
 
@@ -148,7 +140,7 @@ def judge(habits: Sequence[Habit], column: str, alone: Any, references: dict[Any
     try:
         result = run(habits, sharded, rank, same_batch)
     except Exception as error:
-        verdict = _of_error(error)
+        verdict = of_error(error)
         traceback.clear_frames(error.__traceback__)
         del error
         gc.collect()
@@ -171,15 +163,14 @@ def _of_results(expected: Result, actual: Result, rtol: float, atol: float) -> V
     return Verdict(ROUNDING if differences(expected, actual, 0.0, 0.0) else BITS)
 
 
-def _of_error(error: Exception) -> Verdict:
+def of_error(error: Exception) -> Verdict:
     """Onefold's own sentences are refusals; everything else is a crash."""
     name, text = type(error).__name__, str(error)
     last = traceback.extract_tb(error.__traceback__)[-1]
     if name == "StallError":
         return Verdict(STALLED, text[:600], name)
-    own = f"{os.sep}onefold{os.sep}" in last.filename and (last.line or "").lstrip().startswith(
-        "raise"
-    )
+    # By the package's own folder: a checkout may be in a folder of any name
+    own = last.filename.startswith(PACKAGE) and (last.line or "").lstrip().startswith("raise")
     if own and any(word in text.lower() for word in CURES):
         return Verdict(REFUSED, text, name)
     frames = [
@@ -232,7 +223,7 @@ def verdicts_of(
                 work,
                 rest,
                 folder,
-                timeout=60.0 + TIME + 2.0 * len(rest),
+                timeout=60.0 + TIME + 10.0 * len(rest),
                 grace=3 * STALL_TIMEOUT,
             )
             begun = len(found)

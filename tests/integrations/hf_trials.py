@@ -71,7 +71,7 @@ def arguments(folder: str, name: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def built(folder: str, lora: bool = False, meta: bool = False) -> Any:
+def built(folder: str, lora: Any = False, meta: bool = False, seed: int = 0) -> Any:
     """The model of `folder`/model, with adapters if asked; or without memory, to be read later."""
     import torch
     from transformers import LlamaForCausalLM
@@ -84,12 +84,9 @@ def built(folder: str, lora: bool = False, meta: bool = False) -> Any:
     else:
         model = LlamaForCausalLM.from_pretrained(Path(folder) / "model", dtype=torch.float32)
     if lora:
-        from peft import LoraConfig, get_peft_model
+        from trainer_script import with_adapters
 
-        torch.manual_seed(0)
-        model = get_peft_model(
-            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        )
+        model = with_adapters(model, lora, seed)
     return model
 
 
@@ -111,7 +108,7 @@ def run(folder: str, case: dict[str, Any]) -> Any:
     args = transformers.TrainingArguments(
         **arguments(folder, case["name"], **case.get("arguments", {}))
     )
-    model = built(folder, case.get("lora", False), case.get("meta", False))
+    model = built(folder, case.get("lora"), case.get("meta", False), case.get("seed", 0))
     given = {"train_dataset": Data(), "eval_dataset": Data(), **case.get("more", {})}
     if case.get("recipe") is None:
         trainer = transformers.Trainer(model, args, **given)

@@ -1,245 +1,207 @@
-"""What scripts read from an engine's optimizer, leaf modules, and generation with gathered weights."""
+"""What scripts read from parameters under `zero.Init` and at stage 3: `ds_status`, `ds_tensor`, ..."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import weakref
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-import onefold
-from onefold.integrations.deepspeed.config import LossScaling
-from onefold.integrations.deepspeed.names import access, gathered, leaves
-from onefold.integrations.deepspeed.names.training import (
-    DeepSpeedOptimizer,
-    ZeROOptimizer,
-    initialize,
-)
-from onefold.integrations.deepspeed.scaling import LossScaler
+from onefold.integrations.deepspeed.names import access, gathered, init
+from onefold.integrations.deepspeed.names.parameter_facts import ZeroParamStatus
+from onefold.integrations.deepspeed.names.training import initialize
 from ranks import run_ranks
 
-WIDTH = 6
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "gradient_clipping": 0.0,
+}
+WHOLE, DIVIDED = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
 
 
-class Router(nn.Module):
-    """Two experts, of which a rank uses the one of its number."""
+class Own(nn.Parameter):
+    """A parameter of a class of its own, with a mark that counts writes of an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        return self.experts[rank % 2](x)
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "mark":
+            object.__setattr__(self, "marks", getattr(self, "marks", 0) + 1)
+        super().__setattr__(name, value)
 
 
 class Net(nn.Module):
+    """Tells what a status is in its forward pass."""
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Router() for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
+        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 2)
+        self.own = Own(torch.arange(3.0))
+        self.statuses: list[Any] = []
 
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return self.head(x)
-
-
-def batch() -> Tensor:
-    return torch.arange(4.0 * WIDTH).view(4, WIDTH) / 20
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x) * self.own
+        self.statuses.append((self.first.weight.ds_status, self.first.weight.ds_numel))
+        return self.second(hidden)
 
 
-def made(stage: int, net: Net | None = None, zero: Any = None, **more: Any) -> Any:
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage, **(zero or {})},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "gradient_clipping": 0.0,
-        **more,
+# -- under zero.Init -------------------------------------------------------------------------------
+
+
+def facts_under_init() -> dict[str, Any]:
+    with init.Init(config_dict_or_path=CONFIG):
+        torch.manual_seed(0)
+        layer, other = nn.Linear(5, 3), nn.Linear(2, 2)
+    plain = nn.Linear(2, 2)
+    weight = layer.weight
+    part = math.ceil(15 / dist.get_world_size())
+    out: dict[str, Any] = {
+        "ids": [p.ds_id for p in (*layer.parameters(), *other.parameters())],
+        "status": [weight.ds_status],
+        "shape": (tuple(weight.ds_shape), weight.ds_numel, weight.ds_summary()["ds_numel"]),
+        "plain": [hasattr(plain.weight, name) for name in ("ds_status", "ds_tensor", "ds_id")],
+        "part": weight.ds_tensor.tolist(),
+        "group": dist.get_world_size(weight.ds_process_group),
+        "persist": weight.ds_persist,
     }
-    return initialize(model=net or Net(), config=config)[0]
-
-
-# -- the optimizer's names -------------------------------------------------------------------------
-
-
-def scales_seen(stage: int) -> list[tuple[Any, ...]]:
-    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2, "hysteresis": 1}
-    engine = made(stage, fp16=fp16)
-    optimizer, seen = engine.optimizer, []
-    scaler = optimizer.loss_scaler
-    assert scaler is optimizer.loss_scale_config is engine.loss_scaler
-    assert optimizer.dynamic_loss_scale and optimizer.needs_scaler() and scaler.scale_window == 2
-    for value in (1.0, float("inf"), 1.0, 1.0, 1.0):
-        engine.backward(engine(batch().half()).float().mean())
-        for p in engine.module.parameters():
-            access.safe_set_full_grad(p, torch.full(p.shape, value))
-        engine.step()
-        names = (scaler.cur_scale, scaler.loss_scale, optimizer.cur_scale, optimizer.loss_scale)
-        assert len({engine.cur_scale, *names}) == 1, names
-        seen.append((engine.cur_scale, scaler.cur_iter, scaler.last_overflow_iter))
-        assert optimizer.overflow is (value != 1)
-    scaler.cur_scale = 64
-    return [*seen, (engine.cur_scale, optimizer.loss_scale)]
-
-
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_the_optimizer_tells_the_loss_scale_as_it_is(stage: int) -> None:
-    for seen in run_ranks(2, scales_seen, stage):
-        assert seen == [(16, 1, -1), (8, 2, 1), (8, 3, 1), (8, 4, 1), (16, 5, 1), (64, 64)]
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_outside_fp16_the_optimizer_tells_a_scale_of_one(stage: int) -> None:
-    engine = made(stage, bf16={"enabled": True})
-    optimizer = engine.optimizer
-    assert optimizer.cur_scale == optimizer.loss_scale == optimizer.loss_scaler.cur_scale == 1
-    assert not optimizer.dynamic_loss_scale and not optimizer.needs_scaler()
-    assert not optimizer.overflow and not optimizer.custom_loss_scaler
-    assert isinstance(optimizer, DeepSpeedOptimizer)
-    assert isinstance(optimizer, ZeROOptimizer) is (stage > 0)
-    assert not isinstance(torch.optim.SGD([nn.Parameter(torch.zeros(1))]), ZeROOptimizer)
-
-
-def test_the_scaler_has_deepspeeds_names() -> None:
-    scaler = LossScaler(LossScaling(initial_power=8, window=5, hysteresis=3, minimum=2))
-    assert (scaler.scale_factor, scaler.min_scale, scaler.min_loss_scale) == (2, 2, 2)
-    assert (scaler.delayed_shift, scaler.cur_hysteresis, scaler.consecutive_hysteresis) == (
-        3,
-        3,
-        False,
-    )
-    assert scaler.dynamic_loss_scale and scaler.raise_error_at_min_scale
-    scaler.update(True)
-    other = LossScaler(LossScaling(initial_power=8, hysteresis=3))
-    other.load_state_dict(scaler.state_dict())
-    assert other.cur_hysteresis == 2 and other.cur_iter == 1 and other.last_overflow_iter == 0
-
-
-def test_an_optimizer_does_not_keep_its_engine_alive() -> None:
-    net = Net()
-    leaves.set_z3_leaf_modules(net, [Router])
-    engine = made(3, net)
-    optimizer, module = engine.optimizer, weakref.ref(engine.module)
-    gc.disable()
-    try:
-        del engine, net
-        assert module() is None
-    finally:
-        gc.enable()
-    assert optimizer.loss_scaler.cur_scale == 1
-
-
-# -- leaf modules ----------------------------------------------------------------------------------
-
-
-def test_leaf_modules_are_marked_by_class_name_and_suffix() -> None:
-    net, path = Net(), f"{Router.__module__}.Router"
-    for kinds in ([Router], ["Router"], [path]):
-        assert leaves.set_z3_leaf_modules(net, kinds) == list(net.layers)
-        assert leaves.get_z3_leaf_modules(net) == list(net.layers)
-        assert leaves.z3_leaf_module(net.layers[0]) and not leaves.z3_leaf_module(net.head)
-        assert leaves.unset_z3_leaf_modules(net, kinds) == list(net.layers)
-        assert leaves.get_z3_leaf_modules(net) == []
-    found = leaves.set_z3_leaf_modules_by_name(net, ["layers.1", "none"], raise_if_not_found=False)
-    assert found == ([net.layers[1]], ["none"])
-    found = leaves.set_z3_leaf_modules_by_suffix(net, ["s.0", "?"], raise_if_not_found=False)
-    assert found == ([net.layers[0], net.layers[0].experts[0], net.layers[1].experts[0]], ["?"])
-    for call, what in (
-        (leaves.set_z3_leaf_modules, "NoBlock"),
-        (leaves.unset_z3_leaf_modules, "NoBlock"),
-        (leaves.set_z3_leaf_modules_by_name, "layers.7"),
-        (leaves.set_z3_leaf_modules_by_suffix, "nothing"),
-    ):
-        with pytest.raises(ValueError, match=f"{what}.*the model has none such"):
-            call(net, [what])
-    with pytest.raises(ValueError, match="expected classes, or names of classes"):
-        leaves.set_z3_leaf_modules(net, [3])  # type: ignore[list-item]
-
-
-def leaves_of_a_configuration() -> tuple[list[int], list[bool], float]:
-    """A leaf of which each rank uses another part, marked by the configuration."""
-    zero = {"leaf_module": {"classes": ["Router"], "names": ["head", "tail"]}}
-    engine = made(3, zero=zero)
-    counts = [len(found) for found in engine.optimizer.leaf_parameters.values()]
-    marked = [leaves.z3_leaf_parameter(p) for p in engine.module.parameters()]
-    net = Net()
-    for _ in range(2):
-        engine.backward(engine(batch()).square().mean())
-        engine.step()
-        net(batch()).square().mean().backward()
-        with torch.no_grad():
-            for p in net.parameters():
-                grad = torch.zeros_like(p) if p.grad is None else p.grad
-                dist.all_reduce(grad)
-                p -= 0.1 * grad / 2
-        net.zero_grad()
-    pairs = zip(engine.module.parameters(), net.parameters(), strict=True)
-    apart = max(float((access.safe_get_full_fp32_param(a) - b).abs().max()) for a, b in pairs)
-    return counts, marked, apart
-
-
-def test_a_configuration_may_name_leaf_modules() -> None:
-    for counts, marked, apart in run_ranks(2, leaves_of_a_configuration):
-        assert counts == [4, 4, 2] and all(marked) and len(marked) == 10
-        assert apart < 1e-6
-
-
-def test_names_of_leaf_modules_that_fit_none_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        made(3, zero={"leaf_module": {"names": "tail", "name_suffixes": ["ead"]}})
-    assert "leaf_module.names fits no module: ['tail']" in caplog.text
-    assert "name_suffixes" not in caplog.text
-    with pytest.raises(ValueError, match="leaf_module='Router': expected an object"):
-        made(3, zero={"leaf_module": "Router"})
-
-
-# -- generation ------------------------------------------------------------------------------------
-
-
-def unequal_passes_inside() -> tuple[list[float], int, bool]:
-    """Ranks make another number of passes with gathered weights."""
-    engine = made(3, bf16={"enabled": True})
-    rank, x = dist.get_rank(), batch().bfloat16()
+    assert weight.ds_tensor.shape == (part,)
+    with gathered.GatheredParameters(weight):
+        out["status"].append(weight.ds_status)
+        out["whole"] = weight.detach().flatten().tolist()
+        out["inside"] = weight.ds_tensor.shape == (part,)
+    out["status"].append(weight.ds_status)
+    weight.ds_tensor.data = torch.full_like(weight.ds_tensor, 1.0 + dist.get_rank())
+    weight.all_gather()
+    out["status"].append(weight.ds_status)
+    out["written"] = weight.detach().flatten().tolist()
     with torch.no_grad():
-        outside = engine(x)
-    before = onefold.engine_of(engine.module).traffic.total()
-    with gathered.unwrap_model_for_generation(engine) as model, torch.no_grad():
-        assert model is engine
-        inside_before = onefold.engine_of(engine.module).traffic.total()
-        outputs = [model(x) for _ in range(2 + rank)]
-        sent = onefold.engine_of(engine.module).traffic.total() - inside_before
-        shape = tuple(engine.module.head.weight.shape)
-    assert before <= inside_before and shape == (3, WIDTH)
-    engine.backward(engine(x).float().square().mean())
+        weight.fill_(7.0)
+    weight.partition(has_been_updated=True)
+    handle = weight.all_gather_coalesced([weight, layer.bias])
+    handle.wait()
+    out["kept"] = weight.detach().flatten().tolist()
+    weight.partition([weight, layer.bias])
+    out["status"].append(weight.ds_status)
+    with pytest.raises(ValueError, match="the elements that this rank has"):
+        weight.ds_tensor.data = torch.zeros(1)
+    return out
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_made_under_init_tells_its_facts(ranks: int) -> None:
+    torch.manual_seed(0)
+    values = nn.Linear(5, 3).weight.detach().flatten()
+    for rank, seen in enumerate(run_ranks(ranks, facts_under_init)):
+        assert len(set(seen["ids"])) == 4
+        assert seen["status"] == [DIVIDED, WHOLE, DIVIDED, WHOLE, DIVIDED]
+        assert seen["shape"] == ((3, 5), 15, 15)
+        assert seen["plain"] == [False, False, False]
+        each = math.ceil(15 / ranks)
+        mine = values[rank * each : (rank + 1) * each].tolist()
+        assert seen["part"][: len(mine)] == mine and seen["whole"] == values.tolist()
+        assert seen["group"] == ranks and seen["persist"] is (ranks == 1) and seen["inside"]
+        assert seen["written"] == [1.0 + i // each for i in range(15)]
+        assert seen["kept"] == [7.0] * 15
+
+
+# -- of an engine ----------------------------------------------------------------------------------
+
+
+def facts_of_an_engine(under_init: bool) -> dict[str, Any]:
+    with init.Init(config_dict_or_path=CONFIG, enabled=under_init):
+        model = Net()
+    ids = [p.ds_id for p in model.parameters()] if under_init else []
+    engine, *_ = initialize(model=model, config=CONFIG)
+    params = list(model.parameters())
+    assert not ids or ids == [p.ds_id for p in params]
+    weight = model.first.weight
+    out: dict[str, Any] = {"status": [weight.ds_status], "class": isinstance(model.own, Own)}
+    model.own.mark = 1
+    model.own.mark = 2
+    out["marks"] = model.own.marks
+    parts = [p.ds_tensor for p in params]
+    out["parts"] = [part.numel() for part in parts]
+    for param, part in zip(params, parts, strict=True):
+        assert torch.equal(part, access.safe_get_local_fp32_param(param))
+    before = [access.safe_get_full_fp32_param(p).clone() for p in params]
+    for param in params:
+        param.ds_tensor.mul_(2)
+        param.ds_tensor.data = param.ds_tensor * 2
+    with gathered.GatheredParameters(params):
+        out["status"].append(weight.ds_status)
+        for param, was in zip(params, before, strict=True):
+            assert torch.equal(param, 4 * was)
+    out["loss"] = engine(torch.ones(1, 5)).sum().item()
+    out["in the pass"] = model.statuses
+    out["status"].append(weight.ds_status)
+    engine.backward(engine(torch.ones(1, 5)).square().mean())
     engine.step()
-    return [float((o - outside).abs().max()) for o in outputs], sent, engine.was_step_applied()
+    out["trained"] = [access.safe_get_full_fp32_param(p).tolist() for p in params]
+    return out
 
 
-def test_a_model_unwrapped_for_generation_sends_nothing_inside() -> None:
-    for apart, sent, applied in run_ranks(2, unequal_passes_inside):
-        assert max(apart) == 0 and sent == 0 and applied
+def plainly() -> tuple[float, list[Any]]:
+    """The same without an engine. The second layer's own status is not asked for."""
+    model = nn.Sequential()
+    torch.manual_seed(0)
+    first, second, own = nn.Linear(5, 3), nn.Linear(3, 2), nn.Parameter(torch.arange(3.0))
+    params = [own, *first.parameters(), *second.parameters()]
+    del model
+    with torch.no_grad():
+        for param in params:
+            param.mul_(4)
+    loss = second(first(torch.ones(1, 5)) * own).sum().item()
+    second(first(torch.ones(1, 5)) * own).square().mean().backward()
+    torch.optim.SGD(params, lr=0.1).step()
+    return loss, [p.tolist() for p in params]
 
 
-def unequal_passes() -> str:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    onefold.shard(model, onefold.Recipe.zero(3, stall_timeout=1.5))
-    try:
-        with torch.no_grad():
-            for _ in range(2 + dist.get_rank()):
-                model(batch())
-    except onefold.StallError as error:
-        return str(error)
-    return ""
+@pytest.mark.parametrize("under_init", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_of_an_engine_tells_its_facts_and_keeps_what_is_written(
+    ranks: int, under_init: bool
+) -> None:
+    loss, trained = plainly()
+    found = run_ranks(ranks, facts_of_an_engine, under_init)
+    for seen in found:
+        assert seen["status"] == [DIVIDED, WHOLE, DIVIDED]
+        assert seen["class"] and seen["marks"] == 2
+        assert seen["in the pass"] == [(WHOLE, 15)] * 2
+        assert seen["loss"] == pytest.approx(loss, rel=1e-5)
+        for mine, theirs in zip(seen["trained"], trained, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
+    assert [sum(counts) for counts in zip(*(s["parts"] for s in found), strict=True)] == [
+        3, 15, 3, 6, 2,
+    ]  # fmt: skip
 
 
-def test_a_stall_of_unequal_forward_passes_names_synced_gpus() -> None:
-    first, second = run_ranks(2, unequal_passes)
-    assert not first and "(forward, step 0)" in second
-    assert "call generate(..., synced_gpus=True)" in second
+def numbers_of_two_models() -> list[int]:
+    found = []
+    for _ in range(2):
+        initialize(model=(model := nn.Linear(4, 4)), config=CONFIG)
+        found += [p.ds_id for p in model.parameters()]
+    return found
+
+
+def test_the_numbers_of_two_models_differ_and_are_the_same_on_all_ranks() -> None:
+    first, second = run_ranks(2, numbers_of_two_models)
+    assert first == second and len(set(first)) == 4
+
+
+def nested_inits() -> list[bool]:
+    with init.Init(config_dict_or_path=CONFIG):
+        with init.Init(config_dict_or_path=CONFIG):
+            inner = nn.Linear(4, 4)
+        has = hasattr(inner.weight, "ds_id")
+        engine, *_ = initialize(model=inner, config=CONFIG)
+        second = nn.Linear(4, 4)
+    return [has, hasattr(engine.module.weight, "ds_id"), hasattr(second.weight, "ds_id")]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_engine_may_be_made_inside_an_init(ranks: int) -> None:
+    assert run_ranks(ranks, nested_inits) == [[True] * 3] * ranks

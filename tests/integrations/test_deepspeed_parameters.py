@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import onefold
 from onefold.integrations.deepspeed.names import access, divided, gathered, init, leaves, optimizers
-from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
+from onefold.integrations.deepspeed.names.parameter_facts import ZeroParamStatus
 from onefold.integrations.deepspeed.names.training import (
     DeepSpeedOptimizer,
     initialize,
@@ -35,6 +36,51 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
 
 def values(model: nn.Module) -> list[Any]:
     return [p.detach().float().tolist() for p in model.parameters()]
+
+
+class TakesAnother(torch.autograd.Function):
+    """x @ weight.t(), whose backward gathers the weight of another model and multiplies by it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: nn.Parameter) -> Any:
+        ctx.weight = weight
+        with gathered.GatheredParameters([weight]):
+            return torch.mm(x, weight.t())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        with gathered.GatheredParameters([ctx.weight]):
+            # Traced code computes with the memory of the tensor
+            traced = torch.jit.trace(torch.mm, (grad.detach(), torch.ones(5, 6)))
+            return traced(grad, ctx.weight), None
+
+
+def gathered_in_backward(stage: int) -> tuple[float, float]:
+    """The norm of a model's gradients behind a Function that uses another model: plain, sharded."""
+    norms = []
+    for sharded in (False, True):
+        student, teacher = build(), build().requires_grad_(False)
+        if sharded:
+            student, teacher = (
+                onefold.shard(m, onefold.Recipe.zero(stage, stall_timeout=20.0))
+                for m in (student, teacher)
+            )
+        weight = next(iter(teacher.parameters()))
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+        out = TakesAnother.apply(student(x) @ torch.ones(3, 6), weight)
+        out.square().mean().backward()
+        norms.append(
+            float(onefold.clip_grad_norm_(student, 9e9))
+            if sharded
+            else float(torch.nn.utils.get_total_norm([p.grad for p in student.parameters()]))  # type: ignore[misc]
+        )
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_pass_gathers_parameters_of_another_model(stage: int) -> None:
+    for plain, sharded in run_ranks(2, gathered_in_backward, stage):
+        assert sharded == pytest.approx(plain, rel=1e-6)
 
 
 # -- zero.Init -------------------------------------------------------------------------------------

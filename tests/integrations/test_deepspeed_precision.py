@@ -184,7 +184,7 @@ def test_the_file_may_name_the_classes_whose_gradients_travel_in_it() -> None:
 
 def low_masters(stage: int, kind: str) -> tuple[list[float], list[float], list[str]]:
     """Losses of four steps of Adam beside DDP in bf16 (or fp16) throughout, and the dtypes of the
-    optimizer's parameter and states.
+    optimizer's states.
     """
     low = torch.bfloat16 if kind == "bf16" else torch.float16
     section = {"enabled": True, f"{kind}_master_weights_and_grads": True}
@@ -216,11 +216,92 @@ def low_masters(stage: int, kind: str) -> tuple[list[float], list[float], list[s
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_master_weights_and_states_may_have_16_bits(stage: int, kind: str) -> None:
-    low = "torch.bfloat16" if kind == "bf16" else "torch.float16"
+    states = "torch.bfloat16" if kind == "bf16" else "torch.float32"
     for mine, theirs, dtypes in run_ranks(2, low_masters, stage, kind):
         assert mine == pytest.approx(theirs, rel=2e-2 if kind == "bf16" else 4e-3)
         assert mine[-1] != mine[0]
-        assert set(dtypes) == {low}
+        assert set(dtypes) == {states}
+
+
+def travelled(stage: int, kind: str, given: str) -> float:
+    """How far thirty steps of Adam with small gradients move weights that are `kind` throughout,
+    as a multiple of what they move fp32 weights.
+    """
+    rates = {"lr": 0.01, "weight_decay": 0.0}
+    named = {
+        "fused": {"optimizer": {"type": "Adam", "params": rates}},
+        "torch_adam": {"optimizer": {"type": "AdamW", "params": {**rates, "torch_adam": True}}},
+        "object": {"own": lambda parameters: torch.optim.AdamW(parameters, **rates)},
+    }[given]
+    section = {"enabled": True, f"{kind}_master_weights_and_grads": True}
+    section |= {"loss_scale": 1.0} if kind == "fp16" else {}
+    engine = made_with_own(stage, **{kind: section}, **named)
+    plain = Net()
+    optimizer = torch.optim.AdamW(plain.parameters(), **rates)
+    before = [p.detach().clone() for p in plain.parameters()]
+    low = torch.float16 if kind == "fp16" else torch.bfloat16
+    for i in range(30):
+        engine.backward(loss_of(engine(batch(i).to(low))).float() * 0.01)
+        engine.step()
+        (loss_of(plain(batch(i))) * 0.01).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    mine = [access.safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    far = [sum(float((a - b).square().sum()) for a, b in zip(x, before, strict=True)) ** 0.5
+           for x in (mine, [p.detach() for p in plain.parameters()])]  # fmt: skip
+    return far[0] / far[1]
+
+
+def made_with_own(stage: int, own: Any = None, **more: Any) -> Any:
+    if own is None:
+        return made(stage, **more)
+    model = Net()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        **more,
+    }
+    return initialize(model=model, optimizer=own(model.parameters()), config=config)[0]
+
+
+@pytest.mark.parametrize("given", ["fused", "torch_adam", "object"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_adam_over_16_bit_masters_steps_as_far_as_over_fp32_ones(kind: str, given: str) -> None:
+    """In fp16 the squares of such gradients are 0: with states in fp16 a step would be tens of
+    times too large, or not a number.
+    """
+    for ranks, stage in ((1, 1), (2, 0), (2, 3)):
+        for far in run_ranks(ranks, travelled, stage, kind, given):
+            assert far == pytest.approx(1.0, abs=0.1), (ranks, stage)
+
+
+def refused_states() -> list[str]:
+    section = {"enabled": True, "fp16_master_weights_and_grads": True}
+    said = []
+    for own in (
+        lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+        lambda parameters: torch.optim.NAdam(parameters, lr=0.01),
+    ):
+        try:
+            made_with_own(0, own, fp16=section)
+        except ValueError as error:
+            said.append(str(error))
+    made_with_own(0, lambda parameters: torch.optim.SGD(parameters, lr=0.01), fp16=section)
+    model = Net()
+    config = {"train_micro_batch_size_per_gpu": 2, "fp16": section}
+    try:
+        initialize(model=model, optimizer=lambda ps: torch.optim.AdamW(list(ps)), config=config)
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def test_optimizers_that_would_keep_squares_in_fp16_are_refused() -> None:
+    said = run_ranks(1, refused_states)[0]
+    assert [text.split(":")[0] for text in said] == [
+        f"fp16_master_weights_and_grads with {name}" for name in ("RMSprop", "NAdam", "AdamW")
+    ]
 
 
 def test_options_of_a_precision_that_is_off_have_no_effect() -> None:
@@ -234,6 +315,12 @@ def test_options_of_a_precision_that_is_off_have_no_effect() -> None:
     alone = read_deepspeed({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}})
     assert alone.recipe_arguments["master_dtype"] == "bf16"
     assert any("so they are bf16 too" in remark for remark in alone.remarks)
+    adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    named = read_deepspeed(
+        {**adam, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
+    )
+    assert named.recipe_arguments["moments"] == "fp32"
+    assert not any("bf16 too" in remark for remark in named.remarks)
 
 
 # -- dtypes of parameters and buffers ---------------------------------------------------------------------------------------
@@ -313,6 +400,37 @@ def test_buffers_keep_their_dtype_unless_the_file_names_one(stage: int) -> None:
             (torch.float32, torch.int64),
             (torch.bfloat16, torch.int64),
         ]
+
+
+class Listed(Net):
+    """Lists a buffer as transformers' models do."""
+
+    _keep_in_fp32_modules_strict = ("sc*le",)
+
+
+def kept_buffers() -> list[Any]:
+    found = []
+    for kind, names in ((Net, ["sc*le"]), (Net, []), (Net, "auto"), (Listed, "auto"), (Listed, [])):
+        model = kind()
+        data_types = {"buffer_dtype": "bf16", "keep_in_fp32_modules": names}
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "Adam", "params": {"lr": 0.01}},
+            "data_types": data_types,
+        }
+        found.append(initialize(model=model, config=config)[0].module.scale.dtype)
+    return found
+
+
+def test_buffers_that_the_file_or_the_model_keeps_in_fp32_stay_so() -> None:
+    low, full = torch.bfloat16, torch.float32
+    assert run_ranks(1, kept_buffers)[0] == [full, low, low, full, low]
+    with pytest.raises(ValueError, match="expected a list of names"):
+        read_deepspeed({"data_types": {"keep_in_fp32_modules": "scale"}})
+    # "auto" is the key's own default, which nobody has to fill in
+    assert not read_deepspeed({"data_types": {"keep_in_fp32_modules": "auto"}}).left_auto
 
 
 def test_a_dtype_of_parameters_must_be_that_of_the_precision() -> None:

@@ -21,8 +21,6 @@ from trl_trials import runs_under_the_name
 CASES: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
     "sft": ({"kind": "sft"}, (1, 2, 3)),
     "sft, adapters": ({"kind": "sft", "lora": True}, (3,)),
-    # The fused loss uses the weight of a head that is never called
-    "sft, untied": ({"kind": "sft", "untied": True}, (2, 3)),
     "reward": ({"kind": "reward"}, (3,)),
     "dpo": ({"kind": "dpo"}, (2, 3)),
     "dpo, adapters": ({"kind": "dpo", "lora": True}, (1, 3)),

@@ -104,7 +104,7 @@ def test_the_script_in_the_folder_writes_the_model(
     def run(*given: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "zero_to_fp32.py", ".", *given]
         return subprocess.run(
-            command, cwd=folder / "whole", env=env, capture_output=True, text=True, timeout=120
+            command, cwd=folder / "whole", env=env, capture_output=True, text=True, timeout=300
         )
 
     done = run(str(tmp_path / "out.bin"), "-t", "other")

@@ -41,6 +41,21 @@ def made():
     return LlamaForCausalLM(LlamaConfig(**CONFIG))
 
 
+def with_adapters(model, asked, seed=0):
+    """The model with LoRA; `asked`: True, or what its configuration has besides, and with "tokens"
+    another number of tokens.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    more = {} if asked is True else dict(asked)
+    torch.manual_seed(seed)
+    if tokens := more.pop("tokens", None):
+        model.resize_token_embeddings(tokens, mean_resizing=False)
+        torch.manual_seed(seed)  # transformers draws other numbers at stage 3
+    given = {"r": 4, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **more}
+    return get_peft_model(model, LoraConfig(**given))
+
+
 def main(asked):
     folder = Path(asked["folder"])
     arguments = TrainingArguments(
@@ -60,12 +75,7 @@ def main(asked):
     else:
         model = made()
     if asked.get("lora"):
-        from peft import LoraConfig, get_peft_model
-
-        torch.manual_seed(0)
-        model = get_peft_model(
-            model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        )
+        model = with_adapters(model, asked["lora"], asked.get("seed", 0))
     trainer = Trainer(model=model, args=arguments, train_dataset=Data(), eval_dataset=Data())
     trainer.train(resume_from_checkpoint=asked.get("resume"))
     logs = trainer.state.log_history

@@ -38,6 +38,11 @@ def lengths(completions: Any, **_: Any) -> list[float]:
     return [float(len(text.split()) % 5) for text in completions]
 
 
+def digits(completion_ids: Any, **_: Any) -> list[float]:
+    """A reward that differs where most tokens have no text."""
+    return [float(sum(ids) % 5) for ids in completion_ids]
+
+
 def data(kind: str) -> Any:
     from datasets import Dataset
 
@@ -53,6 +58,11 @@ def data(kind: str) -> Any:
         ],
         "reward": [{"chosen": sentence(100 + i), "rejected": sentence(200 + i)} for i in range(32)],
         "grpo": [{"prompt": sentence(i, 3)} for i in range(32)],
+        "distillation": [{"prompt": sentence(i, 3)} for i in range(32)],
+        "kto": [
+            {"prompt": sentence(i, 3), "completion": " " + sentence(100 + i), "label": i % 2 == 0}
+            for i in range(32)
+        ],
     }
     return Dataset.from_list(rows[kind])
 
@@ -83,9 +93,13 @@ def trained(folder: str, case: dict[str, Any]) -> Any:
         "dpo": (trl.DPOTrainer, trl.DPOConfig),
         "reward": (trl.RewardTrainer, trl.RewardConfig),
         "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
+        "kto": (trl.KTOTrainer, trl.KTOConfig),
+        "distillation": (trl.DistillationTrainer, trl.DistillationConfig),
     }
     trainer_class, config_class = classes[kind]
     more: dict[str, Any] = {"sft": {"max_length": 16}, "dpo": {"max_length": 24}}.get(kind, {})
+    if kind == "distillation":
+        more = {"max_completion_length": 8, "temperature": 1.0}
     if kind == "grpo":
         more = {"num_generations": 2, "max_completion_length": 8, "beta": 0.1, "temperature": 1.0}
     given = arguments(folder, case["name"], bf16=False, **more) | case.get("arguments", {})
@@ -100,13 +114,53 @@ def trained(folder: str, case: dict[str, Any]) -> Any:
     rows = on_disk(data(kind), f"{folder}/{kind} data") if case.get("on_disk") else data(kind)
     options: dict[str, Any] = {"train_dataset": rows, "processing_class": tokenizer()}
     if kind == "grpo":
-        options["reward_funcs"] = lengths
+        options["reward_funcs"] = digits if case.get("digits") else lengths
+    if kind == "distillation":
+        options["teacher_model"] = built(f"{folder}/teacher")
     if recipe is not None:
         options["recipe"] = recipe
         trainer_class = type("Tuner", (onefold.hf.TrainerMixin, trainer_class), {})
     trainer = trainer_class(model, args=args, **options)
     trainer.train()
     return trainer
+
+
+def large_heads(folder: str) -> None:
+    """Write a model whose head has weights of its own, larger than any block (a unit), to
+    `folder`/model, and another one to `folder`/teacher/model. Collective.
+    """
+    import torch
+    import torch.distributed as dist
+    import trainer_script
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **{**trainer_script.CONFIG, "tie_word_embeddings": False, "vocab_size": 8192}
+    )
+    if dist.get_rank() == 0:
+        for seed, place in enumerate((folder, f"{folder}/teacher")):
+            torch.manual_seed(seed)
+            LlamaForCausalLM(config).save_pretrained(f"{place}/model")
+    dist.barrier()
+
+
+def runs_with_large_heads(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
+    """The runs of `runs`, of models of `large_heads`; with the units of the trained model."""
+    from hf_trials import fresh_state, seen_of, start
+
+    import onefold
+
+    start(folder)
+    large_heads(f"{folder}/large")
+    out: dict[str, Any] = {}
+    for case in cases:
+        with fresh_state():
+            trainer = trained(f"{folder}/large", case)
+            out[case["name"]] = seen_of(trainer)
+            if case.get("recipe") is not None:
+                units = onefold.engine_of(trainer.model).units
+                out[case["name"]]["units"] = [unit.name for unit in units]
+    return out
 
 
 def runs(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
@@ -128,23 +182,17 @@ def runs(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
 
 def runs_under_the_name(cases: list[dict[str, Any]], folder: str) -> dict[str, Any]:
     """The same with `deepspeed` served in the process; `stage` in a case makes it DeepSpeed's by
-    name. `untied` takes a model whose head has a weight of its own.
+    name. `untied` takes a model of `large_heads`.
     """
     import onefold.deepspeed
 
     onefold.deepspeed.serve()
-    import torch.distributed as dist
-    import trainer_script
     from hf_trials import fresh_state, seen_of, start
     from trainer_trials import ds
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     start(folder)
-    if dist.get_rank() == 0:
-        config = LlamaConfig(**{**trainer_script.CONFIG, "tie_word_embeddings": False})
-        LlamaForCausalLM(config).save_pretrained(f"{folder}/untied/model")
-    dist.barrier()
+    large_heads(f"{folder}/untied")
     out: dict[str, Any] = {}
     for case in cases:
         given = {**case, "arguments": dict(case.get("arguments", {}))}

@@ -212,7 +212,7 @@ def test_a_dataset_of_the_hub_is_read_as_a_stream(tmp_path: Path) -> None:
             "HF_HUB_DISABLE_XET": "1",
         }
         done = subprocess.run(
-            [sys.executable, "-c", READS], env={**clean, **given}, text=True, capture_output=True, timeout=120
+            [sys.executable, "-c", READS], env={**clean, **given}, text=True, capture_output=True, timeout=300
         )  # fmt: skip
     assert done.stdout.endswith("read\n"), (done.stderr[-3000:], asked)
     assert not list((tmp_path / "home").rglob("*.parquet"))  # nothing stays on the disk

@@ -152,3 +152,53 @@ def test_a_module_that_is_saved_whole_and_was_tied_is_saved_and_not_merged(tmp_p
         assert "is tied in the base model" in said and "tie_word_embeddings=False" in said
     made(tied=True, modules_to_save=["lm_head"]).save_pretrained(tmp_path / "theirs")
     assert unequal(tensors(tmp_path / "adapters"), tensors(tmp_path / "theirs")) == []
+
+
+def keys_asked(root: Path) -> list[str]:
+    """Wrong keys and values of what peft takes from a whole state dict, on rank 0 alone."""
+    from peft import get_peft_model_state_dict
+
+    import onefold
+
+    wrong: list[str] = []
+    theirs = get_peft_model_state_dict(made(modules_to_save=["lm_head", "norm"]))
+    for stage in (1, 3):
+        recipe = onefold.Recipe.zero(stage, stall_timeout=20.0)
+        model = onefold.shard(made(modules_to_save=["lm_head", "norm"]), recipe)
+        whole = onefold.full_state_dict(model)
+        if whole:
+            wrong += unequal(get_peft_model_state_dict(model, state_dict=whole), theirs)
+        for part in (model, model.base_model.model.lm_head.modules_to_save["default"]):
+            with pytest.raises(RuntimeError, match="would hold this rank's intervals"):
+                part.state_dict()
+    return wrong
+
+
+def test_peft_asks_a_sharded_module_for_its_keys_and_others_do_not(tmp_path: Path) -> None:
+    assert run_ranks(2, keys_asked, tmp_path) == [[], []]
+
+
+def chosen_frozen(root: Path) -> list[str]:
+    import onefold
+    from onefold.checkpoint import CheckpointError
+
+    recipe = onefold.Recipe.zero(3, stall_timeout=20.0)
+    model = onefold.shard(made(), recipe)
+    name = next(n for n, p in model.named_parameters() if n.endswith("embed_tokens.weight"))
+    for bad in (["other.weight"], name):
+        with pytest.raises(CheckpointError, match=r"expected True, False, or a list with names"):
+            onefold.save(root / "bad", model=model, frozen=bad)
+    onefold.save(root / "some", model=model, frozen=[name])
+    with onefold.full_params(model, write=True):
+        for param in model.parameters():
+            param.fill_(0.5)
+    loaded = onefold.load(root / "some", model=model, strict=False)
+    expected = made().state_dict()
+    kept = {n for n in expected if n == name or "lora_" in n}
+    assert not kept.intersection(loaded.missing)
+    whole = onefold.full_state_dict(model)
+    return [n for n in whole if (n in kept) != torch.equal(whole[n], expected[n])]
+
+
+def test_a_save_takes_some_frozen_parameters_by_name(tmp_path: Path) -> None:
+    assert run_ranks(2, chosen_frozen, tmp_path) == [[], []]

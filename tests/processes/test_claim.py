@@ -54,7 +54,7 @@ def claimed(
         yield process, process.stdout.readline().strip()
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(300)
 
 
 def test_a_folder_has_one_run_whose_processes_may_be_many(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_of_runs_that_begin_at_the_same_moment_one_gets_the_folder(tmp_path: Pat
             for run in range(count)
         ]  # fmt: skip
         for process in processes:
-            stack.callback(process.communicate, timeout=60)
+            stack.callback(process.communicate, timeout=300)
         said = [process.stdout.readline() for process in processes if process.stdout is not None]
         (winner,) = (
             process for process, text in zip(processes, said, strict=True) if text == "held\n"
@@ -195,6 +195,6 @@ def test_a_process_whose_parent_has_gone_before_it_looks_ends_too(tmp_path: Path
     done = subprocess.run(
         [sys.executable, "-c", CHAIN, "0", str(tmp_path), str(gone.pid)],
         env=environment,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 128 + signal.SIGKILL and list(tmp_path.iterdir()) == []

@@ -60,8 +60,8 @@ def test_what_is_no_group_of_ranks_is_refused_in_a_sentence() -> None:
 
 
 def in_groups_of_different_number() -> list[float] | None:
-    """Rank 0 of a subset is in one group more than rank 1 is: torch names a subset's new group
-    after that number.
+    """Rank 0 of a subset is in one group more than rank 1 is: torch would name a subset's new
+    group after a number like that.
     """
     import torch
 
@@ -86,6 +86,39 @@ def test_ranks_of_a_subset_may_be_in_other_groups_besides() -> None:
     first, second, outside = run_ranks(3, in_groups_of_different_number)
     assert first == second and first[1] == 2
     assert outside is None
+
+
+def beside_groups_of_the_script() -> list[float]:
+    """Ranks 0 and 1 shard over a subset, and make one more group among themselves; then all ranks
+    make groups, shard over all, and sum.
+    """
+    import torch
+
+    import onefold
+
+    recipe = onefold.Recipe.zero(3, stall_timeout=60.0)
+    pair, sums = dist.new_group([0, 1]), []
+    if dist.get_rank() < 2:
+        onefold.shard(TinyMLP(), recipe, group=pair)
+        own = dist.new_group([0, 1], use_local_synchronization=True)
+        both = torch.ones(())
+        dist.all_reduce(both, group=own)
+        sums.append(float(both))
+    model = onefold.shard(TinyMLP(), recipe)
+    model(torch.ones(2, 7)).sum().backward()
+    if dist.get_rank() == 2:
+        # Some versions of torch count each rank's groups, and need as many on each
+        dist.new_group([2], use_local_synchronization=True)
+    for members in ([0, 1, 2], [1, 2]):
+        group, one = dist.new_group(members), torch.ones(())
+        if dist.get_rank() in members:
+            dist.all_reduce(one, group=group)
+        sums.append(float(one))
+    return sums
+
+
+def test_groups_that_a_script_makes_after_and_before_shard_meet() -> None:
+    assert run_ranks(3, beside_groups_of_the_script) == [[2, 3, 1], [2, 3, 2], [3, 2]]
 
 
 def test_a_group_without_process_groups_is_not_passed_over() -> None:

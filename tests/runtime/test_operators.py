@@ -423,10 +423,6 @@ def test_new_tensor_of_a_part_is_a_copy_of_the_whole(stage: int) -> None:
         assert all(good) and len(good) >= 6
 
 
-#: Operators of torch 2.11 that later versions have removed.
-REMOVED = {"align_as", "align_to", "has_names", "names", "refine_names", "rename_"}
-
-
 def test_the_tables_of_operators_name_what_torch_has() -> None:
     places = (torch, torch.Tensor, torch.nn.functional, torch.ops.aten)
     here = {name for place in places for name in dir(place)}
@@ -440,7 +436,7 @@ def test_the_tables_of_operators_name_what_torch_has() -> None:
     absent = {
         f"{table}: {name}"
         for table, names in tables.items()
-        for name in names - here - REMOVED
+        for name in names - here
         if not hasattr(torch.ops.aten, name)
     }
     assert not absent, absent

@@ -179,6 +179,77 @@ def test_entering_and_leaving_changes_no_bit(ranks: int) -> None:
     assert run_ranks(ranks, unchanged_by_recipes) == [[]] * ranks
 
 
+# -- step counts after a resume ---------------------------------------------------------------------
+
+RESUMES = ("nothing", "onefold.load", "dcp.load", "load_state_dict", "looking")
+
+
+def stepped(model: Any, optimizer: Any, step: int) -> None:
+    optimizer.zero_grad()
+    model(tokens_of(10 * step + dist.get_rank())).backward()
+    optimizer.step()
+
+
+def resumed(stage: int, how: str, folder: str, enter: bool) -> tuple[list[str], list[Any]]:
+    """Three steps, a resume of this kind, one step, `unsharded` or not, one step: what `step` is
+    inside the block, and the weights at the end.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    import onefold
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=10.0))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    wrong = []
+    model, optimizer = made(0)
+    for step in range(3):
+        stepped(model, optimizer, step)
+    if how not in ("nothing", "looking"):
+        onefold.save(f"{folder}/a", model=model, optimizer=optimizer, overwrite=True)
+        state = onefold.dcp_state_dict(model, optimizer)
+        dcp.save(state, checkpoint_id=f"{folder}/b")
+        weights, states = onefold.full_state_dict(model), optimizer.state_dict()
+        model, optimizer = made(1)
+        if how == "onefold.load":
+            onefold.load(f"{folder}/a", model=model, optimizer=optimizer)
+        elif how == "dcp.load":
+            dcp.load(onefold.dcp_state_dict(model, optimizer), checkpoint_id=f"{folder}/b")
+        else:
+            onefold.load_full_state_dict(model, weights)
+            optimizer.load_state_dict(states)
+    if how == "looking":
+        _ = [state["step"] for state in optimizer.state.values()]
+    stepped(model, optimizer, 3)
+    if enter:
+        with onefold.unsharded(model) as plain:
+            counts = {n: int(optimizer.state[p]["step"]) for n, p in plain.named_parameters()}
+            wrong = [f"stage {stage}, {how}: {n} has step {k}" for n, k in counts.items() if k != 4]
+    stepped(model, optimizer, 4)
+    return wrong, [t.clone() for t in onefold.full_state_dict(model).values()]
+
+
+def steps_kept(folder: str) -> list[str]:
+    found = []
+    for stage in STAGES:
+        for how in RESUMES:
+            wrong, weights = resumed(stage, how, f"{folder}/{stage}-{how}", True)
+            _, expected = resumed(stage, how, f"{folder}/{stage}-{how}", False)
+            found += wrong
+            off = [0.0] + [
+                (a - b).abs().max().item() for a, b in zip(weights, expected, strict=True)
+            ]
+            found += [f"stage {stage}, {how}: weights {max(off):.1e} off"] * (sum(off) > 0)
+    return found
+
+
+def test_step_counts_come_from_ranks_that_own_elements(tmp_path: Any) -> None:
+    """After a load, or a look, ranks without elements of a parameter keep an old copy of `step`."""
+    assert run_ranks(2, steps_kept, str(tmp_path)) == [[], []]
+
+
 # -- what goes wrong -------------------------------------------------------------------------------
 
 

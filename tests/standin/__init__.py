@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ LATE = 0.02
 # torch.distributed calls are here.
 _Work: Any = dist.Work
 _ProcessGroup: Any = dist.ProcessGroup
+# Before 2.14 torch's own cannot be made in Python, and takes any object in its place
+_Backend: Any = (
+    torch._C._distributed_c10d.Backend if torch.__version__ >= "2.14.dev0" else SimpleNamespace
+)
 #: How many operations of each name this process has launched.
 launched: Counter[str] = Counter()
 #: How many communicators it has made by "new_group" (or as the default group) and by "split".
@@ -145,6 +150,23 @@ def _launch_on_stream(group: StandIn, operation: Operation, device: torch.device
     return StandInStreamWork(operation, stream.record_event(), device)
 
 
+class InnerBackend(_Backend):
+    """The backend in a communicator's process group: what torch asks what it can do. From 2.14 on
+    torch hands it on to each new group, which refuses anything else.
+    """
+
+    supports_splitting, supports_coalescing, options = True, False, None
+
+    @classmethod
+    def of(cls, group: StandIn) -> InnerBackend:
+        made = cls(group.my_rank, group.my_size) if _Backend is not SimpleNamespace else cls()
+        made.comm_split_count = lambda: group.splits
+        return made
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass
+
+
 class StandIn(_ProcessGroup):
     """One communicator of one rank."""
 
@@ -160,7 +182,7 @@ class StandIn(_ProcessGroup):
         self.under_way: list[Operation] = []
         self._streams: dict[torch.device, Any] = {}
         self._chance = random.Random(f"{self.seed} {rank}")
-        self._splits = 0
+        self.splits = 0
         self.wire = Wire(
             rank,
             size,
@@ -200,19 +222,12 @@ class StandIn(_ProcessGroup):
     def pg_name(self) -> str:
         return self.name
 
-    @property
-    def supports_splitting(self) -> bool:
-        return True
+    def _get_backend(self, device: torch.device) -> InnerBackend:
+        return InnerBackend.of(self)
 
     @property
-    def options(self) -> None:
-        return None
-
-    def comm_split_count(self) -> int:
-        return self._splits
-
-    def _get_backend(self, device: torch.device) -> StandIn:
-        return self
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(kind) for kind in dist.Backend.backend_capability[NAME]]
 
     def split_group(
         self,
@@ -225,12 +240,12 @@ class StandIn(_ProcessGroup):
         """As ncclCommSplit: collective over this communicator, also for who is in none of the new
         ones.
         """
-        self._splits += 1
+        self.splits += 1
         self._collective("split", "", lambda: {}, lambda parts: None, wait=True)
         if self.my_rank not in new_ranks:
             return None
         ranks = sorted(new_ranks)
-        store = PrefixStore(f"split/{self._splits}/{ranks[0]}/", self.store)
+        store = PrefixStore(f"split/{self.splits}/{ranks[0]}/", self.store)
         made["split"] += 1
         part = type(self)(store, ranks.index(self.my_rank), len(ranks), timeout or self.timeout)
         part.name = group_name or ""
@@ -460,7 +475,7 @@ class StandIn(_ProcessGroup):
     def barrier(self, opts: Any = None) -> Any:
         return self._collective("barrier", "", lambda: {}, lambda parts: None)
 
-    # torch 2.13 named these anew
+    # Under both names that torch has for them
     all_gather_single = allgather_into_tensor = _allgather_base
     reduce_scatter_single = reduce_scatter_tensor = _reduce_scatter_base
 

@@ -723,6 +723,66 @@ def test_reading_the_whole_weight_in_a_forward_pass_is_said_once_a_weight() -> N
         assert "'head.tiles.0.weight'" in said[0] and "'tokens.tiles.0.weight'" in said[1]
 
 
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.t() @ x
+
+
+class GivesItAway(nn.Module):
+    """A model whose forward pass gives the weight of a head in tiles to an autograd Function."""
+
+    def __init__(self, joins: bool) -> None:
+        super().__init__()
+        self.joins = joins
+        self.inner = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.head = nn.Linear(8, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = layer(x)
+        tiles: Any = self.head
+        weight = torch.cat([t.weight for t in tiles.tiles]) if self.joins else self.head.weight
+        return Square.apply(x, weight)  # type: ignore[no-any-return]
+
+
+def gives_away(stage: int) -> tuple[str, float, float]:
+    import onefold
+
+    x, norms, said = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), [], ""
+    for joins in (False, True):
+        torch.manual_seed(0)
+        plain = GivesItAway(False)
+        plain(x).square().sum().backward()
+        torch.manual_seed(0)
+        model = onefold.shard(GivesItAway(joins), recipe_of(16 * 8 * 4, stage))
+        try:
+            model(x).square().sum().backward()
+        except RuntimeError as error:
+            said = str(error)
+            continue
+        norms = [
+            float(torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])),  # type: ignore[misc]
+            float(onefold.clip_grad_norm_(model, float("inf"))),
+        ]
+    return said, norms[0], norms[1]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_function_that_is_given_a_weight_in_tiles_is_refused_and_told_the_cure(
+    stage: int,
+) -> None:
+    for said, expected, found in run_ranks(2, gives_away, stage):
+        assert "torch.cat([tile.weight for tile in module.tiles])" in said
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 # -- models on the meta device ---------------------------------------------------------------------
 
 

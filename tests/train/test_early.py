@@ -38,7 +38,7 @@ def command(
         if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     }
     done = subprocess.run(
-        [sys.executable, "-m", "onefold", *arguments], cwd=place, text=True, capture_output=True, timeout=60,
+        [sys.executable, "-m", "onefold", *arguments], cwd=place, text=True, capture_output=True, timeout=300,
         env={**clean, "PYTHONPATH": os.pathsep.join([str(place / "broken"), SOURCE]), **(environment or {})},
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr

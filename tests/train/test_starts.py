@@ -4,18 +4,16 @@ moment of the start.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import held
 from onefold.processes.claim import LOCK, Claim, HeldError
 from started_runs import (
     JOB,
@@ -46,7 +44,7 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
         # While its ranks import torch, seconds before they would write anything
         wait_until(lambda: (tmp_path / "run" / LOCK).exists())
         with started(tmp_path, *again, temporary="second") as second:
-            out, err = second.communicate(timeout=60)
+            out, err = second.communicate(timeout=300)
         assert (
             second.returncode == 2
             and f"--output run is in use by process {first.pid} on " in err
@@ -56,7 +54,7 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
         wait_for_step(first, 15)
         with started(tmp_path, *ENDLESS, "--overwrite", temporary="third") as third:
             assert (
-                f"process {first.pid} on " in third.communicate(timeout=60)[1]
+                f"process {first.pid} on " in third.communicate(timeout=300)[1]
                 and third.returncode == 2
             )
         wait_for(first, lambda row: row["event"] == "checkpoint")
@@ -137,50 +135,22 @@ def agent_of(temporary: Path) -> int:
 # -- Ctrl-C ----------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def watched(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], list[str]]]:
-    """A command whose imports are told on its standard error, a line each, as they end."""
+def interrupted_behind(folder: Path, module: str, *arguments: str) -> None:
+    """Ctrl-C behind the import of `module`: status 130, not a word, nothing left."""
     process = subprocess.Popen(
-        [sys.executable, "-X", "importtime", "-m", "onefold", *arguments], cwd=folder, env=environment(folder / "tmp"), text=True,
+        [sys.executable, held.__file__, module, *arguments], cwd=folder, env=environment(folder / "tmp"), text=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
     )  # fmt: skip
-    said: list[str] = []
-
-    def listen() -> None:
-        assert process.stderr is not None
-        said.extend(process.stderr)
-
-    listening = threading.Thread(target=listen)
-    listening.start()
     try:
-        yield process, said
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        listening.join(60)
-
-
-def imported(said: list[str], module: str) -> bool:
-    return any(
-        line.startswith("import time:") and line.rpartition("|")[2].strip() == module
-        for line in said
-    )
-
-
-def interrupted_after(folder: Path, module: str, *arguments: str) -> None:
-    """Ctrl-C as soon as the command has imported `module`: status 130, not a word, nothing left."""
-    with watched(folder, *arguments) as (process, said):
-        wait_until(lambda: imported(said, module) or process.poll() is not None)
-        assert process.poll() is None, (
-            f"{arguments} ended before it had imported {module}: {said[-3:]}"
-        )
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == f"{held.HELD}\n", f"{arguments} did not stop behind {module}: {said}"
         process.send_signal(signal.SIGINT)
-        status = process.wait(60)
-    words = [line for line in said if not line.startswith("import time:")]
-    assert status == 130 and not any(
-        "Traceback" in line or "Exception" in line for line in words
-    ), (module, status, words)
+        _, words = process.communicate(timeout=300)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, words) == (130, ""), (module, process.returncode, words)
     assert left_behind(folder / "tmp") == [], module
 
 
@@ -204,7 +174,7 @@ TRAIN = [
 @pytest.mark.parametrize(
     "module",
     [
-        "onefold.processes.signals",
+        "onefold.cli.app",
         "typer",
         "onefold.train.config",
         "pydantic",
@@ -215,7 +185,7 @@ TRAIN = [
 def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
     tmp_path: Path, module: str
 ) -> None:
-    interrupted_after(tmp_path, module, *TRAIN)
+    interrupted_behind(tmp_path, module, *TRAIN)
     assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
 
@@ -232,7 +202,7 @@ def test_ctrl_c_while_onefold_train_imports_ends_it_without_a_word(
 def test_ctrl_c_while_another_command_imports_ends_it_without_a_word(
     tmp_path: Path, module: str, arguments: list[str]
 ) -> None:
-    interrupted_after(tmp_path, module, *arguments)
+    interrupted_behind(tmp_path, module, *arguments)
 
 
 @pytest.mark.parametrize("moment", ["the agent starts", "a rank starts", "both ranks have joined"])
@@ -256,7 +226,7 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
         if moment == "both ranks have joined":
             wait_for(process, lambda row: row["event"] == "note")
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "", (process.returncode, err)
     assert left_behind(temporary) == [] and not (tmp_path / "run" / LOCK).exists()
     if moment == "the agent starts":
@@ -292,6 +262,6 @@ def test_commands_say_nothing_on_their_standard_error_when_all_is_well(tmp_path:
     ):
         done = subprocess.run(
             [sys.executable, "-m", "onefold", *arguments], cwd=tmp_path, env=environment(tmp_path / "tmp"), text=True, capture_output=True,
-            timeout=180,
+            timeout=300,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), (arguments, done.stderr[-2000:])

@@ -52,9 +52,15 @@ SERVER = "libraries"
 
 
 def kill(temporary: Path, rank: int) -> int:
+    wait_until(lambda: pid_of(temporary, rank))  # while ranks start again, there is none
     pid = pid_of(temporary, rank)
     os.kill(pid, signal.SIGKILL)
     return pid
+
+
+#: So many that the run cannot end while this test waits for its turn: it says each step on a pipe,
+#: which holds some hundred.
+MANY = 10**4
 
 
 def test_a_run_that_loses_a_rank_goes_on_with_the_losses_of_an_undisturbed_one(
@@ -68,6 +74,7 @@ def test_a_run_that_loses_a_rank_goes_on_with_the_losses_of_an_undisturbed_one(
     temporary, checkpoints = tmp_path / "tmp", tmp_path / "run" / "checkpoints"
     several = {
         **JOB,
+        "steps": MANY,
         "model": "small_lm:slow_to_save",
         "nproc": 2,
         "output": "run",
@@ -122,8 +129,8 @@ def test_a_run_that_loses_a_rank_goes_on_with_the_losses_of_an_undisturbed_one(
     (uninterrupted, rest, two), _ = run_ranks(
         2,
         losses_in_ranks,
-        {"output": whole, "until": until},
-        {"output": output, "stage": "3", "until": until},
+        {"output": whole, "steps": MANY, "until": until},
+        {"output": output, "steps": MANY, "stage": "3", "until": until},
         plain,
     )
     before = [row["loss"] for row in rows if "step" in row]

@@ -160,7 +160,7 @@ PyStack capture_stack(size_t depth) {
         py().decref(name);
         auto& f = entry->file;
         auto in = [&](const char* part) { return f.find(part) != std::string::npos; };
-        entry->library = f[0] == '<' || in("/torch/") || in("/virtual/__init__.py") || in("/tests/ranks.py") || (in("/lib/python3") && !in("/onefold/"));
+        entry->library = f[0] == '<' || in("-packages/torch/") || in("/virtual/__init__.py") || in("/tests/ranks.py") || (in("/lib/python3") && !in("-packages/onefold/"));
       }
       known = entry.get();
     }

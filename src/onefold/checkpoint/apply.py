@@ -22,6 +22,7 @@ from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
+from onefold.optim.whole_state import show_states
 from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
@@ -251,6 +252,8 @@ def fill_optimizers(
         for unit in engine.units:
             for flat in unit.flats:
                 _load_flat_states(recoded, flat, owner, states)
+        for optimizer in optimizers:
+            show_states(optimizer)
     reading.error = recoded.error
 
 

@@ -20,17 +20,23 @@ rank's optimizer never steps that parameter, so a `step` value held there would 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader
 from torch.optim import Optimizer
 
 from onefold.checkpoint.apply import LOCAL_OPTIONS
 from onefold.checkpoint.dcp_interval import DCPInterval
 from onefold.checkpoint.errors import CheckpointError
+from onefold.optim.faced_states import loaded_elsewhere
+from onefold.optim.fresh import fresh_state
+from onefold.optim.whole import holds_some
+from onefold.optim.whole_state import show_states
 from onefold.runtime.entry import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.registry import engine_of
@@ -57,9 +63,11 @@ def dcp_state_dict(
 
     FSDP2 checkpoints load here, and FSDP2 loads checkpoints saved here, at any world size and
     stage. Values are bit-equal if dtypes agree and converted otherwise. The load creates missing
-    optimizer state. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values
-    only at the top level of the dict. For nested ones, call their `.state_dict()` before the load
-    and `.load_state_dict()` with the same dict after it.
+    optimizer state, for frozen parameters where the checkpoint has it. Other keys are possible:
+    `{"net": state["model"]}`. DCP finds `Stateful` values only at the top level of the dict. For
+    nested ones, call their `.state_dict()` before the load and `.load_state_dict()` with the same
+    dict after it. States of frozen parameters are then read only if the optimizer has them already:
+    freeze after the load.
 
     DCP's own limits apply, as for FSDP2:
 
@@ -189,14 +197,18 @@ class OptimizerState(_State):
                     " a torch.optim one."
                 )
         self.optimizers = optimizers
+        # Frozen parameters of which the checkpoint that is being loaded has states
+        self._frozen: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the optimizers' state. Tensors alias the optimizers' memory.
 
         State that does not exist yet is created in the dict only. It has the values after one step
-        with zero gradients, with `step` reset to 0. The optimizers do not change.
+        with zero gradients, with `step` reset to 0. The optimizers do not change. For a frozen
+        parameter it is created only inside `dcp.load`, of a checkpoint that has it.
         """
         self._check()
+        stored, self._frozen = self._stored_for_frozen(), set()
         state: dict[str, Any] = {}
         stateless: set[int] = set()  # groups whose parameters get no state
         with disable_torch_function(), torch.no_grad():
@@ -206,10 +218,15 @@ class OptimizerState(_State):
                         f"parameter {name!r} is in two parameter groups or optimizers: DCP holds"
                         " one state for a name."
                     )
-                if not _holds_some(entry):
+                if any(key.startswith(f"state.{name}.") for key in stored):
+                    self._frozen.add(name)
+                if not holds_some(entry):
                     continue
                 values = optimizer.state.get(entry.param)
-                if not values and entry.param.requires_grad and id(group) not in stateless:
+                if not values and name in self._frozen:
+                    values = _fresh(optimizer, group, entry)
+                    values = {k: v for k, v in values.items() if f"state.{name}.{k}" in stored}
+                elif not values and entry.param.requires_grad and id(group) not in stateless:
                     values = _fresh(optimizer, group, entry)
                     stateless.update([] if values else [id(group)])
                 if values:
@@ -241,7 +258,7 @@ class OptimizerState(_State):
             self._take_options(state["param_groups"])
             for optimizer, _, name, entry in self._parameters():
                 loaded = state["state"].get(name)
-                if not loaded or not _holds_some(entry):
+                if not loaded or not holds_some(entry):
                     continue
                 mine = optimizer.state[entry.param]
                 for key, value in loaded.items():
@@ -249,6 +266,34 @@ class OptimizerState(_State):
                         _take(f"{name} ({key})", _part(entry, mine[key], key), value)
                     else:
                         mine[key] = _local(entry, value)
+            for optimizer in self.optimizers:
+                show_states(optimizer)
+            for optimizer, _, name, entry in self._parameters():
+                known = entry.param.requires_grad or optimizer.state.get(entry.param)
+                if (known or name in self._frozen) and not holds_some(entry):
+                    loaded_elsewhere(optimizer, entry.param)
+
+    def _stored_for_frozen(self) -> set[str]:
+        """Return the names of optimizer states in the checkpoint that `dcp.load` is loading, if
+        some parameter is frozen and has no state here; {} outside of `dcp.load`.
+
+        DCP refuses a state that the checkpoint lacks, and drops one that is not asked for. It calls
+        `state_dict()` before it reads the checkpoint's metadata, so they are read here.
+        """
+        frozen = any(
+            not entry.param.requires_grad and not optimizer.state.get(entry.param)
+            for optimizer, _, _, entry in self._parameters()
+        )
+        frame = sys._getframe(1) if frozen else None
+        while frame is not None and frame.f_code.co_filename != state_dict_loader.__file__:
+            frame = frame.f_back
+        if frame is None or "storage_reader" not in frame.f_locals:
+            return set()
+        prefix = f"{frame.f_locals.get('key')}."
+        with contextlib.suppress(Exception):  # DCP reads them again, and raises
+            found = frame.f_locals["storage_reader"].read_metadata().state_dict_metadata
+            return {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
+        return set()
 
     def _names(self) -> dict[int, str]:
         """Return {id(parameter): name}. A tied parameter has its first name, as in torch."""
@@ -302,11 +347,6 @@ def _module_of(model: nn.Module, name: str) -> nn.Module:
         for path, m in model.named_modules()
         if _clean(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE) == name
     )
-
-
-def _holds_some(entry: Entry) -> bool:
-    a, b = entry.held()
-    return a < b or not entry.slot.numel
 
 
 def _part(entry: Entry, value: Any, key: str = "") -> Any:
@@ -364,35 +404,16 @@ def _kind(value: Any) -> str:
 
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], entry: Entry) -> dict[str, Any]:
-    """Return the state that `optimizer` would give a parameter at its first step. A copy of the
-    optimizer steps a stand-in parameter, so no parameter, hook or step count changes.
-
-    In contrast, torch's `_init_optim_state` steps the real optimizer, with zero gradients and a
-    learning rate of zero, and leaves `step` at 1.
+    """Return the state that `optimizer` would give a parameter at its first step.
 
     Raises:
         CheckpointError: the optimizer's step failed, for instance because it needs a closure.
     """
-    stand_in = nn.Parameter(torch.zeros_like(entry.param))
-    stand_in.grad = torch.zeros_like(stand_in)
-    twin = object.__new__(type(optimizer))
-    # Schedulers replace `step` in the instance by one that counts
-    twin.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
-    twin.state = defaultdict(dict)
-    twin.param_groups = [{**group, "params": [stand_in]}]
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
-        twin.step()
+        return fresh_state(optimizer, group, entry.param)
     except Exception as error:
         raise CheckpointError(
             f"the state of a fresh {type(optimizer).__name__} could not be made by a step with zero"
             f" gradients ({type(error).__name__}: {error}). Take a training step before loading;"
             " its effect is overwritten."
         ) from error
-    state = dict(twin.state.get(stand_in, {}))
-    step = state.get("step")
-    if isinstance(step, torch.Tensor):
-        step.zero_()
-    elif step is not None:
-        state["step"] = 0
-    return state

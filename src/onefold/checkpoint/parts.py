@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,13 @@ def collect(
     module: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     things: Mapping[str, Any],
-    frozen: bool = True,
+    frozen: bool | Collection[str] = True,
 ) -> RankState:
     """Collect this rank's part of a checkpoint. Local; copies only tensors that are not contiguous.
 
     Args:
         things: scheduler, scaler, data and extra, each None if not given.
-        frozen: include parameters that take no gradient.
+        frozen: include parameters that take no gradient; or the names of those to include.
 
     Raises:
         CheckpointError: something cannot be stored.
@@ -100,7 +100,12 @@ def collect(
     out, first = RankState(), engine.rank == 0
     with disable_torch_function(), torch.no_grad():
         states = States(engine, optimizers)
-        entries = [e for e in engine.entries if frozen or e.param.requires_grad]
+        chosen = _chosen(engine, frozen)
+        entries = [
+            e
+            for e in engine.entries
+            if frozen is True or e.param.requires_grad or not chosen.isdisjoint(e.part.names)
+        ]
         held = [(entry, "", entry.param) for entry in entries]
         for entry, key, value in [*held, *states.tensors]:
             start, stop = entry.accounted()
@@ -134,6 +139,19 @@ def collect(
         random = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         out.add_own(Item("rng", str(engine.rank)), random)
     return out
+
+
+def _chosen(engine: Engine, frozen: bool | Collection[str]) -> frozenset[str]:
+    """Return the names in `frozen`. Raises: CheckpointError: the model has no such parameters."""
+    if isinstance(frozen, bool):
+        return frozenset()
+    known = {name for entry in engine.entries for name in entry.part.names}
+    if isinstance(frozen, str) or (unknown := sorted(set(frozen) - known)):
+        what = repr(frozen) if isinstance(frozen, str) else ", ".join(unknown[:5])
+        raise CheckpointError(
+            f"frozen={what}: expected True, False, or a list with names of the model's parameters."
+        )
+    return frozenset(frozen)
 
 
 def _collect_first(

@@ -14,7 +14,7 @@ import hashlib
 import json
 import operator
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -64,7 +64,7 @@ def save(
     step: int | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
-    frozen: bool = True,
+    frozen: bool | Collection[str] = True,
 ) -> Path:
     """Write a checkpoint folder that loads on any number of ranks, at any stage. Collective.
     Returns after the files have been flushed to disk.
@@ -83,8 +83,9 @@ def save(
             the greatest step counts as the newest.
         tokenizer: anything with save_pretrained(folder), stored in the checkpoint's folder.
         overwrite: replace a checkpoint at `path`, atomically, after the new one is complete.
-        frozen: also write parameters that take no gradient. Without them (for instance the base
-            model under adapters, which is stored elsewhere) load with strict=False.
+        frozen: also write parameters that take no gradient; or the names of those to write.
+            Without them (for instance the base model under adapters, which is stored elsewhere)
+            load with strict=False.
 
     Raises:
         CheckpointError: on every rank. No part of the new checkpoint remains, and an older one at
@@ -107,7 +108,7 @@ def save_async(
     step: int | None = None,
     tokenizer: Any = None,
     overwrite: bool = False,
-    frozen: bool = True,
+    frozen: bool | Collection[str] = True,
 ) -> Background:
     """Save as `save` does, but in the background. The call returns at once; a thread copies the
     state to host memory and then writes it.
@@ -136,7 +137,7 @@ def save_async(
 
 def _begin(
     call: str, path: str | Path, model: nn.Module, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
-    overwrite: bool, frozen: bool = True,
+    overwrite: bool, frozen: bool | Collection[str] = True,
 ) -> _Writing:  # fmt: skip
     """Do the part of a save during which the training must wait. Errors that can be found before
     anything is written are raised here.
@@ -161,7 +162,8 @@ def _begin(
             if together.rank == 0:
                 place = on_error.enter_context(Unfinished(target, overwrite))
         mine = {"path": str(target), "step": step, "optimizers": len(given)}
-        mine |= {"overwrite": overwrite, "frozen": frozen}
+        kept = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
+        mine |= {"overwrite": overwrite, "frozen": kept}
         said = together.all_gather((str(place.folder) if place is not None else "", mine))
         raise_different("save", [given for _, given in said])
         on_error.pop_all()

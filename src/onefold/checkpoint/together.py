@@ -7,9 +7,9 @@ from __future__ import annotations
 import contextlib
 import pickle
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,8 @@ from onefold.runtime.unset import UnsetError
 #: Seconds that a rank waits for the others: long enough to write the largest shard. The end of
 #: another rank's process is noticed at once.
 PATIENCE = 4 * 3600.0
+
+_T = TypeVar("_T")
 
 _known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
 
@@ -87,6 +89,21 @@ class Together:
     def from_first(self, value: Any) -> Any:
         """Return the first rank's value."""
         return self._exchange(value if self.rank == 0 else None, range(1))[0]
+
+    def said_by_first(self, ask: Callable[[], _T]) -> _T:
+        """Return what `ask` returns on the first rank, which alone calls it.
+        Raises: CheckpointError: on every rank, if it raises there.
+        """
+        value, error = None, None
+        if self.rank == 0:
+            try:
+                value = ask()
+            except Exception as raised:
+                error = worded(raised)
+        value, error = self.from_first((value, error))
+        if error is not None:
+            raise error.raised()
+        return cast("_T", value)
 
     def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
         if self.size == 1:

@@ -38,6 +38,7 @@ from onefold.cli.doctor_checks import (
     CHECKS,
     LEFT_OUT,
     OK,
+    PACKAGE,
     PREFIX,
     START,
     WHERE,
@@ -421,11 +422,11 @@ def _line_of(said: str) -> str:
     current = said.rpartition("Current thread")[2]
     frames = re.findall(r'File "(.*?)", line (\d+) in (\S+)', current)
     library = re.compile(r"/(site|dist)-packages/|/lib/python3")
-    own = [f for f in frames if "/onefold/" in f[0] or not library.search(f[0])] or frames
+    own = [f for f in frames if f[0].startswith(PACKAGE) or not library.search(f[0])] or frames
     if not own:
         return "a place it could not name"
     file, line, function = own[0]
-    return f"{file.rpartition('onefold/')[2]}:{line} in {function}"
+    return f"{file.removeprefix(PACKAGE)}:{line} in {function}"
 
 
 def report_of(

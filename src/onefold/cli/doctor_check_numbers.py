@@ -96,8 +96,7 @@ def _moves(
     start = slice(numel * rank, numel * (rank + 1))
 
     whole = torch.empty(n * numel, dtype=dtype, device=device)
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(whole, mine[:numel].contiguous())
+    dist.all_gather_single(whole, mine[:numel].contiguous())
     yield "all-gather", same_bits(whole, torch.cat([part[:numel] for part in every]))
 
     received = torch.empty_like(mine)
@@ -113,8 +112,7 @@ def _moves(
         yield "send and receive", same_bits(after, every[before][:numel])
 
     sums = torch.empty(numel, dtype=dtype, device=device)
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    scatter(sums, mine.clone())
+    dist.reduce_scatter_single(sums, mine.clone())
     yield "reduce-scatter", near(sums, [part[start] for part in every])
 
     total = mine.clone()
@@ -186,12 +184,11 @@ def native_sums(here: Here, findings: Findings) -> str:
         raise LeftOut(
             "ranks that share a GPU move through gloo: NCCL's own sums need a GPU for each rank"
         )
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     compared = 0
     for numel in PARAMETERS:
         every = [values(numel * here.world, r, seed=5) for r in range(here.world)]
         sums = torch.empty(numel, device=here.device)
-        scatter(sums, every[here.rank].to(here.device))
+        dist.reduce_scatter_single(sums, every[here.rank].to(here.device))
         mine = [part[numel * here.rank : numel * (here.rank + 1)] for part in every]
         findings.expect(
             near(sums, mine),

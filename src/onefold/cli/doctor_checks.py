@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from onefold.processes.signals import end_with_parent, quiet_third_parties
@@ -257,11 +258,13 @@ def _told(error: BaseException, characters: int = 400) -> str:
     text = " ".join(str(error).split())
     text = text if len(text) <= characters else text[: characters - 1] + "…"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "onefold" in f.filename] or list(frames)
-    at = [f"{f.filename.rpartition('onefold/')[2]}:{f.lineno} in {f.name}" for f in own[-1:]]
+    own = [f for f in frames if f.filename.startswith(PACKAGE)] or list(frames)
+    at = [f"{f.filename.removeprefix(PACKAGE)}:{f.lineno} in {f.name}" for f in own[-1:]]
     return f"{type(error).__name__}: {text} ({''.join(at) or 'no traceback'})"
 
 
+#: The package's folder. Other folders on the way may have its name too, such as a checkout's.
+PACKAGE = str(Path(__file__).parents[1]) + os.sep
 #: Prefix of all keys, because a launcher's store also holds others' keys.
 PREFIX = "onefold-check"
 #: Timeout of the process group's collectives in seconds. It is longer than a check's limit.

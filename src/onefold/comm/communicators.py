@@ -9,12 +9,20 @@ only at the end of the backward pass, in the exchange over gloo, and then raises
 NCCL's own watchdog would end the process without that error. A native communicator therefore has
 twice the stall timeout plus half a minute: the exchange begins at most a pass after the move that
 waits.
+
+[Note: names of groups] The ranks of a new group find each other in the store under the group's
+name. torch makes it from a number of this process: how many groups it knows (2.13), or how many it
+has made (2.14). Ranks that are in different groups besides would wait under different names. After
+a group has gone, the next one could get its name, and find its old addresses. And on 2.14, groups
+that a subset of ranks makes would shift the names of all groups that the script makes later. So
+Onefold names its groups itself: after their ranks, and how often these have made some.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import itertools
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -23,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from onefold.comm.members import format_ranks
 from onefold.comm.stall import StallError
 
 #: Seconds added to twice the stall timeout for a native communicator.
@@ -100,7 +109,7 @@ class Communicators:
         group was made with a device_id.
         """
         default = dist.distributed_c10d._get_default_group()
-        if getattr(default, "bound_device_id", None) is None or not hasattr(dist, "split_group"):
+        if getattr(default, "bound_device_id", None) is None:
             return False
         group = default if parent is None else parent
         # torch cannot split a group that was made without naming a backend
@@ -120,44 +129,25 @@ class Communicators:
         )
 
     @contextlib.contextmanager
-    def rendezvous(self) -> Iterator[None]:
-        """Make the ranks of a subset agree on a name for the new group that is made inside.
-
-        torch makes that name from the ranks and the number of groups that this process knows. Ranks
-        in different numbers of groups would wait under different names. And after a group has been
-        destroyed, the next one could get its name, and find its old addresses. So inside, all ranks
-        of the subset know equally many groups, and more than when they last made one: groups of
-        this rank alone make up the difference.
-        """
-        known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_names", None)
-        if len(self.ranks) == dist.get_world_size() or known is None:
-            yield
-            return
-        me, store, name = (
-            dist.get_rank(),
-            dist.distributed_c10d._get_default_store(),
-            f"onefold/groups/{self.ranks}/",
-        )
+    def named(self) -> Iterator[None]:
+        """Give the groups made inside names of their own. See [Note: names of groups]. Local."""
+        c10d, me = dist.distributed_c10d, dist.get_rank()
+        place = f"onefold/groups/{format_ranks(self.ranks)}"
         # The same number on every rank: each has come here equally often
-        turn = store.add(f"{name}turns/{me}", 1)
-        used = int(store.get(f"{name}used/{me}")) if turn > 1 else 0
-        store.set(f"{name}{turn}/{me}", str(max(len(known), used)))
-        keys, start = [f"{name}{turn}/{rank}" for rank in self.ranks], time.perf_counter()
-        try:
-            store.wait(keys, timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            raise self.alone(time.perf_counter() - start, "shard()", error) from None
-        most = max(int(store.get(key)) for key in keys)
-        fill = [
-            dist.new_group([me], backend="gloo", use_local_synchronization=True)
-            for _ in range(most - len(known))
-        ]
+        turn = c10d._get_default_store().add(f"{place}/turns/{me}", 1)
+        numbers, thread = itertools.count(1), threading.get_ident()
+        torchs = c10d._process_group_name
+
+        def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+            if threading.get_ident() != thread:  # a group of the script's own
+                return torchs(ranks, use_hashed_name)
+            return f"{place}/{turn}.{next(numbers)}"
+
+        c10d._process_group_name = name
         try:
             yield
         finally:
-            store.set(f"{name}used/{me}", str(len(known)))
-            for lone in fill:
-                dist.destroy_process_group(lone)
+            c10d._process_group_name = torchs
 
     def give_up(self) -> None:
         """Abort the native communicators, so that operations waiting for a missing rank free the
@@ -178,9 +168,6 @@ class Communicators:
 
 def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
     options = {}
-    if (
-        ":" in str(dist.get_backend(parent))
-        and "backend" in inspect.signature(dist.split_group).parameters
-    ):
+    if ":" in str(dist.get_backend(parent)):
         options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)

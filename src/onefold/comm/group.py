@@ -88,7 +88,7 @@ class Group(Moves):
             self.wire = wire_of(self.backend)
         self.control_group = self.gather_group = self.reduce_group = None
         if self.size > 1 and not self.fake:
-            with self.communicators.rendezvous():
+            with self.communicators.named():
                 self.control_group = self.communicators.make("gloo")
             self._stand_at(
                 self.number, list(range(self.size)), list(range(self.size)), [0] * self.size
@@ -104,7 +104,7 @@ class Group(Moves):
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
         elif not self.fake:
-            with self.communicators.rendezvous():
+            with self.communicators.named():
                 self.gather_group = self.reduce_group = self.communicators.make(
                     self.backend, parent=process_group
                 )
@@ -143,7 +143,7 @@ class Group(Moves):
         """Make one more gloo communicator over the same ranks, for host messages that may wait
         `timeout` seconds. Collective.
         """
-        with self.communicators.rendezvous():
+        with self.communicators.named():
             return self.communicators.make("gloo", timeout, "the first save or load")
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ class Level(Group):
                 {tuple(sorted(whole.at[p] for p in part(at))) for at in range(whole.size)}
             )
             divided = [list(each) for each in parts]
-            with self.communicators.rendezvous():
+            with self.communicators.named():
                 self.gather_group, self.reduce_group = (
                     self.communicators.make_part(self.backend, whole.reduce_group, divided)
                     for _ in range(2)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+from typing import NoReturn
+
 import torch
 import torch.distributed as dist
 
 from onefold.comm.stall import CollectiveContext
 from onefold.comm.standing import Standing
-from onefold.comm.wire import all_gather_single
+
+#: Bytes of numbers that travel together with the digest of what they are.
+_INSIDE = 40
+#: Bytes of words that tell other ranks what was asked for here.
+_WORDS = 256
 
 
 class Messages(Standing):
@@ -96,6 +103,57 @@ class Messages(Standing):
             ]
         self._wait(works, context, None, on_host=True)
 
+    def gather_asked(
+        self, value: torch.Tensor, digest: int, asked: str, context: CollectiveContext
+    ) -> torch.Tensor:
+        """`gather_values` of numbers that the user's code asks for, after a check that every rank
+        asks for the same.
+
+        A few numbers travel in the message that is compared. More of them follow in one of their
+        own, and on native backends all of them: there the host waits for the other hosts, and not
+        for the device.
+
+        Args:
+            digest: 32 bits that tell what is asked for from anything else.
+            asked: the same in words, for the message: "the norm of 'head.weight'".
+
+        Raises:
+            RuntimeError: on every rank, if another rank asks for something else.
+        """
+        if self.size == 1 or self.fake:
+            return self.gather_values(value, context)
+        mine, shape = b"", (self.size, *value.shape)
+        if not self.native:
+            mine = value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        head = struct.pack("<II", digest, len(mine) if not self.native else value.numel())
+        inside = len(mine) <= _INSIDE
+        sent = bytearray((head + (mine if inside else b"")).ljust(len(head) + _INSIDE, b"\0"))
+        told = self.exchange_control(torch.frombuffer(sent, dtype=torch.uint8), context, "call")
+        found = torch.stack(told)
+        if found[:, : len(head)].numpy().tobytes() != head * self.size:
+            self._refuse_others(asked, context)
+        if self.native or not inside:
+            return self.gather_values(value, context)
+        numbers = found[:, len(head) : len(head) + len(mine)].contiguous()
+        return numbers.view(value.dtype).view(shape).to(value.device)
+
+    def _refuse_others(self, asked: str, context: CollectiveContext) -> NoReturn:
+        """Tell each other what was asked for, where it differs, and raise on every rank."""
+        text = asked.encode()[:_WORDS].ljust(_WORDS, b"\0")
+        told = self.exchange_control(
+            torch.frombuffer(bytearray(text), dtype=torch.uint8), context, "call"
+        )
+        words = [bytes(t.numpy()).rstrip(b"\0").decode(errors="replace") for t in told]
+        by_rank = sorted(zip(self.ranks, words, strict=True))
+        other, theirs = next(
+            ((rank, said) for rank, said in by_rank if said != asked),
+            ("another", "it for other elements of it, or for other tensors beside it"),
+        )
+        raise RuntimeError(
+            f"rank {self.ranks[self.rank]} called {asked} while rank {other} called {theirs}: every"
+            " rank must call the same, in the same order."
+        )
+
     def gather_values(self, value: torch.Tensor, context: CollectiveContext) -> torch.Tensor:
         """Gather a few numbers of every rank: [...] becomes [size, ...], in rank order. On native
         backends the host does not wait.
@@ -115,7 +173,7 @@ class Messages(Standing):
         self.ledger.control_bytes += value.numel() * value.element_size() * (self.size - 1)
         self.note_launch(1, "control", 0, value.numel())
         with self.launching(context):
-            work = all_gather_single(
+            work = dist.all_gather_single(
                 out.view(-1), value.reshape(-1).contiguous(), group=self.reduce_group, async_op=True
             )
         self.wait([work], context)

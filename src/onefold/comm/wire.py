@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
-# These have the first name from torch 2.13 on
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,9 @@ class Native(Wire):
     def all_gather(self, launch: Launch, full: torch.Tensor, mine: torch.Tensor) -> Pending:
         launch.note(0, full.numel())
         with launch.launching():
-            work = all_gather_single(full, mine, group=launch.group.gather_group, async_op=True)
+            work = dist.all_gather_single(
+                full, mine, group=launch.group.gather_group, async_op=True
+            )
         return launch.pending([work], full)
 
     def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
@@ -228,7 +227,9 @@ class Native(Wire):
         launch.note(1)
         over = launch.group.reduce_group
         with launch.launching():
-            work = _reduce_scatter(own, sent, op=_operation(mean), group=over, async_op=True)
+            work = dist.reduce_scatter_single(
+                own, sent, op=_operation(mean), group=over, async_op=True
+            )
         return launch.pending([work], (sent, own))
 
     def all_reduce(self, launch: Launch, whole: torch.Tensor, mean: bool) -> Pending:
@@ -241,7 +242,9 @@ class Native(Wire):
     def gather_sums(self, launch: Launch, whole: torch.Tensor, own: torch.Tensor) -> Pending:
         launch.note(1)
         with launch.launching():
-            work = all_gather_single(whole, own, group=launch.group.reduce_group, async_op=True)
+            work = dist.all_gather_single(
+                whole, own, group=launch.group.reduce_group, async_op=True
+            )
         return launch.pending([work], whole)
 
 

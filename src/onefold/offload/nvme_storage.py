@@ -311,6 +311,19 @@ class NvmeStorage(OffloadStorage):
             self.norms[entry.index] = norm
         return self.norms[entry.index]
 
+    def read_gradient(self, entry: Entry) -> torch.Tensor:
+        first, (a, b) = entry.slot.start - self.flat.owned[0], entry.held()
+        part = self.part("gradient", first + a, first + b)
+        return part if self.scale is None else part.mul_(self.scale)
+
+    def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
+        first, (a, _) = entry.slot.start - self.flat.owned[0], entry.held()
+        values = values.to("cpu", self.dtype_of("gradient"))
+        self.write_part(
+            "gradient", first + a, values if self.scale is None else values / self.scale
+        )
+        self.norms.pop(entry.index, None)
+
     def gradients_finite(self) -> bool:
         """Return whether all gradients on NVMe are finite numbers."""
         used = [e for e in self.flat.entries if e.param.grad is not None]

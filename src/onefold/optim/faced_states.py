@@ -4,14 +4,20 @@
     to the user's code                   intervals (`Interval`)                   `FacedStates`: converted on access
 
 For the user `optimizer.state[p]["exp_avg"].norm()` is the norm of the whole, `.zero_()` writes this
-rank's elements, and `.shape` is the parameter's. A rank that owns no element of a parameter shows
-empty intervals, under the keys that its other parameters have. This way all ranks reach the same
-collectives. Without access there is no cost: a step only changes the class of one object, and
-changes it back afterwards.
+rank's elements, and `.shape` is the parameter's. Without access there is no cost: a step only
+changes the class of one object, and changes it back afterwards.
+
+[Note: states elsewhere] All ranks must reach the same collectives, so `optimizer.state` has the
+same keys on each. A rank that owns no element of a parameter has a dict for it as soon as the other
+ranks have stepped it, or a load has given them its states. When the user's code looks, the dict is
+filled: with empty intervals under the keys of another parameter of the group, with the number of
+steps counted since the last look, and with the other parameter's numbers. Nothing but the user's
+code reads it: whole states are collected from ranks that own elements.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -20,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
+from onefold.optim.fresh import fresh_state
 from onefold.quant.moments import torchao_format
 from onefold.recipe.moments import FORMATS, SIGNED, packed
 from onefold.runtime.parameters.interval import (
@@ -34,11 +41,16 @@ _enabled = torch._C._is_torch_function_enabled
 
 
 class PlainStates(defaultdict[Any, Any]):
-    """The states as the optimizer's own step sees them. `dressed`: the states that were read
-    outside since the last step, and hold intervals.
+    """The states as the optimizer's own step sees them.
+
+    Attributes:
+        dressed: the states that were read outside since the last step, and hold intervals.
+        elsewhere: {parameter of which this rank has no element: steps of the other ranks since its
+            state was last filled}.
     """
 
     dressed: list[tuple[IntervalSpec, dict[str, Any]]]
+    elsewhere: dict[Any, int]
 
 
 class FacedStates(PlainStates):
@@ -46,6 +58,7 @@ class FacedStates(PlainStates):
 
     optimizer: weakref.ref[Optimizer]
     complete: bool
+    donors: tuple[dict[int, Any], Any] | None
 
     def __getitem__(self, key: Any) -> Any:
         return self._face(key, super().__getitem__(key))
@@ -77,6 +90,29 @@ class FacedStates(PlainStates):
         self._face_all()
         return super().values()
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._changed(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(key)
+        self._changed(key)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key in self:
+            self[key]
+        self._changed(key)
+        return super().pop(key, *default)
+
+    def clear(self) -> None:
+        super().clear()
+        self.elsewhere.clear()
+        self.donors = None
+
+    def _changed(self, key: Any) -> None:
+        self.elsewhere.pop(key, None)
+        self.donors = None
+
     def _face_all(self) -> None:
         self._complete()
         if _enabled():
@@ -84,32 +120,26 @@ class FacedStates(PlainStates):
                 self._face(key, state)
 
     def _complete(self) -> None:
-        """Add states for parameters of which this rank has no element, and put all states in the
-        order of the groups.
+        """Put the states in the order of the groups. Drop those of parameters elsewhere that the
+        optimizer keeps no state for.
         """
         optimizer = self.optimizer()
         if self.complete or optimizer is None or not _enabled():
             return
         self.complete = True
-        has = super().__contains__
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        empty = [
-            p
-            for p in params
-            if (spec := spec_of(p)) is not None
-            and spec.start == spec.stop
-            and spec.numel
-            and not has(p)
-        ]
         with disable_torch_function():
-            found = {p: state for p in empty if (state := self._like_others(p))}
-            if not found:
-                return
+            for param in [p for p in self.elsewhere if not dict.get(self, p)]:
+                if not self.like_others(param):
+                    del self[param]
             own = dict(super().items())
+            params = [p for group in optimizer.param_groups for p in group["params"]]
+            wanted = [p for p in params if p in own]
+            if [id(p) for p in wanted] == [id(key) for key, _ in zip(own, wanted, strict=False)]:
+                return
             super().clear()
-            for key in [*params, *own]:
-                if (key in own or key in found) and not has(key):
-                    super().__setitem__(key, own[key] if key in own else found[key])
+            for key in [*wanted, *own]:
+                if key not in self:
+                    super().__setitem__(key, own[key])
 
     def _face(self, key: Any, state: Any) -> Any:
         spec = spec_of(key) if _enabled() and isinstance(state, dict) else None
@@ -118,12 +148,7 @@ class FacedStates(PlainStates):
         with disable_torch_function():
             numel = spec.stop - spec.start
             if not numel and spec.numel:
-                others = self._like_others(key)
-                state |= {
-                    k: v
-                    for k, v in others.items()
-                    if not state or (k in state and not isinstance(state[k], Interval))
-                }
+                self._fill(key, state)
             for name, value in state.items():
                 if (
                     type(value) is torch.Tensor
@@ -131,40 +156,93 @@ class FacedStates(PlainStates):
                     and packed(name) is None
                     and name != "step"
                 ):
-                    state[name] = dress(value, spec)
+                    state[name] = dress(value, spec.of(str(name)))
             self.dressed.append((spec, state))
         return state
 
-    def _like_others(self, param: Any) -> dict[str, Any]:
-        """Return empty states for a parameter of which this rank has no element; {} if it was
-        never stepped.
+    def _fill(self, param: Any, state: dict[str, Any]) -> None:
+        """See [Note: states elsewhere]."""
+        since = self.elsewhere.pop(param, None)
+        if since is None and not state:
+            return  # the other ranks have no state of it either
+        others, before = self.like_others(param), state.get("step", 0)
+        new = not state
+        state |= {
+            name: value
+            for name, value in others.items()
+            if new or (name in state and not isinstance(state[name], Interval))
+        }
+        step = state.get("step")
+        if isinstance(step, torch.Tensor):
+            state["step"] = torch.full_like(step, float(before) + (since or 0))
+        elif isinstance(step, (int, float)):
+            state["step"] = type(step)(before + (since or 0))
+
+    def like_others(self, param: Any) -> dict[str, Any]:
+        """Return empty states, and the numbers of another parameter's state, for a parameter of
+        which this rank has no element.
         """
-        entry = param.__dict__["_onefold_entry"]()
-        # `last_write` is 1 after shard()
-        if entry is None or entry.last_write < 2 or not entry.param.requires_grad:
+        entry, optimizer = param.__dict__["_onefold_entry"](), self.optimizer()
+        if entry is None or optimizer is None:
             return {}
-        for other, state in super().items():
-            spec = spec_of(other)
-            if spec is not None and state and spec.start < spec.stop:
-                out: dict[str, Any] = {}
-                for name, value in state.items():
-                    if not isinstance(value, torch.Tensor):
-                        out[name] = value
-                    elif packed(name) is not None or (
-                        value.dim() == 1 and value.numel() == spec.stop - spec.start
-                    ):
-                        kinds = self._kinds(entry, name, value.dtype)
-                        # On the host if the format differs: with states on NVMe this rank has no
-                        # region for it
-                        for key, kind in kinds.items():
-                            out[key] = torch.empty(
-                                0,
-                                dtype=kind,
-                                device="cpu" if value.is_meta and key != name else value.device,
-                            )
-                    else:
-                        out[name] = value.detach().clone()
-                return out
+        other, anyone = self._donor(optimizer, param)
+        if other is None:
+            # Another group may have other keys
+            if fresh := self._fresh(optimizer, entry, param):
+                return fresh
+            other = anyone
+        if other is None:
+            return {}
+        state = dict.__getitem__(self, other)
+        spec = spec_of(other)
+        assert spec is not None
+        out: dict[str, Any] = {}
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor):
+                out[name] = value
+            elif packed(name) is not None or (
+                value.dim() == 1 and value.numel() == spec.stop - spec.start
+            ):
+                kinds = self._kinds(entry, name, value.dtype)
+                # On the host if the format differs: with states on NVMe this rank has no region
+                # for it
+                for key, kind in kinds.items():
+                    out[key] = torch.empty(
+                        0,
+                        dtype=kind,
+                        device="cpu" if value.is_meta and key != name else value.device,
+                    )
+            else:
+                out[name] = value.detach().clone()
+        return out
+
+    def _donor(self, optimizer: Optimizer, param: Any) -> tuple[Any, Any]:
+        """Return a parameter with a state, of which this rank has elements: one of the same group,
+        and one of any. None where there is none.
+        """
+        if self.donors is None:
+            found: dict[int, Any] = {}
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    spec = spec_of(p)
+                    if spec is not None and spec.start < spec.stop and dict.get(self, p):
+                        found |= dict.fromkeys(map(id, group["params"]), p)
+                        break
+            self.donors = found, next(iter(found.values()), None)
+        return self.donors[0].get(id(param)), self.donors[1]
+
+    def _fresh(self, optimizer: Optimizer, entry: Any, param: Any) -> dict[str, Any]:
+        """Return the state that the optimizer gives a parameter at its first step, where this rank
+        has no state of any other parameter; {} if it cannot be known.
+        """
+        recipe = entry.engine().recipe
+        group = next(
+            (g for g in optimizer.param_groups if any(p is param for p in g["params"])), {}
+        )
+        if recipe.moments or entry.flat.storage.offloaded or torchao_format(optimizer) is not None:
+            return {}
+        with contextlib.suppress(Exception), torch.no_grad():
+            return fresh_state(optimizer, group, param)
         return {}
 
     def _kinds(self, entry: Any, name: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -189,13 +267,37 @@ def show(optimizer: Optimizer) -> None:
     state: Any = optimizer.state
     if type(state) is PlainStates:
         state.__class__ = FacedStates
-        state.complete = False  # type: ignore[attr-defined]
     elif type(state) is not FacedStates:
         faced = FacedStates(dict)
-        faced.dressed, faced.optimizer, faced.complete = [], weakref.ref(optimizer), False
+        faced.dressed, faced.elsewhere, faced.optimizer = [], {}, weakref.ref(optimizer)
         for key, value in state.items():
             dict.__setitem__(faced, key, value)
-        optimizer.state = faced
+        optimizer.state = state = faced
+    state.complete, state.donors = False, None
+
+
+def stepped_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
+    """Count a step of `params`, of which this rank has no element, on the other ranks. See [Note:
+    states elsewhere].
+    """
+    state: Any = optimizer.state
+    if params and type(state) is FacedStates:
+        for param in params:
+            dict.setdefault(state, param, {})
+            state.elsewhere[param] = state.elsewhere.get(param, 0) + 1
+
+
+def loaded_elsewhere(optimizer: Optimizer, param: Any) -> None:
+    """Note that a load has given the other ranks states of `param`, of which this rank has no
+    element. Its numbers are taken from another parameter's state. Called after `show`.
+    """
+    state: Any = optimizer.state
+    if type(state) is FacedStates and (like := state.like_others(param)):
+        same_group, anyone = state._donor(optimizer, param)
+        if same_group is None and anyone is not None and "step" in like:
+            step = dict.__getitem__(state, anyone).get("step", like["step"])
+            like["step"] = step.clone() if isinstance(step, torch.Tensor) else step
+        state[param] = like
 
 
 def hide(optimizer: Optimizer) -> None:

@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+import onefold.optim.faced_states as faced_states
 import onefold.optim.whole_state as whole_state
 from onefold.optim import whole
 from onefold.optim.elementwise import refuse_unless_elementwise
@@ -307,6 +308,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _faced(optimizer)
     with disable_torch_function():
         _show_again(optimizer)
+        elsewhere: list[Entry] = []
         for engine, entries in _entries_of(optimizer).items():
-            engine.optimizer_has_stepped(entries)
+            elsewhere += engine.optimizer_has_stepped(entries)
         whole_state.show_states(optimizer)
+        faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])

@@ -78,10 +78,11 @@ def _agreed(engine: Engine, optimizers: list[Optimizer]) -> list[Optimizer]:
 
 
 def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    # A rank without elements of a parameter may keep an old copy of its `step`: it is not asked
     known = {
         entry.number: state
         for entry in engine.entries
-        if (state := optimizer.state.get(entry.param))
+        if holds_some(entry) and (state := optimizer.state.get(entry.param))
     }
     told: dict[int, _Told] = {}
     for each in tell_all(
@@ -103,6 +104,12 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
                 for entry, whole in _wholes(engine, flat, some, known, key, getattr(torch, dtype)):
                     out[entry.number][key] = whole
     return out
+
+
+def holds_some(entry: Entry) -> bool:
+    """Return whether this rank's optimizer steps some of the parameter (or it has no elements)."""
+    a, b = entry.held()
+    return a < b or not entry.slot.numel
 
 
 def _tell(optimizer: Optimizer, entry: Entry, state: Mapping[str, Any]) -> _Told:
@@ -176,7 +183,7 @@ def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
             break
         else:
             cut[key] = value
-    if cut and (b > a or not slot.numel):
+    if cut:
         optimizer.state[entry.param] = cut
     else:
         del optimizer.state[entry.param]

@@ -6,26 +6,31 @@ adapter_config.json, which `PeftModel.from_pretrained` opens.
 
 peft decides which tensors belong to an adapter and how they are called. This module asks peft with
 stand-in tensors on the meta device.
+
+[Note: embedding layers] peft also saves the base model's embeddings and head if adapters are on
+them, or if the model has another number of tokens than the folder that it was loaded from. To know
+the latter, peft may ask the hub. Only the first rank asks, so that all ranks write the same.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import closed_on_error
-from onefold.checkpoint.together import Together
+from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.export import converted, masters, stream
 from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some
 from onefold.pretrained.hf_names import Layout, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
-from onefold.pretrained.streams import Progress, Sheet
+from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.registry import engine_of
 from onefold.runtime.state.contents import unguarded
 
@@ -45,8 +50,11 @@ def save_adapters(
 ) -> Path:
     """Write the adapters of a sharded peft model, without its base model. Collective.
 
-    Each rank writes its own intervals, as in `onefold.export`. Embeddings of the base model are not
-    written. Prompts, which peft computes from their encoder, are written by the first rank.
+    Each rank writes its own intervals, as in `onefold.export`. Embedding layers of the base model
+    are written too where peft's `save_pretrained` writes them: if adapters are on them, or if their
+    number of tokens was changed. Their values are those that the model computes with (decoded under
+    `frozen="nf4"`, bf16 under bf16). Prompts, which peft computes from their encoder, are written by
+    the first rank.
 
     Args:
         model: the return value of `onefold.shard` for a PeftModel, or for a transformers model
@@ -62,27 +70,48 @@ def save_adapters(
             no space or gives no permission.
     """
     engine = engine_of(model)
+    prompts: dict[str, torch.Tensor] = {}
+    engine.unset.look()
     if _is_prompt(model, adapter):
-        return _save_prompt(model, Path(folder), adapter, dtype, overwrite)
+        engine.unset.refuse("save_adapters() would write")
 
     def sheet() -> Sheet:
-        names = adapter_names(model, adapter)
+        together = Together.of(engine)
+        if _is_prompt(model, adapter):
+            # Every rank asks: the encoder is a part of the model
+            names, computed = _prompts(model, _adapter(model, adapter))
+            names = together.from_first(names)
+            prompts.update(computed)
+        else:
+            names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
         outline = Outline.of(model)
         first = {name: names_[0] for names_ in outline.ties for name in names_}
+        engine.unset.refuse("save_adapters() would write", {first[n] for n in names.values()})
         stepped = outline.dtypes | masters(engine)
-        dtypes = {name: converted(stepped[name], dtype) for name in names.values()}
+        dtypes = {key: converted(stepped[name], dtype) for key, name in names.items()}
         copies: dict[str, list[str]] = {}
         made = {}
         for key, name in names.items():
-            copies.setdefault(first[name], []).append(name)
+            copies.setdefault(first[name], []).append(key)
             _, shape = outline.tensors[name]
-            made[key] = shape, whole(name, shape)
+            made[key] = shape, whole(key, shape)
+        for key, tensor in prompts.items():
+            shape = tuple(tensor.shape)
+            copies[key], made[key] = [key], (shape, whole(key, shape))
+            dtypes[key] = converted(tensor.dtype, dtype)
         return Sheet.of(Layout(made, []), dtypes, copies, FILES, 1 << 62)
 
     def beside(there: Path) -> None:
         _save_config(model, adapter, there)
 
-    return stream(engine, model, Path(folder), sheet, beside, progress, overwrite)
+    def with_prompts(pieces: Pieces) -> Pieces:
+        yield from pieces
+        for key, tensor in prompts.items() if engine.rank == 0 else ():
+            yield key, 0, tensor.reshape(-1)
+
+    return stream(
+        engine, model, Path(folder), sheet, beside, progress, overwrite, change=with_prompts
+    )
 
 
 def load_adapters(
@@ -93,7 +122,8 @@ def load_adapters(
 ) -> tuple[list[str], list[str]]:
     """Load a folder written by peft into the existing adapters of a sharded model. Collective.
 
-    Each rank reads what it owns. The base model does not change.
+    Each rank reads what it owns. The base model does not change, except for embedding layers that
+    are in the folder.
 
     Args:
         model: the return value of `onefold.shard` for a PeftModel, or for a transformers model
@@ -113,30 +143,57 @@ def load_adapters(
     def fitted() -> Fitted:
         names = adapter_names(model, adapter)
         with closed_on_error(HuggingFaceSource(folder, FILES)) as source:
-            return _fit(source, model, names, strict)
+            fitted = _fit(source, model, names)
+            # peft writes embedding layers that it saves whole (modules_to_save) twice
+            again = adapter_names(model, adapter, hasattr(model, "get_input_embeddings"))
+            fitted.unexpected = [key for key in fitted.unexpected if key not in again]
+            if strict:
+                refuse_differences(fitted)
+            return fitted
 
     return load_fitted(model, "load_adapters", fitted)
 
 
-def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
+def embedding_layers(model: nn.Module) -> list[str]:
+    """Return the names of the base model's tensors that peft writes beside the model's adapters.
+    See [Note: embedding layers]. Collective.
+    """
+    engine = engine_of(model)
+    if not getattr(model, "peft_config", None):
+        return []
+    meet(engine, "save")
+    together = Together.of(engine)
+    out: set[str] = set()
+    for adapter in model.peft_config:  # type: ignore[union-attr]
+        if _is_prompt(model, adapter):
+            out.update(together.from_first(_prompts(model, adapter)[0]).values())
+        else:
+            out.update(together.said_by_first(partial(_base_beside, model, adapter)))
+    return sorted(out)
+
+
+def _base_beside(model: Any, adapter: str) -> set[str]:
+    """Return the names of embedding layers that peft writes beside an adapter that has no prompts."""
+    alone, all_ = (set(_asked_of_peft(model, adapter, e)[1].values()) for e in (False, "auto"))
+    return all_ - alone
+
+
+def adapter_names(
+    model: nn.Module, adapter: str | None, embeddings: bool | Literal["auto"] = False
+) -> dict[str, str]:
     """Return {peft's name in files: name in `model`} for an adapter's tensors.
-    Raises: CheckpointError: the model has no such adapter, or peft computes the adapter's tensors
-    from other tensors.
+
+    Args:
+        embeddings: whether to include the embedding layers of the base model; "auto": if peft's
+            `save_pretrained` writes them. See [Note: embedding layers].
+
+    Raises:
+        CheckpointError: the model has no such adapter, or peft computes the adapter's tensors from
+            other tensors.
     """
     adapter = _adapter(model, adapter)
-    from peft import PeftModel, get_peft_model_state_dict
-
     wrapped: Any = model
-    stand_ins = {
-        name: torch.empty(shape, device="meta")
-        for name, (_, shape) in Outline.of(model).tensors.items()
-    }
-    names = {id(stand_in): name for name, stand_in in stand_ins.items()}
-    # peft asks modules that are saved whole (modules_to_save) for their names by state_dict()
-    with unguarded(engine_of(model)):
-        found = get_peft_model_state_dict(
-            wrapped, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=False
-        )
+    found, names = _asked_of_peft(model, adapter, embeddings)
     odd = [key for key, value in found.items() if id(value) not in names]
     if odd or not found:
         raise CheckpointError(
@@ -145,8 +202,33 @@ def adapter_names(model: nn.Module, adapter: str | None) -> dict[str, str]:
             " `with onefold.full_params(model):` on every rank, and model.save_pretrained(folder)"
             " on the first."
         )
-    prefix = "" if isinstance(model, PeftModel) else PREFIX
-    return {prefix + key: names[id(value)] for key, value in found.items()}
+    return {_prefix(model) + key: names[id(value)] for key, value in found.items()}
+
+
+def _asked_of_peft(
+    model: Any, adapter: str, embeddings: bool | Literal["auto"]
+) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
+    """Return the adapter's state dict as peft makes it from stand-ins for the model's tensors, and
+    {id of a stand-in in it: the tensor's name in `model`}.
+    """
+    from peft import get_peft_model_state_dict
+
+    tensors = Outline.of(model).tensors
+    stand_ins = {name: torch.empty(shape, device="meta") for name, (_, shape) in tensors.items()}
+    # peft asks modules that are saved whole (modules_to_save) for their names by state_dict()
+    with unguarded(engine_of(model)):
+        found = get_peft_model_state_dict(
+            model, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
+        )
+    used = {id(value) for value in found.values()}
+    return found, {id(s): name for name, s in stand_ins.items() if id(s) in used}
+
+
+def _prefix(model: nn.Module) -> str:
+    """Return what precedes the names of `model` in files of peft."""
+    from peft import PeftModel
+
+    return "" if isinstance(model, PeftModel) else PREFIX
 
 
 def _adapter(model: Any, adapter: str | None) -> str:
@@ -166,19 +248,21 @@ def _adapter(model: Any, adapter: str | None) -> str:
     return adapter
 
 
-def _fit(
-    source: HuggingFaceSource, model: nn.Module, names: dict[str, str], strict: bool
-) -> Fitted:
+def _fit(source: HuggingFaceSource, model: nn.Module, names: dict[str, str]) -> Fitted:
+    """Fit a folder to the adapter's tensors `names`, and to the tensors of the base model of which
+    it has some. As in peft, the folder alone decides about the latter.
+    """
     there = {item.name: stored.shape for item, stored in source.items().items()}
-    outline = Outline.of(model)
-    shapes = {k: outline.tensors[n][1] for k, n in names.items()}
+    outline, prefix = Outline.of(model), _prefix(model)
+    base = {k: plain for k in there if (plain := k.removeprefix(prefix)) in outline.tensors}
+    places = base | names
+    shapes = {k: outline.tensors[n][1] for k, n in places.items()}
     what = f"{source.folder} holds adapters of another form:"
-    refuse_shapes(there, shapes, what, " Are rank and targets the same?")
-    made = {n: whole(k, there[k]) for k, n in names.items() if k in there}
-    fitted = Fitted(source, outline, made, [k for k in there if k not in names])
+    hint = " Are rank and targets the same, and the number of tokens (resize_token_embeddings)?"
+    refuse_shapes(there, shapes, what, hint)
+    made = {n: whole(k, there[k]) for k, n in places.items() if k in there}
+    fitted = Fitted(source, outline, made, [k for k in there if k not in places])
     fitted.missing = [n for k, n in names.items() if k not in there]
-    if strict:
-        refuse_differences(fitted)
     return fitted
 
 
@@ -187,35 +271,20 @@ def _is_prompt(model: Any, adapter: str | None) -> bool:
     return bool(known) and bool(known[_adapter(model, adapter)].is_prompt_learning)
 
 
-def _save_prompt(
-    model: Any, folder: Path, adapter: str | None, dtype: torch.dtype | None, overwrite: bool
-) -> Path:
-    """Compute the prompts from their encoder on every rank (a few rows) and write them on the first
-    rank. Collective.
+def _prompts(model: Any, adapter: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Return ({peft's name in files: name in `model`} for embedding layers that peft writes beside
+    prompts, {peft's name in files: the prompts}). Collective: an encoder computes the prompts (a
+    few rows).
     """
-    from peft import get_peft_model_state_dict
-    from safetensors.torch import save_file
-
-    engine = engine_of(model)
-    engine.unset.look()
-    engine.unset.refuse("save_adapters() would write")
-    name = _adapter(model, adapter)
-    encoder, together = model.prompt_encoder, Together.of(engine)
+    encoder = model.prompt_encoder
     was, _ = encoder.training, encoder.eval()
-    with torch.no_grad():
-        made = get_peft_model_state_dict(
-            model, state_dict={}, adapter_name=name, save_embedding_layers=False
-        )
-    encoder.train(was)
-    with together.each_rank():
-        if together.rank == 0:
-            if folder.exists() and not overwrite:
-                raise CheckpointError(f"{folder} exists: give overwrite=True, or another folder.")
-            folder.mkdir(parents=True, exist_ok=True)
-            tensors = {key: t.to(dtype or t.dtype).contiguous() for key, t in made.items()}
-            save_file(tensors, folder / f"{FILES}.safetensors", {"format": "pt"})
-            _save_config(model, name, folder)
-    return folder
+    try:
+        with torch.no_grad():
+            found, names = _asked_of_peft(model, adapter, "auto")
+    finally:
+        encoder.train(was)
+    layers = {key: names[id(value)] for key, value in found.items() if id(value) in names}
+    return layers, {key: value for key, value in found.items() if key not in layers}
 
 
 def _save_config(model: Any, adapter: str | None, folder: Path) -> None:

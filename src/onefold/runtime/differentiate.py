@@ -106,3 +106,19 @@ def is_checkpoint(pack: Any) -> bool:
     sees them in the recomputation. The engine's own hooks must not take them before.
     """
     return getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+
+
+# -- compilation -----------------------------------------------------------------------------------
+
+
+def keep_from_compiler(function: Any) -> None:
+    """Make compiled code break its graph at `function`, whose own frames run uncompiled.
+
+    torch.compiler.disable does the same, but importing the compiler costs a second for everybody
+    who does not compile.
+    """
+    function._torchdynamo_disable = True
+    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if frames is not None and hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))

@@ -291,11 +291,11 @@ class Engine:
         """Whether the engine has let go of everything."""
         return self.progress.closed
 
-    def use(self, entry: Entry) -> nn.Parameter:
+    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
-        runtime/parameters/parameter.py.
+        `Forward.use`.
         """
-        return self.forward.use(entry)
+        return self.forward.use(entry, keeps)
 
     # -- outside a pass, with gradients: runtime/parameters/outside.py -----------------------------
 
@@ -407,10 +407,12 @@ class Engine:
         if failure is not None:
             raise failure
 
-    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> None:
-        """Called after an optimizer over the parameters of `entries` has stepped."""
+    def optimizer_has_stepped(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Called after an optimizer over the parameters of `entries` has stepped. Returns those
+        that other ranks alone have stepped.
+        """
         self.progress.optimizer_seen = self.progress.stepped = True
-        self.write_counters.stepped(entries)
+        return self.write_counters.stepped(entries)
 
     # -- backward ----------------------------------------------------------------------------------
 

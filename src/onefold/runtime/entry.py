@@ -12,6 +12,9 @@ from torch import nn
 
 from onefold.layout import Slot, overlap
 from onefold.recipe.moments import grain_of, items_of, packed
+from onefold.runtime.parameters.in_pass import follow_reads
+from onefold.runtime.parameters.interval import get_grad, set_grad
+from onefold.runtime.parameters.values import give_grad, seen_grad
 from onefold.runtime.units import Found
 
 if TYPE_CHECKING:
@@ -53,6 +56,38 @@ class Whole(nn.Parameter):
             entry.flat.written_in_forward = True
         _DATA.__set__(self, value)
 
+    # `.grad` and `requires_grad` of the object that the optimizer has. Autograd does not come here: it
+    # accumulates into the whole, and the reducer takes it from there at once.
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        own: torch.Tensor | None = get_grad(self)
+        if own is not None or (param := _param_of(self)) is None:
+            return own
+        return seen_grad(param)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if (param := _param_of(self)) is None:
+            set_grad(self, value)
+        else:
+            give_grad(param, value)
+
+    @property
+    def requires_grad(self) -> bool:
+        return _REQUIRES_GRAD.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """Set it on the optimizer's object too. The reductions follow at the next pass."""
+        if (param := _param_of(self)) is not None:
+            _REQUIRES_GRAD.__set__(param, requires_grad)
+        _REQUIRES_GRAD.__set__(self, requires_grad)
+        return self
+
     def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
         """Set the tensor; do nothing, not even count a write, if `source` is the tensor itself.
 
@@ -64,6 +99,15 @@ class Whole(nn.Parameter):
         return super().set_(*(() if source is None else (source,)), *place, **options)
 
 
+def _param_of(whole: Whole) -> nn.Parameter | None:
+    """Return the optimizer's object of a whole parameter; None if its engine is closed."""
+    seen = whole.__dict__.get("_onefold_entry")
+    entry = seen() if seen is not None else None
+    return entry.param if entry is not None and entry.compute is whole else None
+
+
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+set_requires_grad: Any = _REQUIRES_GRAD.__set__  # (whole, bool): of the whole alone
 _DATA: Any = torch.Tensor.data
 point: Any = _DATA.__set__  # (whole, tensor): for the engine itself; does not count as a write
 
@@ -75,6 +119,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
+        "accumulates",
         "active",
         "compute",
         "declared",
@@ -109,7 +154,11 @@ class Entry:
         # The modules' own dictionaries rather than the modules: an engine must not keep its model
         # alive.
         self.places = [
-            (m._parameters, a, weakref.ref(m) if isinstance(m, nn.RNNBase) else None)
+            (
+                m._parameters if flat.unsharded else follow_reads(m),
+                a,
+                weakref.ref(m) if isinstance(m, nn.RNNBase) else None,
+            )
             for m, a in found.places
         ]
         one = len(self.places) == 1 and self.places[0][2] is None
@@ -121,6 +170,7 @@ class Entry:
         self.released: torch.Tensor | None = None
         self.active, self.declared = found.param.requires_grad, declared_dtype(found.param)
         self.filled = self.hooked = False
+        self.accumulates: Any = None  # the node of autograd of `param`, see runtime/trained.py
         self.post_hooks: Any = None  # the user's hooks, as they were when a backward pass began
         self.small = 0  # bytes of a gradient that is small (runtime/reduce.py)
         self.seen_version = 0  # of `compute`, see runtime/stale.py

@@ -35,10 +35,11 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, overlap
-from onefold.runtime.entry import Entry, Whole, point
+from onefold.runtime.entry import Entry, Whole, point, set_requires_grad
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
 from onefold.runtime.parameters import gradient_hooks
+from onefold.runtime.parameters.in_pass import put
 from onefold.runtime.parameters.interval import IntervalSpec, Owners, dispatches, over
 from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
 from onefold.runtime.storage import Storage
@@ -98,15 +99,15 @@ class Flat:
             native=group.native,
         )
         self.layout = spec.layout
+        # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
+        # stay where they are.
+        self.unsharded = spec.unsharded
         self.entries = [
             Entry(f, s, i, self, engine)
             for i, (f, s) in enumerate(zip(found, self.layout.slots, strict=True))
         ]
         self.tiled = any(f.part.numel != f.param.numel() for f in found)
         self.whole_master, self.resident = spec.whole_master, spec.resident
-        # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
-        # stay where they are.
-        self.unsharded = spec.unsharded
         # This rank's addresses: its part among all ranks, its part among the ranks of its group
         # (the same without groups), and what its optimizer owns
         self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
@@ -133,6 +134,7 @@ class Flat:
         # `refresh_active` has set `active` of the entries, `runs`, and what is made of them
         self.followed = False
         self.lingering = False  # entries that are frozen by now travel too, see `refresh_active`
+        self.swapped_in = False  # modules see the whole parameters: their unit is in a pass
         self.hooked = False  # the trainable entries have their gradient hooks
         self.awaited: frozenset[int] = frozenset()  # the numbers of the trainable entries
         self.runs: tuple[tuple[int, int], ...] = ()
@@ -323,7 +325,7 @@ class Flat:
         for parameters, attribute, recurrent in entry.places:
             if instead_of is not None and parameters.get(attribute) is not instead_of:
                 continue
-            parameters[attribute] = param
+            put(parameters, attribute, param)
             # A recurrent module also keeps a list of its parameters
             if recurrent is not None and (module := recurrent()) is not None:
                 weights: Any = module._flat_weights
@@ -348,7 +350,7 @@ class Flat:
                 if wanted:
                     self.storage.refuse_training(entry)
                 entry.active = wanted
-                entry.compute.requires_grad_(wanted)
+                set_requires_grad(entry.compute, wanted)
         if changed:
             self.hooked, self.awaited = (
                 False,

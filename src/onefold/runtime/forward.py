@@ -27,6 +27,7 @@ from onefold.runtime.differentiate import TRANSFORMS, in_autograd
 from onefold.runtime.entry import Entry
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.nested import tensors_in
+from onefold.runtime.parameters.in_pass import lent, put, take_back
 from onefold.runtime.parameters.parameter import ForwardDepth, disable_torch_function
 from onefold.runtime.parameters.write_counters import ForwardPass, WriteCounters
 from onefold.runtime.progress import Resources, Spans
@@ -35,6 +36,27 @@ from onefold.runtime.stale import Copies, keep_writes, refresh
 from onefold.runtime.trained import follow_trainable
 from onefold.runtime.unit import State, Unit
 from onefold.runtime.unset import Unset
+
+
+@dataclasses.dataclass(slots=True)
+class _Borrowed:
+    """A unit whose parameters code outside its module has used in a pass.
+
+    [Note: kept by hand] Code may keep a whole parameter for its backward pass without saving it for
+    backward: `ctx.weight = weight` in a Function, or the arguments of a checkpoint. Autograd tells
+    nobody of it. So a unit that was borrowed, and of which nothing was saved since, is gathered
+    when the backward pass reaches the output of the pass, and stays until its gradients have come.
+    An embedding whose module was called is not: its backward pass reads no weight, and the usual
+    reason to read the weight is its dtype.
+
+    Attributes:
+        handles_before: `handles_apart` of the unit when it was borrowed.
+        kept: code has got the parameter itself.
+    """
+
+    unit: Unit
+    handles_before: int
+    kept: bool = False
 
 
 class Forward:
@@ -70,8 +92,9 @@ class Forward:
         self.write_counters, self.stack = write_counters, stack
         self.raised_in: tuple[str, str] | None = None
         self.part: object = None
-        # Units whose parameters other modules used in this pass
-        self._borrowed: list[Unit] = []
+        # Units whose parameters other modules used in this pass, and those whose module was called
+        self._borrowed: dict[int, _Borrowed] = {}
+        self._entered: set[int] = set()
         self._current = ForwardPass(write_counters)
         self._recorded: Recorded | None = None  # of the pass under way
         self._over_model = False
@@ -91,6 +114,7 @@ class Forward:
             if not self.stack:
                 self._current = ForwardPass(self.write_counters)
             self.stack.append((unit, recompute, outermost))
+            self._entered.add(unit.index)
             ForwardDepth.value += 1
             unit.depth += 1
             if recompute:
@@ -119,12 +143,14 @@ class Forward:
                 if outermost:
                     output = copied_out(output, self.gather.by_storage)
                 if torch.is_grad_enabled():
+                    if outermost and self._recorded is not None:
+                        self._recorded.by_hand = self._kept_by_hand()
                     self._watch(unit, output, root=not self.stack)
                 if unit.depth == 0 and not recompute:
                     self._keep_writes(unit)
                 if outermost:  # other modules may have written to these after their own forward
-                    for borrowed in self._borrowed:
-                        self._keep_writes(borrowed)
+                    for borrowed in self._borrowed.values():
+                        self._keep_writes(borrowed.unit)
                 if unit.depth == 0 and (not recompute or unit.looks_up_only):
                     self.gather.after_forward(unit, output)
             except BaseException:
@@ -168,6 +194,7 @@ class Forward:
             self.progress.follower.forward_begins()
         self.unset.look()
         self._over_model, self.raised_in = is_root, None
+        self._entered.clear()
         self.progress.graded = torch.is_grad_enabled()
         self.resources.transfers.check()
         self.resources.memory.look()
@@ -206,6 +233,8 @@ class Forward:
 
     def _end_pass(self, aborted: bool) -> None:
         self._borrowed.clear()
+        if lent and not ForwardDepth.value:
+            take_back()
         self.gather.end_forward(self._over_model, aborted)
         if self._over_model and not aborted:
             self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)
@@ -218,9 +247,12 @@ class Forward:
         if recorded is not None:
             self.gather.release_when_gone(recorded)
 
-    def use(self, entry: Entry) -> nn.Parameter:
+    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
         """Return the whole parameter for code in a forward pass whose unit does not own it. See
         runtime/parameters/parameter.py.
+
+        `keeps`: the code gets the parameter itself (runtime/parameters/in_pass.py), so it must stay
+        whole until the pass ends, also if its own module is called in between.
         """
         unit = self.reduce.unit_of[entry.number]
         if self.unset:
@@ -234,9 +266,24 @@ class Forward:
         if recompute:
             # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
             unit.replayed = self.gather.reached
-        elif all(u is not unit for u in self._borrowed):
-            self._borrowed.append(unit)
+        elif unit.index not in self._borrowed:
+            self._borrowed[unit.index] = _Borrowed(unit, unit.handles_apart)
+        if keeps and not unit.depth:
+            unit.borrowed = True
+            if not recompute:
+                self._borrowed[unit.index].kept = True
         return entry.compute
+
+    def _kept_by_hand(self) -> list[Unit]:
+        """Return the units to gather when the backward pass begins. See [Note: kept by hand]."""
+        return [
+            b.unit
+            for b in self._borrowed.values()
+            if b.kept
+            and not b.unit.resident
+            and b.unit.handles_apart == b.handles_before
+            and not (b.unit.looks_up_only and b.unit.index in self._entered)
+        ]
 
     def _watch(self, unit: Unit, output: Any, root: bool) -> None:
         """Hook the unit's output, so that the engine hears when the backward pass reaches it: early
@@ -259,6 +306,10 @@ class Forward:
                 self.backward.event()
                 if early and not self.gather.is_done(unit):
                     self.gather.acquire(unit, backward=True)
+                for kept in recorded.by_hand if root and recorded is not None else ():
+                    if not self.gather.is_done(kept):
+                        kept.by_hand = True
+                        self.gather.acquire(kept, backward=True)
 
         for t in tensors_in(output):
             if t.grad_fn is not None:  # a leaf would keep the hook of every pass
@@ -331,9 +382,10 @@ def swap_in(unit: Unit) -> None:
         ValueError: functional_call was given a tensor of another shape than the whole parameter.
     """
     for flat in unit.flats:
+        flat.swapped_in = True
         for entry in flat.entries:
             if (place := entry.only_place) is not None and place[0].get(place[1]) is entry.param:
-                place[0][place[1]] = entry.compute
+                put(place[0], place[1], entry.compute)
                 continue
             others = [
                 t
@@ -348,11 +400,12 @@ def swap_in(unit: Unit) -> None:
 def swap_out(unit: Unit) -> None:
     """Let the module show the optimizer's parameters again."""
     for flat in unit.flats:
+        flat.swapped_in = False
         for entry in flat.entries:
             if (place := entry.only_place) is None:
                 flat.swap(entry, entry.param, instead_of=entry.compute)
             elif place[0].get(place[1]) is entry.compute:
-                place[0][place[1]] = entry.param
+                put(place[0], place[1], entry.param)
 
 
 def _look_at(entry: Entry, others: list[Any]) -> None:

@@ -52,9 +52,15 @@ if TYPE_CHECKING:
 class Recorded:
     """A token that lives as long as any part of one pass's autograd graph. The hooks on the outputs
     of the pass's units hold it.
+
+    by_hand: units to gather when the backward pass reaches the pass's output; see [Note: kept by
+    hand] in runtime/forward.py.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "by_hand")
+
+    def __init__(self) -> None:
+        self.by_hand: list[Unit] = []
 
 
 class Gatherer:
@@ -150,6 +156,9 @@ class Gatherer:
         self.cursor = None
         keep = self._keeps_for_backward and not aborted
         for unit in self.sharded:
+            unit.borrowed = False
+            if unit.lent:  # the pass of another model ends later
+                continue
             if turns and unit.index in self.kept_at_turn and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
                 unit.claimed = False
@@ -241,6 +250,7 @@ class Gatherer:
     def end_backward(self) -> None:
         self.backward_cursor = None
         for unit in self.sharded:
+            unit.borrowed = unit.by_hand = False
             if unit.state is not State.SHARDED and unit.depth == 0:
                 self.release(unit)
         self.unwanted.clear()
@@ -488,9 +498,10 @@ class Gatherer:
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         """Release the unit after its forward pass. It stays if the agreed order uses it again next,
-        if it is kept for later passes, or if its output lies in a gathered buffer.
+        if it is kept for later passes, if other code has read its parameters, or if its output lies
+        in a gathered buffer.
         """
-        if unit.resident or unit.state is not State.GATHERED:
+        if unit.resident or unit.state is not State.GATHERED or unit.borrowed or unit.lent:
             return
         if self.cursor is not None and self.learned and self.cursor.next() == unit.index:
             self.cursor.at += 1
@@ -518,7 +529,9 @@ class Gatherer:
         forward pass open.
         """
         done = unit.looks_up_only or not (
-            unit.handles or unit.waiting or (unit.replayed is not None and unit.holds_frozen)
+            unit.handles
+            or unit.waiting
+            or ((unit.replayed is not None or unit.by_hand) and unit.holds_frozen)
         )
         if (
             self.progress.backward_open

@@ -16,6 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
 from onefold.runtime.differentiate import is_checkpoint
+from onefold.runtime.parameters.in_pass import lent, lent_buffer
+from onefold.runtime.parameters.outside import Place
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ class Handle:
         self.watch, self.unit, self.flat = watch, unit, flat
         self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
         unit.handles += 1
+        unit.handles_apart += not unit.depth
 
     def __del__(self) -> None:
         self.unit.handles -= 1
@@ -56,12 +59,18 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
         if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
             return Handle(gather, *hit, t)
+        if lent and t.layout is torch.strided and not recomputed:
+            other = lent_buffer(storage_of(t))
+            if other is not None and t.dtype == other[2].dtypes.compute:
+                return Place(*other, t)
         if outer_pack:
             return outer_pack(t)
         # A node that saves its own output must not keep alive the tensor that refers to the node.
         return t if t.grad_fn is None else t.detach()
 
     def unpack(saved: Any) -> torch.Tensor:
+        if type(saved) is Place:
+            return saved.read()
         if type(saved) is not Handle:
             return outer_unpack(saved) if outer_unpack else saved
         gather.backward_event()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
@@ -99,25 +101,12 @@ def install_on_part(engine: Engine, module: nn.Module) -> None:
 
 def _register(module: nn.Module, hooks: _AroundUnit | _AroundPart) -> None:
     for hook in (type(hooks).before, type(hooks).after, type(hooks).always):
-        _keep_from_compiler(hook)
+        keep_from_compiler(hook)
     hooks.engine.handles += [
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
         module.register_forward_hook(hooks.after),
         module.register_forward_hook(hooks.always, always_call=True),
     ]
-
-
-def _keep_from_compiler(hook: Any) -> None:
-    """Make a compiled module break its graph at the hook, whose own frames run uncompiled.
-
-    torch.compiler.disable does the same, but importing the compiler costs a second for everybody
-    who does not compile.
-    """
-    hook._torchdynamo_disable = True
-    frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-    if frames is not None and hasattr(frames, "set_code_exec_strategy"):
-        skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(hook.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _cast_to(engine: Engine) -> torch.dtype | None:
@@ -167,7 +156,7 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
         if engine.closed:
             _refuse_leftovers(part)
-        elif not engine.whole_depth:
+        elif not engine.whole_depth and not _is_for_keys():
             raise RuntimeError(
                 "state_dict() of a sharded model would hold this rank's intervals under the names"
                 " of whole parameters. Use onefold.full_state_dict(model) on every rank (rank 0"
@@ -189,6 +178,19 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
         module.register_state_dict_pre_hook(on_save),
         module.register_load_state_dict_pre_hook(on_load),
     ]
+
+
+#: Methods of peft's wrappers that ask the module that they save whole for its keys alone, while
+#: they read values from the state dict that they were given.
+_ASK_FOR_KEYS = ("adapter_state_dict", "adapter_state_dict_load_map")
+
+
+def _is_for_keys() -> bool:
+    """Return whether the caller of `state_dict()` reads the keys of its result, and no values."""
+    frame: FrameType | None = sys._getframe(2)  # torch's state_dict(), below the hook
+    while frame is not None and frame.f_code.co_name == "state_dict":
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in _ASK_FOR_KEYS
 
 
 def _refuse_leftovers(part: nn.Module) -> None:

@@ -134,7 +134,7 @@ class Reducer:
             if not hooks:
                 self._take(entry)
                 return
-        if entry.compute.grad is not None:
+        if get_grad(entry.compute) is not None:
             self._call_hooks(entry, hooks)
         with disable_torch_function(), torch.no_grad():
             self._take(entry)
@@ -181,7 +181,7 @@ class Reducer:
         and either all or none are added to earlier ones.
         """
         buffer, filled = flat.grads.get((0, flat.layout.numel)), entries[0].filled
-        grads: list[Any] = [entry.compute.grad for entry in entries]
+        grads: list[Any] = [get_grad(entry.compute) for entry in entries]
         if (
             buffer is None
             or any(entry.filled is not filled for entry in entries)
@@ -207,7 +207,8 @@ class Reducer:
             elif scale != 1:
                 torch._foreach_mul_(views, scale)
         for entry in entries:
-            entry.compute.grad, entry.filled = None, True
+            set_grad(entry.compute, None)
+            entry.filled = True
             self.used.add(entry.number)
         return True
 
@@ -221,7 +222,8 @@ class Reducer:
         self._complete(unit)
 
     def _store_one(self, unit: Unit, entry: Entry) -> None:
-        grad, entry.compute.grad = entry.compute.grad, None
+        grad = get_grad(entry.compute)
+        set_grad(entry.compute, None)
         if grad is not None:  # else a hook has dropped it
             if grad.layout is not torch.strided:
                 raise ValueError(
@@ -259,7 +261,7 @@ class Reducer:
                 )
                 earlier = earlier / (flat.early_scale * self.progress.factor)
         changed = gradient_hooks.run(entry, hooks, earlier)
-        if changed or (earlier is not None and entry.compute.grad is None):
+        if changed or (earlier is not None and get_grad(entry.compute) is None):
             entry.filled = False  # the gradient on the parameter includes the earlier one
             self.used.discard(entry.number)
 
@@ -595,7 +597,8 @@ class Reducer:
                 for entry in flat.entries:
                     if entry.unreduced is not None and entry.param.grad is entry.unreduced:
                         entry.param.grad = None
-                    entry.filled, entry.unreduced, entry.compute.grad = False, None, None
+                    entry.filled, entry.unreduced = False, None
+                    set_grad(entry.compute, None)
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:

@@ -218,6 +218,14 @@ class Storage(ABC):
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply all gradients on disk by `factor` when they are next read."""
 
+    def read_gradient(self, entry: Entry) -> torch.Tensor:
+        """Return this rank's elements of a gradient on disk, [held], in new host memory."""
+        raise RuntimeError(f"no gradient of {self.flat.unit_name!r} is on disk.")
+
+    def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
+        """Overwrite this rank's elements of a gradient on disk by `values`, [held]."""
+        raise RuntimeError(f"no gradient of {self.flat.unit_name!r} is on disk.")
+
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
         """Return what `.grad` shows for `part`, this rank's elements of an unreduced gradient: a
         view of it, or a stand-in of its shape called `what` if the parameter is on another tier.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.runtime.parameters.interval import ShardedParameterError, disable_torch_function
 from onefold.runtime.unreduced import follow_runs
 
 if TYPE_CHECKING:
@@ -39,6 +40,36 @@ def follow_trainable_of(reduce: Reducer, unit: Unit) -> None:
                 entry.compute.register_post_accumulate_grad_hook(
                     _arrival(weakref.ref(reduce), weakref.ref(entry))
                 )
+                refuse_gradients(entry)
+
+
+def refuse_gradients(entry: Entry) -> None:
+    """Let a backward pass raise that accumulates a gradient into the optimizer's parameter itself.
+
+    Autograd knows the whole parameter. It comes to the other one only if code has given that to an
+    autograd Function or the like, which computes with a tensor's memory: with this rank's elements
+    at most. Nothing would reduce that gradient.
+    """
+    known = weakref.ref(entry)
+
+    def refuse(_: Any) -> None:
+        if (
+            (e := known()) is not None
+            and (engine := e.engine()) is not None
+            and not engine.progress.closed
+            and getattr(e.param, "_onefold_faced", False)
+        ):
+            raise ShardedParameterError(
+                f"parameter {e.slot.name!r} was given to an autograd Function, or to other code that"
+                " computes with a tensor's memory: its gradient would not be reduced. In the forward"
+                " pass read it as an attribute of its module (`module.weight`), which is the whole"
+                " there; elsewhere give the code `parameter.clone()`."
+            )
+
+    with disable_torch_function(), torch.enable_grad():
+        # The parameter refers to this node weakly: the entry keeps it
+        entry.accumulates = torch.autograd.graph.get_gradient_edge(entry.param).node
+        entry.accumulates.register_prehook(refuse)
 
 
 def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:

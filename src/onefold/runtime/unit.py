@@ -74,6 +74,11 @@ class Unit:
         aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
             aside_bytes: of these gradients together.
         claimed: a pass uses the gathered buffers; until then they are only prefetched or joined.
+        borrowed: code outside its module has read a whole parameter, and may use it until the pass
+            ends. lent: the same, by a pass of another model.
+        by_hand: a backward pass gathered it for code that kept a whole parameter without saving it
+            for backward (runtime/forward.py).
+        handles_apart: how many handles were ever made while its module was not in a pass.
         replayed: the count of `Gatherer.reached` when its forward pass was recomputed in this
             backward pass; None if it was not.
     """
@@ -94,7 +99,8 @@ class Unit:
         )
         self.state = State.GATHERED if self.resident else State.SHARDED
         self.handles = self.depth = self.calls = 0
-        self.claimed = False
+        self.claimed = self.borrowed = self.lent = self.by_hand = False
+        self.handles_apart = 0
         self.replayed: int | None = None
         self.waiting: set[int] = set()
         self.aside: list[Entry] = []

@@ -189,9 +189,9 @@ class Unset:
         if entry.number in self._entries:
             self._refuse([entry.part.names[0]], "a forward pass uses")
 
-    def refuse(self, doing: str) -> None:
-        """Raise UnsetError if anything is unset."""
-        self._refuse(self.names(), doing)
+    def refuse(self, doing: str, among: Collection[str] | None = None) -> None:
+        """Raise UnsetError if anything is unset; `among`: any parameter or buffer of these names."""
+        self._refuse([n for n in self.names() if among is None or n in among], doing)
 
     def _refuse(self, names: list[str], doing: str) -> None:
         names = list(dict.fromkeys(names))

@@ -34,7 +34,7 @@ from onefold.layout import Part
 from onefold.runtime.handles import saving
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.units import TiledModule, WeightTile
-from onefold.tiling.weight import copy_of, weight_of
+from onefold.tiling.weight import copy_of, stored, weight_of
 
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
@@ -187,7 +187,7 @@ class Tiled(TiledModule):
             del self.__dict__["_blank"]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        first = self.own_tiles[0].weight
+        first = stored(self.own_tiles[0])
         if TiledModule.outlined:
             weight = first
         else:

@@ -5,6 +5,7 @@
 | inside `with onefold.full_params(model):`            | the whole weight, in the memory of its tiles: writes reach them     |
 | shape, dtype, device                                 | those of the whole weight; nothing is gathered                      |
 | computation in a forward pass                        | the whole weight, all tiles gathered: right results, no memory saved |
+| an autograd Function that is differentiated          | `ShardedParameterError` in backward, which says what to give it     |
 | elsewhere, if the tiles are divided among ranks      | `ShardedParameterError`, which says how to gather                   |
 | `.grad`, and writes that would be lost               | `ShardedParameterError`, which says what to do instead              |
 """
@@ -30,9 +31,14 @@ from onefold.runtime.parameters.parameter import (
 )
 
 
+def stored(tile: nn.Module) -> Any:
+    """Return a tile's parameter without gathering it: in a pass, `tile.weight` does."""
+    return tile._parameters.get("weight")
+
+
 def weight_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
     """Return the value of `module.weight`. See the table of this module."""
-    weights = [tile.weight for tile in tiles]
+    weights = [stored(tile) for tile in tiles]
     if not any(isinstance(w, ShardedParameter) or w.requires_grad for w in weights):
         whole = joint(weights, shape)
         if whole is not None:
@@ -83,7 +89,7 @@ def whole_of(tiles: Sequence[Any], shape: Sequence[int], writable: bool = False)
         ShardedParameterError: no view is possible, and `writable` (writes would be lost) or no
             forward pass is under way.
     """
-    weights = [tile.weight for tile in tiles]
+    weights = [stored(tile) for tile in tiles]
     whole = joint(weights, shape)
     if whole is None:
         whole = rejoined(weights, shape)
@@ -115,8 +121,8 @@ def copy_of(tiles: Sequence[Any], shape: Sequence[int]) -> Tensor:
     """Return the whole weight without gradient, for a state dict: a view if possible, else a copy.
     The tiles must be whole on this rank.
     """
-    weights = [tile.weight.detach() for tile in tiles]
-    whole = joint([tile.weight for tile in tiles], shape)
+    weights = [stored(tile).detach() for tile in tiles]
+    whole = joint([stored(tile) for tile in tiles], shape)
     return torch.cat(weights) if whole is None else whole
 
 
@@ -137,6 +143,12 @@ _OPERATORS = {
 }
 
 
+_CURE = (
+    "Call its module; or give the function `torch.cat([tile.weight for tile in module.tiles])`, or the"
+    " recipe a larger tile."
+)
+
+
 class WholeWeight(torch.Tensor):
     """Represents a weight in tiles, without memory of its own. See the table of this module."""
 
@@ -144,10 +156,13 @@ class WholeWeight(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type[WholeWeight], tiles: Sequence[Any], shape: Sequence[int]) -> WholeWeight:
-        like = tiles[0].weight
+        like = stored(tiles[0])
         kind = {"dtype": like.dtype, "device": like.device, "requires_grad": like.requires_grad}
         out: WholeWeight = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), **kind)
         out._tiles = tuple(tiles)
+        if out.requires_grad:
+            with disable_torch_function():
+                out.register_post_accumulate_grad_hook(_refuse_gradient)
         return out
 
     @classmethod
@@ -158,7 +173,7 @@ class WholeWeight(torch.Tensor):
                 return func(*args, **kwargs)
         if func in _SWITCHES:
             for tile in args[0]._tiles:
-                func(tile.weight, *args[1:], **kwargs)
+                func(stored(tile), *args[1:], **kwargs)
             return args[0]
         if func in _GRAD:
             raise ShardedParameterError(
@@ -177,12 +192,21 @@ class WholeWeight(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         raise ShardedParameterError(
-            f"{func} was given a weight in tiles, which has no memory of its own: call its module"
-            " instead."
+            f"{func} was given a weight in tiles, which has no memory of its own. {_CURE}"
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"a weight of shape {tuple(self.shape)} in {len(self._tiles)} tiles"
+
+
+def _refuse_gradient(weight: Tensor) -> None:
+    """Raise ShardedParameterError: code has computed with the memory of `weight`, not by functions of
+    torch, and its gradient would stay on `weight`.
+    """
+    raise ShardedParameterError(
+        "a weight in tiles was given to an autograd Function, whose gradient cannot reach the tiles."
+        f" {_CURE}"
+    )
 
 
 def _writes(func: Any) -> bool:

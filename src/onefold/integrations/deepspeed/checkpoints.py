@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import in_words, latest
 from onefold.checkpoint.loading import source_of
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.pretrained.adapters import embedding_layers
 
 if TYPE_CHECKING:
     from onefold.integrations.deepspeed.engine import DeepSpeedEngine
@@ -48,6 +50,10 @@ except ImportError:
 
 main()
 '''
+
+
+class TagMismatch(CheckpointError, AssertionError):
+    """Ranks gave `save_checkpoint` different tags."""
 
 
 @dataclass
@@ -73,6 +79,7 @@ def save(
 ) -> None:
     """Write a checkpoint; see `DeepSpeedEngine.save_checkpoint`."""
     root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
+    tag = _agreed_tag(engine, tag)
     if not os.fspath(save_dir) or not tag or Path(tag).name != tag:
         raise ValueError(
             f"save_checkpoint was given save_dir={os.fspath(save_dir)!r} and tag={tag!r}: expected"
@@ -97,7 +104,8 @@ def save(
         extra={"engine": own, "client_state": dict(client_state)},
         step=engine.global_steps,
         overwrite=True,
-        frozen=frozen,
+        # With the embedding layers that peft writes beside adapters, for a run that goes on
+        frozen=frozen or embedding_layers(engine.module),
     )
     if newest:
         _on_first_rank(engine, lambda: _point_to(root, tag))
@@ -147,6 +155,30 @@ def load(
     if "counts" in parts:
         engine.resume_at(**found.counts)
     return str(found.folder), found.client_state
+
+
+def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
+    """Return the first rank's tag. What other tags cause, `checkpoint.tag_validation` says.
+
+    Raises:
+        TagMismatch: the tags differ, and the configuration says "fail"; raised on every rank.
+    """
+    group = onefold.engine_of(engine.module).group
+    if group.size == 1:
+        return tag
+    tags: list[str] = [""] * group.size
+    dist.all_gather_object(tags, tag, group=group.control_group)
+    if len(set(tags)) > 1:
+        given = ", ".join(f"{name!r} on rank {rank}" for rank, name in enumerate(tags[:8]))
+        message = (
+            f"save_checkpoint was given different tags: {given}. A checkpoint is one folder of all"
+            " ranks: give the same tag on every rank."
+        )
+        if engine.checkpoint_tag_validation_fail():
+            raise TagMismatch(message)
+        if engine.checkpoint_tag_validation_enabled() and group.rank == 0:
+            logger.warning("%s It is saved as %r.", message, tags[0])
+    return tags[0]
 
 
 def _find(root: Path, tag: str | None) -> Found | None:
@@ -241,9 +273,19 @@ def _point_to(root: Path, tag: str) -> None:
         aside = root / f".{name}.{os.getpid()}"
         try:
             aside.write_text(text)
+            if name == _SCRIPT:
+                make_executable(aside)
             os.replace(aside, root / name)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def make_executable(script: str | os.PathLike[str]) -> None:
+    """Let the owner run `script`. A file system that refuses it (a network share) is logged."""
+    try:
+        os.chmod(script, os.stat(script).st_mode | stat.S_IXUSR)
+    except OSError as error:
+        logging.getLogger("DeepSpeed").info("%s is not made executable: %s", script, error)
 
 
 def _on_first_rank(engine: DeepSpeedEngine, function: Callable[[], T]) -> T:

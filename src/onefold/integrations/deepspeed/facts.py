@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.device import synchronize
+from onefold.integrations.deepspeed.checkpoints import make_executable
 from onefold.integrations.deepspeed.config import DeepSpeedConfig
 from onefold.integrations.deepspeed.scaling import LossScaler
 from onefold.recipe import COMPUTE_DTYPES
@@ -119,6 +121,27 @@ class EngineFacts:
         The current scale is `cur_scale`.
         """
         return 0.0 if self.settings.loss_scaling is None else self.settings.loss_scaling.static
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Always empty: gradients are reduced as dense tensors."""
+        return set()
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether `save_checkpoint` compares the tags of all ranks."""
+        return self.settings.tag_validation != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether `save_checkpoint` raises if the tags of ranks differ."""
+        return self.settings.tag_validation == "fail"
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: str, rank: int = 0) -> str:
+        """Return the folder of a checkpoint's optimizer states: one folder holds all of it."""
+        return os.path.join(checkpoints_path, tag)
+
+    def _change_recovery_script_permissions(self, script: Any) -> None:
+        """Let the owner run the script; a file system that refuses it is logged."""
+        make_executable(script)
 
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered weights are released after each use."""

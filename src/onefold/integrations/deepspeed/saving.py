@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.integrations.deepspeed.facts import EngineFacts
+from onefold.pretrained.adapters import embedding_layers
 
 
 class WholeSaves(EngineFacts):
@@ -58,8 +59,9 @@ class WholeSaves(EngineFacts):
         must call it.
 
         Other ranks get an empty dict: with None, `save_pretrained` would call `state_dict()`.
+        Without frozen parameters it has those that peft writes beside adapters.
         """
-        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
+        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters, True)
         return whole if self.global_rank == 0 else {}
 
     def module_state_dict(self) -> dict[str, Tensor]:
@@ -101,12 +103,16 @@ def save_whole(
 
 
 def whole_in(
-    module: nn.Module, dtype: torch.dtype | None, without_frozen: bool
+    module: nn.Module,
+    dtype: torch.dtype | None,
+    without_frozen: bool,
+    beside_adapters: bool = False,
 ) -> dict[str, Tensor]:
     """Return the whole model on rank 0's host, and an empty dict elsewhere. Collective.
 
     Args:
         dtype: of floating-point parameters; None takes the dtype in which each computes.
+        beside_adapters: `without_frozen` keeps embedding layers that peft writes beside adapters.
     """
     parameters = dict(module.named_parameters(remove_duplicate=False))
     computed = {
@@ -116,9 +122,12 @@ def whole_in(
     }
     cast: dict[int, Tensor] = {}  # tied names stay one tensor
     out: dict[str, Tensor] = {}
-    for name, whole in onefold.full_state_dict(module).items():
+    wholes = onefold.full_state_dict(module)
+    kept = embedding_layers(module) if without_frozen and beside_adapters else []
+    for name, whole in wholes.items():
         known = parameters.get(name)
-        if without_frozen and known is not None and not known.requires_grad:
+        frozen = known is not None and not known.requires_grad
+        if without_frozen and frozen and name not in kept:
             continue
         if known is not None and whole.is_floating_point():
             wanted = dtype or computed.get(name, whole.dtype)

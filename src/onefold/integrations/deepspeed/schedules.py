@@ -29,6 +29,9 @@ Rates = Callable[[int], list[float]]
 class Schedule:
     """A schedule with the methods that DeepSpeed's and torch's schedules share.
 
+    Attributes:
+        kind: its name in the table of this module.
+
     Args:
         optimizer: the optimizer whose parameter groups get the rates.
         rates: iteration -> one rate per group.
@@ -36,6 +39,8 @@ class Schedule:
         last_batch_iteration: the iteration to resume at. -1 starts anew, and sets the rates of
             iteration -1 at once.
     """
+
+    kind = ""
 
     def __init__(
         self,
@@ -88,7 +93,9 @@ def build_schedule(spec: SchedulerSpec, optimizer: torch.optim.Optimizer) -> Any
     make = _SCHEDULES.get(spec.name)
     if make is None:
         return getattr(torch.optim.lr_scheduler, spec.name)(optimizer, **spec.params)
-    return make(optimizer, **spec.params)
+    made = make(optimizer, **spec.params)
+    made.kind = spec.name
+    return made
 
 
 def _per_group(

@@ -138,23 +138,24 @@ def assemble(
             " train_batch_size."
         )
     _check_parameters(model, optimizer, model_parameters)
+    _check_schedule(optimizer, lr_scheduler)
     if must_train:
         _check_optimizer(model, read, optimizer, lr_scheduler)
-    recipe = Recipe.zero(**read.recipe_arguments)
+    recipe = Recipe.zero(**_recipe_arguments(read, optimizer))
     if again and is_sharded(model) and engine_of(model).recipe != recipe:
         unshard(model)
     if not (again and is_sharded(model)):
         if read.autocast is not None:
             mark_for_the_wire(model, read.autocast)
         onefold.shard(model, recipe, group=group, units=units, device=_device())
-    if read.buffer_dtype is not None:
-        _cast_buffers(model, read.buffer_dtype)
+    read.buffer_dtypes.cast(model)
     trained = (
         model_parameters
         if model_parameters is not None
         else [p for p in model.parameters() if p.requires_grad]
     )
     torch_optimizer = _optimizer(read, optimizer, trained)
+    _refuse_fp16_states(recipe, torch_optimizer)
     schedule = _schedule(read, lr_scheduler, torch_optimizer)
     engine = DeepSpeedEngine(model, read, torch_optimizer, schedule)
     engine.collate_fn, rank = collate_fn, engine.global_rank
@@ -241,13 +242,6 @@ def _device() -> torch.device | None:
     return device
 
 
-def _cast_buffers(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give floating-point buffers of 16 bits and more that dtype."""
-    for buffer in model.buffers():
-        if buffer.is_floating_point() and buffer.element_size() > 1:
-            buffer.data = buffer.data.to(dtype)
-
-
 def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:
     """Raise ValueError for a parameter of another model, or an optimizer that has stepped."""
     groups: list[Any] = list(chosen or [])
@@ -288,6 +282,44 @@ def _check_optimizer(
             'there is no optimizer: the configuration has no "optimizer", and initialize was given'
             ' none. Write one, as in {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, or'
             " pass optimizer=. For evaluation alone call model.eval() before initialize."
+        )
+
+
+def _recipe_arguments(read: DeepSpeedConfig, given: OptimizerLike | None) -> dict[str, Any]:
+    """Return the arguments of `Recipe.zero`, now that the optimizer is known: Adam over master
+    weights in 16 bits keeps its moments in fp32, unless the file says otherwise.
+    """
+    arguments = read.recipe_arguments
+    if (
+        isinstance(given, (torch.optim.Adam, torch.optim.AdamW))
+        and "master_dtype" in arguments
+        and not read.short_states
+    ):
+        return {**arguments, "moments": "fp32"}
+    return arguments
+
+
+def _refuse_fp16_states(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
+    """Raise ValueError for an optimizer that would divide by a state that it keeps in fp16."""
+    if optimizer is None or recipe.master_dtype != torch.float16 or recipe.moments is not None:
+        return
+    if any("eps" in group for group in optimizer.param_groups):
+        raise ValueError(
+            f"fp16_master_weights_and_grads with {type(optimizer).__name__}: its states would be"
+            " fp16 too, where squares of small gradients are 0, so that its steps come out many"
+            " times too large. Name Adam or AdamW in the configuration, pass an object of theirs"
+            " as optimizer=, or leave fp16_master_weights_and_grads out."
+        )
+
+
+def _check_schedule(optimizer: Any, lr_scheduler: Any) -> None:
+    """Raise ValueError for a schedule of an optimizer that the engine does not have."""
+    made_here = optimizer is None or callable(optimizer)
+    if made_here and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ValueError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that was made"
+            " outside, and the engine makes its own: pass that optimizer as optimizer=, or a"
+            " function of an optimizer as lr_scheduler=."
         )
 
 

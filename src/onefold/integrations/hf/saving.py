@@ -24,6 +24,7 @@ from torch import nn
 import onefold
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.together import Together
+from onefold.pretrained.adapters import embedding_layers
 from onefold.pretrained.huggingface import recognizes
 
 #: The folder of training state in one of Trainer's checkpoints.
@@ -65,9 +66,10 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], tokenizer: An
 def save_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str], step: int) -> None:
     """Write master weights, optimizer states and what else a run resumes from. Collective.
 
-    Frozen parameters are left out if the model has peft's adapters.
+    Frozen parameters are left out if the model has peft's adapters, except for embedding layers
+    that peft writes beside these.
     """
-    frozen = not getattr(model, "peft_config", None)
+    frozen = embedding_layers(model) if getattr(model, "peft_config", None) else True
     path = Path(folder) / STATE
     onefold.save(path, model=model, optimizer=optimizer, step=step, overwrite=True, frozen=frozen)
 
@@ -84,12 +86,11 @@ def load_weights(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """
     path = Path(folder)
     refuse_empty(path)
-    adapters = list(getattr(model, "peft_config", None) or ())
     if has_state(path):
         load_state(model, None, path)
-    elif adapters:
-        for name in adapters:
-            onefold.load_adapters(model, path if name == "default" else path / name, name)
+    elif adapters := _adapters_in(model, path):
+        for name, place in adapters.items():
+            onefold.load_adapters(model, place, name)
     else:
         onefold.load_pretrained(model, path)
 
@@ -111,6 +112,12 @@ def load_state(model: nn.Module, optimizer: Any, folder: str | os.PathLike[str])
             f"{path} is of another model: it has nothing for {len(lacking)} trained parameters"
             f" ({', '.join(lacking[:5])})."
         )
+
+
+def _adapters_in(model: nn.Module, folder: Path) -> dict[str, Path]:
+    """Return the folder of each of peft's adapters in one of Trainer's checkpoints."""
+    names = getattr(model, "peft_config", None) or ()
+    return {name: folder if name == "default" else folder / name for name in names}
 
 
 def has_state(folder: str | os.PathLike[str]) -> bool:

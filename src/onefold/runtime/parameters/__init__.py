@@ -6,6 +6,7 @@ only this rank's interval of its data and gradient.
 | What does a parameter show?                         | `parameter`, `values`            |
 | What is an interval, and what may be done with it?  | `interval`, `operators`          |
 | What if its shard has no storage on the device?     | `storageless`                    |
+| What does code in a pass get by `module.weight`?    | `in_pass`                        |
 | What if it is used outside of a forward pass?       | `outside`                        |
 | Who hears of its gradient, and of writes to it?     | `gradient_hooks`, `write_counters` |
 | What does a parameter ask of the engine?            | `owning_engine`                  |

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.parameters.interval import ShardedParameterError
+from onefold.runtime.parameters.interval import ShardedParameterError, get_grad, set_grad
 
 if TYPE_CHECKING:
     from onefold.runtime.entry import Entry
@@ -30,7 +30,7 @@ _GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = (
     _T.grad.__delete__,
     _T.data.__get__,
 )
-_REQUIRES_GRAD = _T.requires_grad.__get__
+_REQUIRES_GRAD, _SET_REQUIRES_GRAD = _T.requires_grad.__get__, _T.requires_grad.__set__
 #: Attributes and methods that need no gather.
 _KNOWN = {
     _T.shape.__get__,
@@ -88,7 +88,8 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
         )
     with _disable_torch_function():
         if func == _T.register_hook and param.requires_grad:
-            entry.compute.requires_grad_(True)  # the engine follows at the next pass
+            # The engine follows at the next pass
+            _SET_REQUIRES_GRAD(entry.compute, True)
             return func(entry.compute, *args[1:], **kwargs)
         handle = func(*args, **kwargs)  # frozen: torch says so
         entry.post_hooks = param._post_accumulate_grad_hooks
@@ -102,12 +103,12 @@ def answered(func: Any, args: Any, kwargs: Any) -> Any:
     entry = showing.get(id(args[0])) if args else None
     with _disable_torch_function():
         if entry is not None and func == _GRAD:
-            return entry.compute.grad
+            return get_grad(entry.compute)
         if entry is not None and func == _SET_GRAD:
-            entry.compute.grad = args[1]
+            set_grad(entry.compute, args[1])
             return None
         if entry is not None and func == _DELETE_GRAD:
-            entry.compute.grad = None
+            set_grad(entry.compute, None)
             return None
         if func in REGISTER or func == _REQUIRES_GRAD or func == _T.__hash__:
             return NotImplemented
@@ -149,13 +150,13 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
     Raises:
         ShardedParameterError: a hook wrote to the parameter.
     """
-    compute, own = entry.compute, entry.compute.grad
+    compute, own = entry.compute, get_grad(entry.compute)
     assert own is not None
     if accumulated is not None:
         with torch.no_grad():
-            compute.grad = accumulated.to(own.dtype).add_(own)
-    shown = compute.grad
-    version, values = shown._version, compute._version  # type: ignore[union-attr]
+            set_grad(compute, accumulated.to(own.dtype).add_(own))
+    shown: Any = get_grad(compute)
+    version, values = shown._version, compute._version
     showing[id(entry.param)] = entry
     try:
         for hook in tuple(hooks.values()):
@@ -166,7 +167,7 @@ def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:
         raise ShardedParameterError(
             f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}"
         )
-    changed = compute.grad is not shown or shown._version != version  # type: ignore[union-attr]
+    changed = get_grad(compute) is not shown or shown._version != version
     if accumulated is not None and not changed:
-        compute.grad = own
+        set_grad(compute, own)
     return accumulated is not None and changed

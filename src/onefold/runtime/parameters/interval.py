@@ -9,6 +9,12 @@ element-wise operations on them. runtime/parameters/operators/ decides what each
 Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of the local
 elements.
 
+[Note: the same question] Collectives of the user's own (a norm, a sum, a read of the whole) say what
+they ask for: the operation, the parameter and the part of it, and whether they mean its values, its
+gradient or an optimizer state. A number is sent with a digest of that. If the ranks ask for
+different numbers, all raise. Reads of the whole have the digest in their tags, so that they never
+match, and end in a `StallError`.
+
 [Note: the same cut] Two intervals can be combined element by element without traffic if every rank
 holds the same elements of both. Whether that is so is decided from addresses and owners alone,
 never from the elements that this rank holds. So all ranks decide alike: either all communicate or
@@ -18,6 +24,7 @@ none.
 from __future__ import annotations
 
 import weakref
+import zlib
 from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -91,14 +98,26 @@ class IntervalSpec:
         first: the address of element 0 in the flat buffer.
         unreduced: True for a gradient kept under no_sync: it is a part of this rank's own gradient,
             not of the sum over ranks.
+        role: what it is of the parameter: "" for its values, "grad", or an optimizer state's key.
     """
 
-    __slots__ = ("first", "name", "numel", "owners", "shape", "start", "stop", "unreduced")
+    __slots__ = (
+        "_roles", "_token", "first", "name", "numel", "owners", "role", "shape", "start", "stop", "unreduced",
+    )  # fmt: skip
 
     def __init__(
-        self, owners: Owners, name: str, first: int, shape: Any, unreduced: bool = False
+        self,
+        owners: Owners,
+        name: str,
+        first: int,
+        shape: Any,
+        unreduced: bool = False,
+        role: str = "",
     ) -> None:
         self.owners, self.name, self.first, self.unreduced = owners, name, first, unreduced
+        self.role = role
+        self._roles: dict[str, IntervalSpec] | None = None
+        self._token = b""
         self.shape, self.numel = torch.Size(shape), prod(shape)
         a, b = self._at(owners.position)
         self.start, self.stop = a, b
@@ -118,7 +137,34 @@ class IntervalSpec:
 
     def within(self, offset: int, shape: Any) -> IntervalSpec:
         """Return the spec of a tensor of `shape` that begins `offset` elements into this one."""
-        return IntervalSpec(self.owners, self.name, self.first + offset, shape, self.unreduced)
+        return IntervalSpec(
+            self.owners, self.name, self.first + offset, shape, self.unreduced, self.role
+        )
+
+    def of(self, role: str) -> IntervalSpec:
+        """Return the spec of the parameter's gradient ("grad"), or of an optimizer state."""
+        if self._roles is None:
+            self._roles = {}
+        found = self._roles.get(role)
+        if found is None:
+            found = IntervalSpec(
+                self.owners, self.name, self.first, self.shape, self.unreduced, role
+            )
+            self._roles[role] = found
+        return found
+
+    def _make_token(self) -> bytes:
+        """Return what tells it from any other interval, in a few bytes: for digests."""
+        said = f"{self.name} {self.role} {self.first} {tuple(self.shape)}"
+        self._token = zlib.crc32(said.encode()).to_bytes(4, "little")
+        return self._token
+
+    @property
+    def said(self) -> str:
+        """What messages call it."""
+        if self.role in ("", "grad"):
+            return repr(f"{self.name}.{self.role}" if self.role else self.name)
+        return f"the state {self.role!r} of {self.name!r}"
 
     # -- collectives: every rank of the group calls them -------------------------------------------
 
@@ -138,20 +184,35 @@ class IntervalSpec:
             recvs = [
                 (p, raw[a * width : b * width]) for p, (a, b) in enumerate(parts) if p != group.rank
             ]
-            group.exchange(sends, recvs, context, self.owners.index, move="state").wait()
+            # See [Note: the same question]
+            asked = zlib.crc32(f"{what} {self.said}".encode()), self.first
+            group.exchange(
+                sends, recvs, context, self.owners.index, move="state", addresses=asked
+            ).wait()
         return full.view(self.shape).to(local.device)
 
-    def exchange(self, values: torch.Tensor, what: str) -> torch.Tensor:
+    def exchange(
+        self, values: torch.Tensor, what: str, others: Sequence[IntervalSpec] = ()
+    ) -> torch.Tensor:
         """Return the `values`, [k], of every rank of the group as [ranks, k], in rank order, on the
-        engine's device.
+        engine's device. `others`: the further intervals that the values are of.
+
+        Raises:
+            RuntimeError: on every rank, if another rank asked for something else. See [Note: the
+                same question].
         """
         engine, group, context = self._begin("control", what)
-        return group.gather_values(values.to(engine.device), context)
+        digest = zlib.crc32(what.encode())
+        for spec in (self, *others):
+            digest = zlib.crc32(spec._token or spec._make_token(), digest)
+        more = f" and of {len(others)} others" if others else ""
+        asked = f"{what} of {self.said}{more}"
+        return group.gather_asked(values.to(engine.device), digest, asked, context)
 
     def _begin(self, move: str, what: str) -> tuple[OwningEngine, Group, CollectiveContext]:
         """Return the engine, the group, and what the ledger and messages say of a collective."""
         engine, group = self.owners.meet(f"{self.name!r}")
-        subject = f"{what} of {self.name!r}, which every rank must call"
+        subject = f"{what} of {self.said}, which every rank must call"
         progress = engine.progress
         return engine, group, CollectiveContext(move, subject, progress.step, progress.phase)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
 
 
-class _Place:
+class Place:
     """The place of a saved tensor in a gathered buffer: autograd keeps it, not the elements."""
 
     __slots__ = ("engine", "flat", "offset", "size", "stride", "unit")
@@ -115,13 +115,13 @@ def _saving(
             and t.dtype == hit[1].dtypes.compute
             and not recomputed
         ):
-            return _Place(owner[id(hit[0])], *hit, t)
+            return Place(owner[id(hit[0])], *hit, t)
         if outer_pack:
             return outer_pack(t)
         return t if t.grad_fn is None else t.detach()
 
     def unpack(saved: Any) -> torch.Tensor:
-        if type(saved) is _Place:
+        if type(saved) is Place:
             return saved.read()
         return outer_unpack(saved) if outer_unpack else saved
 

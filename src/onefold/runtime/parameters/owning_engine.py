@@ -47,8 +47,10 @@ class OwningEngine(Protocol):
         """Whether a forward or backward pass of the model is under way."""
         ...
 
-    def use(self, entry: Entry) -> nn.Parameter:
-        """Return the whole parameter, for code in a forward pass outside the unit that owns it."""
+    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
+        """Return the whole parameter, for code in a forward pass outside the unit that owns it.
+        `keeps`: it stays whole until the pass ends.
+        """
         ...
 
     def whole(self, entry: Entry) -> torch.Tensor:

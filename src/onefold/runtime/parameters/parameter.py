@@ -9,7 +9,8 @@ keeps every attribute that the user has set on the original.
 |---------------------------------------------------|-----------------------------------------------------------------------------------|
 | the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
 | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
-| any other code inside a forward pass of the model | the whole parameter, gathered on first use (shape and dtype need no gather)       |
+| code in a pass that reads `module.weight`         | the whole parameter, gathered by the read (in_pass.py)                            |
+| code in a pass that has it from `parameters()`    | the whole parameter, gathered on first use (shape and dtype need no gather)       |
 | code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
 | other code, with gradients enabled                | the whole parameter, gathered for the operation (`outside`)                       |
 | other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |
@@ -212,7 +213,7 @@ class ShardedParameter(nn.Parameter):
         if not _enabled():
             return get_grad(self)
         if gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
-            return entry.compute.grad
+            return get_grad(entry.compute)
         with disable_torch_function():
             if sys._getframe(1).f_code in _DROPS:
                 return dropped_grad(self)
@@ -223,7 +224,7 @@ class ShardedParameter(nn.Parameter):
         if not _enabled():
             set_grad(self, value)
         elif gradient_hooks.showing and (entry := gradient_hooks.showing.get(id(self))) is not None:
-            entry.compute.grad = value
+            set_grad(entry.compute, value)
         else:
             with disable_torch_function():
                 give_grad(self, value)

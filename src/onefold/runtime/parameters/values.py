@@ -47,12 +47,13 @@ def seen_grad(param: Any) -> torch.Tensor | None:
             return None
         if entry.flat.storage.gradients_on_disk:
             return storageless(param, f"the gradient of {spec.name!r}")
-        return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec)
+        return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
     if entry is not None and entry.unreduced is grad:
-        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, unreduced=True)
-    return dress(grad.detach(), spec)
+        spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
+        return dress(grad.detach(), spec)
+    return dress(grad.detach(), spec.of("grad"))
 
 
 _nothing = torch.empty(0, device="cpu")

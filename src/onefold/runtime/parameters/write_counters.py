@@ -38,18 +38,25 @@ class WriteCounters:
         # Parameters that got a gradient on some rank since they were last stepped
         self.graded: set[int] = set()
 
-    def stepped(self, entries: Iterable[Entry]) -> None:
+    def stepped(self, entries: Iterable[Entry]) -> list[Entry]:
         """Count a step of an optimizer over `entries` as a write to those with a gradient.
 
         For an entry of which this rank owns no element, a gradient on any other rank counts.
+        Returns such entries that the other ranks have stepped.
         """
         self.count += 1
+        others: list[Entry] = []
         for entry in entries:
-            if get_grad(entry.param) is not None or (
-                entry.number in self.graded and self._is_others(entry)
-            ):
+            graded = entry.number in self.graded
+            if get_grad(entry.param) is not None:
                 entry.last_write = self.count
+            elif (graded or entry.graded_elsewhere) and self._is_others(entry):
+                entry.last_write = self.count
+                # A step of offloaded shards has dropped their gradients by now
+                if entry.graded_elsewhere or entry.flat.storage.offloaded:
+                    others.append(entry)
             self.graded.discard(entry.number)
+        return others
 
     @staticmethod
     def _is_others(entry: Entry) -> bool:

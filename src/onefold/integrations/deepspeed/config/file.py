@@ -1,4 +1,4 @@
-"""Read a configuration given as a dict, a JSON file or base64, into one nested dict."""
+"""Read a configuration given as a dict, a JSON or Hjson file or base64, into one nested dict."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from onefold.integrations.deepspeed.config.hjson import HjsonError, parsed
 from onefold.integrations.deepspeed.config.values import is_unset
 
 
@@ -34,18 +35,25 @@ def loaded(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, A
                 f"there is no DeepSpeed configuration at {os.fspath(config)!r}: expected a JSON"
                 " file, or pass a dict."
             ) from None
-    try:
-        tree = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{source} is not JSON: {error.msg} in line {error.lineno}, column {error.colno}."
-        ) from None
+    tree = _tree(text, source)
     if not isinstance(tree, dict):
         raise ValueError(
             f'{source} holds a {type(tree).__name__}: expected an object, such as {{"bf16":'
             ' {"enabled": true}}.'
         )
     return tree
+
+
+def _tree(text: str, source: str) -> Any:
+    """Parse JSON, or else Hjson, which is JSON with comments and fewer quotes."""
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        said = f"{error.msg} in line {error.lineno}, column {error.colno}"
+    try:
+        return parsed(text, _without_duplicates)
+    except HjsonError as error:
+        raise ValueError(f"{source} is not JSON: {said}. Nor is it Hjson: {error}.") from None
 
 
 def _is_file(path: Path) -> bool:

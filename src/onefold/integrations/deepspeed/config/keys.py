@@ -36,6 +36,7 @@ class Key:
         inert, later: the reason, for a key of this class. A key with neither is read.
         quiet_up_to: a `later` number asks for nothing up to and including this value.
         required: whether its section needs it.
+        own_auto: "auto" is the key's own default, which nobody has to fill in.
         becomes: the options of `Recipe.zero` that it decides.
 
     A `later` section asks if its entry "enabled" is true. Without that entry, it asks if one of its
@@ -52,6 +53,7 @@ class Key:
     later: str | None = None
     quiet_up_to: float = 0
     required: bool = False
+    own_auto: bool = False
     becomes: tuple[str, ...] = ()
 
 
@@ -253,15 +255,21 @@ DATA_TYPES: Section = {
     ),
     "param_dtype": Key("text"),
     "buffer_dtype": Key("text"),
-    "keep_in_fp32_modules": Key(
-        "any", inert="buffers keep the dtype that the model gives them, unless buffer_dtype is set"
-    ),
+    "keep_in_fp32_modules": Key("any", own_auto=True),
 }
 
 TORCH_AUTOCAST: Section = {
     "enabled": _flag(),
     "dtype": Key("text"),
     "lower_precision_safe_modules": Key("any"),
+}
+
+CHECKPOINT: Section = {
+    "tag_validation": Key("text", choices=("ignore", "warn", "fail")),
+    **{
+        name: Key("any", inert=_CHECKPOINT)
+        for name in ("load_universal", "use_node_local_storage", "parallel_write", "writer")
+    },
 }
 
 OPTIMIZER: Section = {
@@ -302,7 +310,7 @@ TOP: Section = {
     "dump_state": _flag(inert=_MONITOR),
     "log_level": Key("any", inert=_MONITOR),
     "autotuning": Key("any", later="tuning by trial runs is not built: remove it"),
-    "checkpoint": Key("any", inert=_CHECKPOINT),
+    "checkpoint": Key("section"),
     "checkpoint_engine": Key("any", inert=_CHECKPOINT),
     "datastates": Key("any", inert=_CHECKPOINT),
     "disable_python_gc": _flag(inert="Python's garbage collector is left alone"),
@@ -340,6 +348,7 @@ SECTIONS: Mapping[str, Section] = {
     "fp16": FP16,
     "bf16": BF16,
     "data_types": DATA_TYPES,
+    "checkpoint": CHECKPOINT,
     "optimizer": OPTIMIZER,
     "scheduler": SCHEDULER,
     "aio": AIO,

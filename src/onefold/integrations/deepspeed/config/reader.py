@@ -21,9 +21,10 @@ import torch
 from onefold.integrations.deepspeed.config.auto import BATCH, OF_RECIPES, refuse_auto, undecided
 from onefold.integrations.deepspeed.config.dtypes import (
     Autocast,
+    BufferDtypes,
     master_arguments,
     read_autocast,
-    read_buffer_dtype,
+    read_buffer_dtypes,
 )
 from onefold.integrations.deepspeed.config.file import loaded, nested
 from onefold.integrations.deepspeed.config.groups import read_groups
@@ -91,7 +92,9 @@ class DeepSpeedConfig:
             boundary.
         refuses_unused: whether a step raises if a trainable parameter has no gradient.
         autocast: torch.autocast around forward passes, or None.
-        buffer_dtype: the dtype of floating-point buffers; None keeps the model's.
+        buffer_dtypes: the dtypes of floating-point buffers.
+        short_states: whether the file asks for optimizer states in bf16.
+        tag_validation: "ignore", "warn" or "fail": what happens if ranks save under different tags.
         without_effect: (path, reason) of each key that has no effect here.
         unknown: paths that neither DeepSpeed nor Onefold knows.
         left_auto: paths at "auto" of keys that would have an effect. They count as not set; see
@@ -115,7 +118,9 @@ class DeepSpeedConfig:
     managed_accumulation: bool
     refuses_unused: bool
     autocast: Autocast | None
-    buffer_dtype: torch.dtype | None
+    buffer_dtypes: BufferDtypes
+    short_states: bool
+    tag_validation: str
     without_effect: tuple[tuple[str, str], ...]
     unknown: tuple[str, ...]
     left_auto: tuple[str, ...]
@@ -182,7 +187,7 @@ class DeepSpeedConfig:
             "loss scaling": self.loss_scaling,
             "sums of gradients": self.sums_gradients,
             "torch_autocast": self.autocast,
-            "data_types.buffer_dtype": self.buffer_dtype,
+            "data_types.buffer_dtype": self.buffer_dtypes.dtype,
             "managed_gradient_accumulation": not self.managed_accumulation,
         }
         named = [name for name, value in parts.items() if value]
@@ -224,7 +229,7 @@ def read_deepspeed(
     )
     parts = {
         name: read.section(name, top[name], SECTIONS[name], {}) if name in top else {}
-        for name in ("fp16", "bf16", "data_types", "torch_autocast")
+        for name in ("fp16", "bf16", "data_types", "torch_autocast", "checkpoint")
     }
     optimizer = (
         read_optimizer(read.section("optimizer", top["optimizer"], SECTIONS["optimizer"], {}), read)
@@ -252,7 +257,12 @@ def read_deepspeed(
                 "parameters without a gradient are looked for at stages 1 and 2 only",
             )
         )
-    arguments |= master_arguments(parts["fp16"], parts["bf16"], read)
+    arguments |= master_arguments(
+        parts["fp16"],
+        parts["bf16"],
+        None if optimizer is None else optimizer.name in ("Adam", "AdamW"),
+        read,
+    )
     arguments |= read_groups(read, zero, arguments, world_size)
     if "gradient_clipping" not in top:
         read.remarks.append(
@@ -284,13 +294,15 @@ def read_deepspeed(
             zero.get("ignore_unused_parameters") is False and arguments["stage"] in (1, 2)
         ),
         autocast=autocast,
-        buffer_dtype=read_buffer_dtype(parts["data_types"], arguments["precision"]),
+        buffer_dtypes=read_buffer_dtypes(parts["data_types"], arguments["precision"]),
+        short_states=parts["bf16"].get("bf16_optimizer_states", False),
         compute_grad_norm=zero.get("compute_grad_norm", True),
         steps_per_print=None if steps is None or math.isinf(steps) else int(steps),
         wall_clock_breakdown=top.get("wall_clock_breakdown", False),
         drop_last=top.get("dataloader_drop_last", False),
         sums_gradients=top.get("gradient_allreduce_op") == "sum",
         managed_accumulation=top.get("managed_gradient_accumulation", True),
+        tag_validation=parts["checkpoint"].get("tag_validation", "warn"),
         without_effect=tuple(read.without_effect),
         unknown=tuple(read.unknown),
         left_auto=tuple(read.left_auto),

@@ -47,7 +47,7 @@ class Reading:
                     f"{path} is set twice, as {raw!r} and under its other name: keep one."
                 )
             if is_unset(value):
-                if value == AUTO and not key.inert and not key.later:
+                if value == AUTO and not (key.inert or key.later or key.own_auto):
                     self.left_auto.append(path)
             elif key.later is not None:
                 if asks(value, key):

@@ -28,8 +28,9 @@ def nearest(given: str, known: Iterable[str]) -> str | None:
 
 
 def check_value(path: str, value: Any, key: Key) -> Any:
-    """Return `value` in the type of `key`: a count as int (or `math.inf` if endless), a number as
-    float, a text as str (in lower case if it has choices).
+    """Return `value` in the type of `key`: a flag as bool (0 and 1 are taken for false and true), a
+    count as int (or `math.inf` if endless), a number as float, a text as str (in lower case if it
+    has choices).
 
     Raises:
         ValueError: the value is of another type or out of bounds. The message says what was given
@@ -38,8 +39,8 @@ def check_value(path: str, value: Any, key: Key) -> Any:
     if key.kind == "any":
         return value
     if key.kind == "flag":
-        if isinstance(value, bool):
-            return value
+        if isinstance(value, (bool, int, float)) and value in (0, 1):
+            return bool(value)
         raise ValueError(f"{path}={value!r}: expected true or false{_without_quotes(value)}.")
     if key.kind == "section":
         if isinstance(value, Mapping):
@@ -122,7 +123,7 @@ def asks(value: Any, key: Key) -> bool:
         return value > key.quiet_up_to
     if isinstance(value, Mapping):
         if "enabled" in value:
-            return not is_unset(value["enabled"]) and value["enabled"] is not False
+            return not is_unset(value["enabled"]) and value["enabled"] not in (False, 0)
         return any(asks(inside, key) for inside in value.values())
     return bool(value)
 

@@ -8,7 +8,13 @@
 | init.py          | `zero.Init`                                                                   |
 | divided.py       | parameters of which each rank keeps an interval, before an engine takes them  |
 | gathered.py      | `zero.GatheredParameters`                                                     |
-| parameter_offload.py | `param.ds_status` at stage 3, and the hooks that TRL removes              |
+| parameter_facts.py | `param.ds_status`, `ds_shape`, `ds_tensor` and others                       |
+| parameter_offload.py | the hooks of stage 3 that TRL removes                                     |
+| optimizer_kinds.py | DeepSpeed's classes of optimizers, and their flat groups                    |
+| configuration.py | `DeepSpeedConfig`                                                             |
+| operators.py     | whether what a compiled operator is for can be used                           |
+| errors.py        | exceptions that scripts catch                                                 |
+| files.py, groups.py | names of files that DeepSpeed writes; parameter groups of experts          |
 | access.py        | `safe_get_full_grad` and related functions                                    |
 | leaves.py        | leaf modules                                                                  |
 | optimizers.py    | DeepSpeed's names for its CPU and fused optimizers                            |

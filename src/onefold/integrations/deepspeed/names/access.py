@@ -1,22 +1,36 @@
-"""Read and write a parameter's gradient, master weights and optimizer states.
+"""Read and write a parameter's gradient, master weights and optimizer states, wherever they are
+stored.
 
-The `full` functions work on whole tensors. They are collective: every rank must call them.
-The `local` functions work on this rank's elements only, as a one-dimensional tensor.
+| function | works on                                                                      | called by            |
+|----------|-------------------------------------------------------------------------------|----------------------|
+| `full`   | a copy of the whole, in the parameter's shape                                 | every rank, together |
+| `local`  | this rank's elements, one-dimensional; it may have none                       | any rank             |
+
+Each returns None for what does not exist: a gradient before `backward`, an optimizer state before
+the first step, and the master weights of a frozen parameter.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from onefold.integrations.deepspeed.names.parameter_facts import entry_of
 from onefold.optim.whole import optimizers_over
+from onefold.runtime.entry import Entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
 from onefold.runtime.parameters.operators.local import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
+from onefold.runtime.parameters.storageless import Storageless
+from onefold.runtime.storage import OnDisk
 from onefold.runtime.unreduced import whole_local_gradient
+
+#: The optimizers of an engine that were found last. A search goes through all objects of Python.
+_found: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -30,12 +44,10 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
         return None
     if (own := _waiting_gradient(param)) is not None:
         return own.float()
-    spec = spec_of(grad)
+    spec = spec_of(param)
     if spec is None:
-        return grad.detach().float()
-    with disable_torch_function():
-        local = grad.detach().as_subclass(Tensor)
-    return spec.gather(local, "safe_get_full_grad()").float()
+        return grad.detach().to(torch.float32, copy=True)
+    return spec.gather(_gradient(param, grad).to(param.device), "safe_get_full_grad()").float()
 
 
 def _waiting_gradient(param: nn.Parameter) -> Tensor | None:
@@ -49,12 +61,16 @@ def _waiting_gradient(param: nn.Parameter) -> Tensor | None:
     return whole_local_gradient(entry, 1.0 if follower is None else follower.weight)
 
 
-def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """Return the whole parameter in fp32, gathered from its master weights."""
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return the whole parameter in fp32, gathered from its master weights; None if it is frozen,
+    because then no optimizer keeps master weights of it.
+    """
+    if not param.requires_grad:
+        return None
     if isinstance(param, ShardedParameter):
         whole: Tensor = param.onefold.gather()  # type: ignore[attr-defined]
         return whole.float()
-    return param.detach().float()
+    return param.detach().to(torch.float32, copy=True)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -64,7 +80,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if spec is None:
-        return None if held is None else held.detach().float()
+        return None if held is None else _read(held).to(torch.float32, copy=True).view(param.shape)
     with disable_torch_function():
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
@@ -73,47 +89,58 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         )
         if not bool((known > 0).any()):
             return None
-        local = torch.empty(0, device=param.device) if held is None else held.detach().float()
-    return spec.gather(local.reshape(-1), f"the state {optim_state_key!r}")
+    local = torch.empty(0) if held is None else _read(held).float()
+    return spec.gather(local.to(param.device), f"the state {optim_state_key!r}")
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's elements of the gradient, in fp32."""
     grad = param.grad
-    if grad is None:
-        return None
-    with disable_torch_function():
-        return grad.detach().as_subclass(Tensor).reshape(-1).float()
+    return None if grad is None else _gradient(param, grad).float()
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """Return this rank's elements of the master weights, in fp32."""
-    with disable_torch_function():
-        return param.detach().as_subclass(Tensor).reshape(-1).float()
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's elements of the master weights, in fp32; None if the parameter is frozen."""
+    return local_fp32(param) if param.requires_grad else None
+
+
+def local_fp32(param: nn.Parameter) -> Tensor:
+    """Return this rank's elements of a parameter, frozen or not, in fp32; shape [their number]."""
+    return _read(_masters(param)).float()
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's elements of an optimizer state, in fp32; None if there is none yet."""
     held = _state_of(param, optim_state_key)
-    return None if held is None else held.detach().reshape(-1).float()
+    return None if held is None else _read(held).float()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the gradient from a whole tensor, which must be the same on every rank."""
     spec = spec_of(param)
+    _check("safe_set_full_grad", param, value)
     with disable_torch_function():
         held = param.dtype
-    _check("safe_set_full_grad", param, value)
-    param.grad = value.to(held) if spec is not None else value.to(param.dtype)
+    grad = param.grad
+    if spec is not None and isinstance(grad, Storageless):
+        if spec.start < spec.stop:
+            _set_gradient(param, grad, slice_of(value, spec))
+    else:
+        param.grad = value.to(held, copy=True)  # later changes of `value` must not reach it
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Write the master weights from a whole tensor, which must be the same on every rank."""
-    with disable_torch_function():
-        held, device = param.dtype, param.device
     _check("safe_set_full_fp32_param", param, value)
-    with torch.no_grad():
-        param.data = value.to(device, held)
+    entry, spec = entry_of(param), spec_of(param)
+    if entry is None or spec is None or entry.flat.storage.in_place:
+        with disable_torch_function():
+            held, device = param.dtype, param.device
+        with torch.no_grad():
+            param.data = value.to(device, held, copy=True)
+        return
+    mine = slice_of(value, spec) if spec.start < spec.stop else value.new_empty(0)
+    _write_masters("safe_set_full_fp32_param", param, entry, mine)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -129,9 +156,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
         return
     if held is None:
         raise _no_state("safe_set_full_optimizer_state", optim_state_key)
-    with torch.no_grad():
-        mine = value if spec is None else slice_of(value, spec)
-        held.copy_(mine.reshape(held.shape))
+    mine = value.reshape(-1) if spec is None else slice_of(value, spec)
+    _write("safe_set_full_optimizer_state", held, mine)
 
 
 def safe_update_full_grad_vectorized(
@@ -153,16 +179,39 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         ValueError: there is no gradient, or `value` has another number of elements.
     """
-    if param.grad is None:
+    grad = param.grad
+    if grad is None:
         raise ValueError(
             "safe_set_local_grad: the parameter has no gradient: call it between backward and step."
         )
-    _write_local("safe_set_local_grad", param.grad, value)
+    if isinstance(grad, Storageless):
+        _set_gradient(param, grad, value)
+        return
+    spec = spec_of(grad)
+    with disable_torch_function():
+        own = grad.detach().as_subclass(Tensor)
+        plain = _fitting("safe_set_local_grad", value, own.numel()).to(own.device, own.dtype)
+        plain = plain.reshape(own.shape) if spec is None else plain
+    with torch.no_grad():
+        grad.copy_(plain if spec is None else dress(plain, spec))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Write this rank's elements of the master weights."""
-    _write_local("safe_set_local_fp32_param", param, value)
+    """Write this rank's elements of the master weights.
+
+    Raises:
+        ValueError: `value` has another number of elements.
+    """
+    entry, spec = entry_of(param), spec_of(param)
+    if entry is not None and not entry.flat.storage.in_place:
+        _write_masters("safe_set_local_fp32_param", param, entry, value)
+        return
+    with disable_torch_function():
+        own = param.detach().as_subclass(Tensor)
+        plain = _fitting("safe_set_local_fp32_param", value, own.numel()).to(own.device, own.dtype)
+        plain = plain.reshape(own.shape) if spec is None else plain
+    with torch.no_grad():
+        param.copy_(plain if spec is None else dress(plain, spec))
 
 
 def safe_set_local_optimizer_state(
@@ -179,22 +228,110 @@ def safe_set_local_optimizer_state(
         return
     if held is None:
         raise _no_state("safe_set_local_optimizer_state", optim_state_key)
-    _write_local("safe_set_local_optimizer_state", held, value)
+    _write("safe_set_local_optimizer_state", held, value)
 
 
-def _write_local(call: str, held: Tensor, value: Tensor) -> None:
-    spec = spec_of(held)
+# -- this rank's elements --------------------------------------------------------------------------
+
+
+def _masters(param: nn.Parameter) -> Tensor | OnDisk:
+    """Return this rank's elements of the master weights, in memory or on NVMe."""
+    entry = entry_of(param)
     with disable_torch_function():
-        own, plain = held.detach().as_subclass(Tensor), value.detach().as_subclass(Tensor)
-        if plain.numel() != own.numel():
-            raise ValueError(
-                f"{call} was given {plain.numel()} elements, expected the {own.numel()} that this"
-                " rank has."
-            )
-        plain = plain.to(own.device, own.dtype)
-        plain = plain.reshape(own.shape) if spec is None else plain.reshape(-1)
-    with torch.no_grad():
-        held.copy_(plain if spec is None else dress(plain, spec))
+        if entry is None or spec_of(param) is None:
+            return param.detach().as_subclass(Tensor).reshape(-1)
+        return entry.flat.storage.elements(entry, "", entry.param, *entry.held())
+
+
+def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
+    """Return this rank's elements of the optimizer's state of that name; None if there is none."""
+    entry = entry_of(param)
+    engine = entry.engine() if entry is not None else None
+    if entry is None or engine is None:
+        return None
+    with disable_torch_function():
+        for optimizer in _optimizers_of(engine, entry.param):
+            state = optimizer.state.get(entry.param)
+            if state is not None and isinstance(value := state.get(key), Tensor):
+                return entry.flat.storage.elements(entry, key, value, *entry.held())
+    return None
+
+
+def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
+    known = [o for ref in _found.get(engine, ()) if (o := ref()) is not None]
+    if not any(p is param for o in known for group in o.param_groups for p in group["params"]):
+        known = optimizers_over(engine)
+        _found[engine] = [weakref.ref(o) for o in known]
+    return known
+
+
+def _gradient(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """Return this rank's elements of a gradient that `param.grad` shows."""
+    if not isinstance(grad, Storageless):
+        with disable_torch_function():
+            return grad.detach().as_subclass(Tensor).reshape(-1)
+    return _on_disk(param, grad).flat.storage.read_gradient(_on_disk(param, grad))
+
+
+def _set_gradient(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
+    entry = _on_disk(param, grad)
+    start, stop = entry.held()
+    mine = _fitting("safe_set_local_grad", value, stop - start)
+    entry.flat.storage.write_gradient(entry, mine)
+
+
+def _on_disk(param: nn.Parameter, grad: Tensor) -> Entry:
+    """Return the entry of a parameter whose gradient is on NVMe.
+
+    Raises:
+        StoragelessError: the gradient has no elements here for another reason.
+    """
+    entry = entry_of(param)
+    if entry is None or not entry.flat.storage.gradients_on_disk:
+        grad.float()  # raises
+    assert entry is not None
+    return entry
+
+
+def _read(held: Tensor | OnDisk) -> Tensor:
+    return held.read() if isinstance(held, OnDisk) else held
+
+
+def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
+    mine = _fitting(call, value, held.numel())
+    if isinstance(held, OnDisk):
+        held.write(0, mine)
+    else:
+        with torch.no_grad(), disable_torch_function():
+            held.copy_(mine.to(held.device))
+
+
+def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
+    """Write this rank's elements of master weights that are on NVMe."""
+    held, engine = _masters(param), entry.engine()
+    if not isinstance(held, OnDisk) or engine is None:
+        raise NotImplementedError(
+            f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."
+        )
+    engine.masters.before_write(entry.flat)
+    _write(call, held, value)
+    entry.flat.storage.renew()
+    engine.make_stale()
+
+
+def _fitting(call: str, value: Tensor, numel: int) -> Tensor:
+    """Return `value` as a plain one-dimensional tensor.
+
+    Raises:
+        ValueError: it has not `numel` elements.
+    """
+    with disable_torch_function():
+        plain = value.detach().as_subclass(Tensor).reshape(-1)
+    if plain.numel() != numel:
+        raise ValueError(
+            f"{call} was given {plain.numel()} elements, expected the {numel} that this rank has."
+        )
+    return plain
 
 
 def _no_state(call: str, key: str) -> ValueError:
@@ -210,15 +347,3 @@ def _check(call: str, param: nn.Parameter, value: Tensor) -> None:
             f"{call} was given shape {tuple(value.shape)}, expected {tuple(param.shape)}, the"
             " whole parameter's."
         )
-
-
-def _state_of(param: nn.Parameter, key: str) -> Any:
-    """Return the optimizer's state tensor of that name; None if there is none."""
-    entry: Any = param.__dict__.get("_onefold_entry")
-    known = entry() if entry is not None else None
-    engine = known.engine() if known is not None else None
-    for optimizer in optimizers_over(engine) if engine is not None else ():
-        state = optimizer.state.get(param)
-        if state is not None and isinstance(state.get(key), Tensor):
-            return state[key]
-    return None

@@ -32,8 +32,14 @@ def init_distributed(
 
     Args:
         dist_backend: None takes the accelerator's backend, or gloo without an accelerator.
+        dist_init_required: False joins none, and needs one that exists.
+
+    Raises:
+        RuntimeError: `dist_init_required` is false, and there is no process group.
     """
-    if dist.is_initialized() or dist_init_required is False:
+    if dist_init_required is False:
+        needs_group()
+    if dist.is_initialized():
         return
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", str(distributed_port))
@@ -46,6 +52,15 @@ def init_distributed(
         rank=rank,
         world_size=world_size,
     )
+
+
+def needs_group() -> None:
+    """Raise RuntimeError if there is no process group."""
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "dist_init_required=False, and there is no process group: call"
+            " torch.distributed.init_process_group() before, or leave dist_init_required out."
+        )
 
 
 def get_rank(group: Any = None) -> int:

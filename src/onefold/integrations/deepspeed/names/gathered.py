@@ -5,7 +5,7 @@
 | made under `Init`, no engine yet        | an interval | whole, rank 0's values              |
 | sharded by an engine                    | an interval | whole, in master precision          |
 | sharded, given with all of its engine's | an interval | whole, in the compute dtype         |
-| inside a forward or backward pass       |             | unchanged: it is gathered when used |
+| inside a pass of its own model          |             | unchanged: it is gathered when used |
 | any other                               | whole       | unchanged                           |
 
 With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every
@@ -17,17 +17,23 @@ different lengths.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import divided
 from onefold.integrations.deepspeed.names.divided import NUMBER, broadcast
-from onefold.integrations.deepspeed.names.parameter_offload import ZeroParamStatus
+from onefold.integrations.deepspeed.names.parameter_facts import (
+    DEPTH,
+    LOCAL,
+    alone,
+    entry_of,
+    give_facts,
+    has_facts,
+)
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
@@ -36,8 +42,8 @@ from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.parameters.parameter import ShardedParameter, bare, face
 from onefold.runtime.registry import engine_of_entry
 
-_DEPTH = "_onefold_gathered"
 _WRITTEN = "_onefold_written_inside"
+_CALLED = "_onefold_gathered_by_a_call"
 
 
 class _Early:
@@ -90,12 +96,16 @@ class GatheredParameters:
         self._held: list[tuple[nn.Parameter, bool, Any]] = []
         self._wholes: list[Engine] = []
         self._params = _ordered(params, modifier_rank is not None) if enabled else []
+        # On one rank nothing is gathered; `ds_status` still tells that this context is entered
+        self._told = [p for p in _listed(params) if has_facts(p)] if enabled and alone() else []
 
     def __enter__(self) -> None:
+        for param in self._told:
+            param.__dict__[DEPTH] = param.__dict__.get(DEPTH, 0) + 1
         fresh: list[nn.Parameter] = []
         for param in self._params:
-            depth = param.__dict__.get(_DEPTH, 0)  # if any, an outer context has gathered it
-            param.__dict__[_DEPTH] = depth + 1
+            depth = param.__dict__.get(DEPTH, 0)  # if any, an outer context has gathered it
+            param.__dict__[DEPTH] = depth + 1
             if depth:
                 self._held.append((param, True, None))
             elif isinstance(param, ShardedParameter):
@@ -105,6 +115,9 @@ class GatheredParameters:
         early = [param for param, _, kept in self._held if isinstance(kept, _Early)]
         if early:
             rendezvous(lambda: f"GatheredParameters of {divided.shapes(early)} begins", early)
+            for param, _, kept in self._held:
+                if isinstance(kept, _Early) and kept.values is not None:
+                    param.__dict__[LOCAL] = kept.values
             divided.gather(early)
         for engine, entries in _by_engine(fresh):
             self._gather(engine, entries)
@@ -129,7 +142,7 @@ class GatheredParameters:
                     local = entry.param.data
                     bare([entry.param])
                     entry.param.data = whole
-                _say(entry.param, ZeroParamStatus.AVAILABLE)
+                entry.param.__dict__[LOCAL] = local
                 self._held.append((entry.param, False, local))
         if all_of_it:
             engine.whole_depth += 1
@@ -141,6 +154,8 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for param in self._told:
+            param.__dict__[DEPTH] -= 1
         held, self._held = self._held, []
         while self._wholes:
             self._wholes.pop().whole_depth -= 1
@@ -152,18 +167,76 @@ class GatheredParameters:
             rendezvous(lambda: f"GatheredParameters of {divided.shapes(early)} ends", [])
         with torch.no_grad():
             for param, nested, kept in held:
-                param.__dict__[_DEPTH] -= 1
+                param.__dict__[DEPTH] -= 1
                 if writes and not isinstance(kept, _Early):
                     broadcast(param.data, self.modifier_rank or 0)
                 if nested:
                     param.__dict__[_WRITTEN] = writes or param.__dict__.get(_WRITTEN, False)
                     continue
-                param.__dict__.pop(_DEPTH)
+                param.__dict__.pop(DEPTH)
+                param.__dict__.pop(LOCAL, None)
                 written = param.__dict__.pop(_WRITTEN, False)
                 if isinstance(kept, _Early):
                     kept.put_back(param, self.modifier_rank if writes else None, written)
                 else:
                     _put_back(param, kept, writes)
+
+    def close(self, modifier_rank: int | None) -> None:
+        """Leave the context. The changes of `modifier_rank` are kept; None keeps none."""
+        self.modifier_rank = modifier_rank
+        if modifier_rank is not None:
+            _refuse_unwritable([e for p, _, _ in self._held if (e := entry_of(p)) is not None])
+        self.__exit__(None, None, None)
+
+
+def all_gather(
+    param: nn.Parameter, param_list: Sequence[nn.Parameter] | None = None, **options: Any
+) -> None:
+    """Make the parameters whole until `partition`. Collective."""
+    for one in [param] if param_list is None else param_list:
+        if _CALLED not in one.__dict__:
+            context = one.__dict__[_CALLED] = GatheredParameters([one])
+            context.__enter__()
+
+
+class Gathered:
+    """The handle that `all_gather_coalesced` returns. The parameters are whole already."""
+
+    def wait(self, **options: Any) -> None:
+        """Do nothing."""
+
+
+def all_gather_coalesced(
+    param: nn.Parameter, params: Sequence[nn.Parameter], **options: Any
+) -> Gathered:
+    """Make the parameters whole until `partition`. Collective."""
+    all_gather(param, params)
+    return Gathered()
+
+
+def partition(
+    param: nn.Parameter,
+    param_list: Sequence[nn.Parameter] | None = None,
+    has_been_updated: bool = False,
+    **options: Any,
+) -> None:
+    """Undo `all_gather`. With `has_been_updated` the changes of rank 0 are kept. Collective."""
+    for one in [param] if param_list is None else param_list:
+        context = one.__dict__.pop(_CALLED, None)
+        if context is not None:
+            context.close(0 if has_been_updated else None)
+
+
+def mark_parameters(params: Iterable[nn.Parameter]) -> None:
+    """Give the parameters the attributes and methods of parameter_facts.py."""
+    calls = (all_gather, all_gather_coalesced, partition)
+    give_facts(params, {call.__name__: call for call in calls})
+
+
+def _listed(params: Any) -> Iterable[Any]:
+    if isinstance(params, nn.Module):
+        return params.parameters()
+    return [params] if isinstance(params, Tensor) else params
 
 
 def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
@@ -171,42 +244,28 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
 
     The order is the same on all ranks, even if callers have collected them in a set.
     """
-    given: Iterable[Any] = (
-        params.parameters()
-        if isinstance(params, nn.Module)
-        else [params]
-        if isinstance(params, Tensor)
-        else params
-    )
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if alone():
         return []
     found: dict[int, nn.Parameter] = {}
-    for p in given:
+    for p in _listed(params):
         own = getattr(p, "__dict__", {})
-        entry = _entry_of(p)
+        entry = entry_of(p)
         if entry is None:
             if NUMBER in own:
                 found[id(p)] = p
-        elif (engine := entry.engine()) is not None and engine.computing:
+        elif (engine := entry.engine()) is not None and engine.in_pass:
             if writes:
                 raise RuntimeError(
                     f"GatheredParameters(modifier_rank=...) was given parameter"
                     f" {entry.slot.name!r} inside a pass of its model: change it outside."
                 )
-        elif isinstance(p, ShardedParameter) or _DEPTH in own:
+        elif isinstance(p, ShardedParameter) or DEPTH in own:
             found[id(p)] = p
     return sorted(found.values(), key=_number)
 
 
-def _entry_of(param: Any) -> Entry | None:
-    """Return the engine's entry of a parameter; None if it has no engine."""
-    known = getattr(param, "__dict__", {}).get("_onefold_entry")
-    entry: Entry | None = known() if known is not None else None
-    return entry
-
-
 def _number(param: nn.Parameter) -> tuple[int, int]:
-    entry = _entry_of(param)
+    entry = entry_of(param)
     return (0, param.__dict__.get(NUMBER, 0)) if entry is None else (1, entry.number)
 
 
@@ -214,7 +273,7 @@ def _by_engine(params: list[nn.Parameter]) -> Iterator[tuple[Engine, list[Entry]
     """Group parameters by engine, in the order of each engine's first parameter."""
     entries: dict[int, tuple[Engine, list[Entry]]] = {}
     for param in params:
-        entry = _entry_of(param)
+        entry = entry_of(param)
         assert entry is not None
         engine = engine_of_entry(entry)
         assert engine is not None
@@ -245,7 +304,6 @@ def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
     param.data = local
     face([param])
     info: Any = param.onefold  # type: ignore[attr-defined]
-    _say(param, ZeroParamStatus.NOT_AVAILABLE if info.sharded else ZeroParamStatus.AVAILABLE)
     if not writes:
         return
     if whole.shape != info.shape:
@@ -257,11 +315,6 @@ def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
     with disable_torch_function():
         held = param.dtype
     param.data = whole.to(held)
-
-
-def _say(param: nn.Parameter, status: ZeroParamStatus) -> None:
-    if "ds_status" in param.__dict__:
-        param.__dict__["ds_status"] = status
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

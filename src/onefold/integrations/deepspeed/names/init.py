@@ -7,12 +7,13 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from onefold.integrations.deepspeed.config import read_deepspeed
 from onefold.integrations.deepspeed.names import divided
+from onefold.integrations.deepspeed.names.gathered import mark_parameters
+from onefold.integrations.deepspeed.names.parameter_facts import alone, entry_of
 from onefold.integrations.deepspeed.names.rendezvous import leave, rendezvous
 from onefold.integrations.deepspeed.names.trl_digest import digest_by_parameter
 from onefold.integrations.deepspeed.setup import join
@@ -114,7 +115,7 @@ class Init:
             divided.gathers.remove(self._gather)
             if error is None:
                 self._end()
-            elif not _alone():
+            elif not alone():
                 leave(error)
             self._made, self._whole = {}, []
 
@@ -123,7 +124,8 @@ class Init:
         if id(param) in self._made or divided.NUMBER in param.__dict__ or param.is_meta:
             return
         self._made[id(param)] = param
-        if not _alone():
+        mark_parameters([param])
+        if not alone():
             divided.number(param)
             if stays:
                 divided.stays(param)
@@ -137,7 +139,8 @@ class Init:
 
     def _add(self, params: Sequence[nn.Parameter]) -> None:
         """Count `params` as whole; divide older ones if more than `LIMIT` bytes are whole now."""
-        self._whole += params
+        # An engine may have been made inside: it has taken its parameters over
+        self._whole = [p for p in (*self._whole, *params) if entry_of(p) is None]
         if sum(_bytes(p) for p in self._whole) <= LIMIT + self._stuck:
             return
         rendezvous(lambda: "parameters are divided, to make others", self._whole)
@@ -157,19 +160,17 @@ class Init:
     def _end(self) -> None:
         """Divide the parameters that are still whole, and cast all."""
         digest_by_parameter()
-        if not _alone():
-            rendezvous(lambda: "the model has been made", list(self._made.values()))
-        for param in self._made.values():
+        made = [param for param in self._made.values() if entry_of(param) is None]
+        mark_parameters(made)
+        if not alone():
+            rendezvous(lambda: "the model has been made", made)
+        for param in made:
             if isinstance(param, nn.parameter.UninitializedParameter):
                 continue
-            if not _alone():
+            if not alone():
                 divided.divide(param, 0)
             if self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype:
                 divided.cast(param, self.dtype)
-
-
-def _alone() -> bool:
-    return not (dist.is_initialized() and dist.get_world_size() > 1)
 
 
 def _bytes(param: nn.Parameter) -> int:

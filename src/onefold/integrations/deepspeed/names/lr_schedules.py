@@ -1,4 +1,4 @@
-"""DeepSpeed's schedules as constructors, for scripts that make one without a configuration."""
+"""DeepSpeed's schedules as classes, for scripts that make one without a configuration."""
 
 from __future__ import annotations
 
@@ -8,21 +8,38 @@ import torch
 
 from onefold.integrations.deepspeed.config import SchedulerSpec
 from onefold.integrations.deepspeed.config.classes import SCHEDULES
-from onefold.integrations.deepspeed.schedules import build_schedule
+from onefold.integrations.deepspeed.schedules import Schedule, build_schedule
 
+LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
+WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [*SCHEDULES]
 
 
-def _schedule(name: str) -> Any:
-    def make(optimizer: torch.optim.Optimizer, **params: Any) -> Any:
-        return build_schedule(SchedulerSpec(name, params), optimizer)
+class _Named(type):
+    """A class whose instances are the schedules of its name, also those of a configuration."""
 
-    make.__name__ = make.__qualname__ = name
-    make.__doc__ = f"The schedule {name}, over any torch optimizer."
-    return make
+    def __call__(cls, optimizer: torch.optim.Optimizer, **params: Any) -> Any:
+        return build_schedule(SchedulerSpec(cls.__name__, params), optimizer)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, Schedule) and instance.kind == cls.__name__
 
 
-WarmupLR, WarmupDecayLR, WarmupCosineLR = map(
-    _schedule, ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
-)
-OneCycle, LRRangeTest = map(_schedule, ("OneCycle", "LRRangeTest"))
+class WarmupLR(metaclass=_Named):
+    """The schedule of this name, over any torch optimizer."""
+
+
+class WarmupDecayLR(metaclass=_Named):
+    """The schedule of this name, over any torch optimizer."""
+
+
+class WarmupCosineLR(metaclass=_Named):
+    """The schedule of this name, over any torch optimizer."""
+
+
+class OneCycle(metaclass=_Named):
+    """The schedule of this name, over any torch optimizer."""
+
+
+class LRRangeTest(metaclass=_Named):
+    """The schedule of this name, over any torch optimizer."""

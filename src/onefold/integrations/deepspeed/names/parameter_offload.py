@@ -1,4 +1,4 @@
-"""What callers read from parameters and the optimizer at stage 3: status, and hooks to remove.
+"""What callers read from modules and the optimizer at stage 3: hooks to remove.
 
 TRL removes DeepSpeed's hooks from the model before it generates inside `GatheredParameters`, and
 registers them again afterwards. Onefold's gathered model communicates nothing, so no hook has to be
@@ -8,36 +8,46 @@ removed.
 from __future__ import annotations
 
 import weakref
-from enum import Enum
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 import onefold
+from onefold.integrations.deepspeed.names.gathered import mark_parameters
+from onefold.integrations.deepspeed.names.parameter_facts import PASSES, alone
 
-
-class ZeroParamStatus(Enum):
-    """The values of `param.ds_status`: whole, sharded, being gathered."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+_NO_PARAMS: Mapping[str, nn.Parameter] = MappingProxyType({})
 
 
 def mark(model: nn.Module) -> None:
-    """Set `ds_status` and the attributes beside it on the parameters of a model at stage 3."""
-    # TRL's fused losses also ask plain tensors for a status: a parameter that was saved for the
-    # backward pass comes back as a plain tensor, whole.
-    Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
-    for entry in onefold.engine_of(model).entries:
-        said: dict[str, Any] = entry.param.__dict__
-        divided = "onefold" in said and said["onefold"].sharded
-        said["ds_status"] = ZeroParamStatus.NOT_AVAILABLE if divided else ZeroParamStatus.AVAILABLE
-        said["ds_active_sub_modules"] = set()
-        if divided:  # scripts gather the parameters that have a ds_id
-            said["ds_id"] = entry.number
+    """Give the parameters of a model at stage 3 the attributes of parameter_facts.py."""
+    params = [entry.param for entry in onefold.engine_of(model).entries]
+    mark_parameters(params)
+    if alone():
+        _count_passes(model, params)
     for module in model.modules():
         module.__dict__["ds_external_parameters"] = _none
+        module.__dict__["_external_params"] = _NO_PARAMS
+
+
+def _count_passes(model: nn.Module, params: list[nn.Parameter]) -> None:
+    """Let the parameters know whether a forward pass is under way. On one rank the engine has
+    nothing to do in a pass, and does not know.
+    """
+    passes = [0]
+
+    def begin(*_: Any) -> None:
+        passes[0] += 1
+
+    def end(*_: Any) -> None:
+        passes[0] -= 1
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
+    for param in params:
+        param.__dict__[PASSES] = passes
 
 
 def _none() -> tuple[()]:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: The version in `deepspeed.__version__` and the package's metadata. With 0.18.2 or later,
-#: accelerate would use sequence parallelism, which is not served.
-VERSION = "0.18.1+onefold"
+#: The version in `deepspeed.__version__` and the package's metadata: the release whose configuration
+#: and calls are served.
+VERSION = "0.19.8+onefold"
+MAJOR, MINOR, PATCH, BRANCH = 0, 19, 8, "onefold"
 
 _ENGINE = "onefold.integrations.deepspeed:DeepSpeedEngine"
 _ZERO = {
@@ -20,7 +21,7 @@ _ZERO = {
     "GatheredParameters": "gathered:GatheredParameters",
     "register_external_parameter": "gathered:register_external_parameter",
     "unregister_external_parameter": "gathered:unregister_external_parameter",
-    "ZeroParamStatus": "parameter_offload:ZeroParamStatus",
+    "ZeroParamStatus": "parameter_facts:ZeroParamStatus",
     "unwrap_model_for_generation": "gathered:unwrap_model_for_generation",
 }
 _ACCESS = {
@@ -111,12 +112,26 @@ _OPTIMIZERS = {
     "lion": {"DeepSpeedCPULion": "cpu_lion", "FusedLion": "fused_lion"},
 }
 
+_BUILDERS = (
+    "AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "EvoformerAttnBuilder",
+    "FPQuantizerBuilder", "FusedAdamBuilder", "FusedLambBuilder", "FusedLionBuilder", "GDSBuilder",
+    "InferenceBuilder", "QuantizerBuilder", "RandomLTDBuilder", "SpatialInferenceBuilder",
+    "StochasticTransformerBuilder", "TransformerBuilder",
+)  # fmt: skip
+
 SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed": {
+        "DeepSpeedConfig": "configuration:DeepSpeedConfig",
+        "DeepSpeedConfigError": "errors:DeepSpeedConfigError",
         "DeepSpeedEngine": _ENGINE,
         "DeepSpeedOptimizer": "training:DeepSpeedOptimizer",
         "OnDevice": "accelerator:OnDevice",
+        "__git_branch__": "table:BRANCH",
+        "__git_hash__": "table:BRANCH",
         "__version__": "table:VERSION",
+        "__version_major__": "table:MAJOR",
+        "__version_minor__": "table:MINOR",
+        "__version_patch__": "table:PATCH",
         "add_config_arguments": "onefold.integrations.deepspeed:add_config_arguments",
         "get_accelerator": "accelerator:get_accelerator",
         "init_distributed": "communication:init_distributed",
@@ -126,13 +141,45 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.accelerator": {"get_accelerator": "accelerator:get_accelerator"},
     "deepspeed.accelerator.real_accelerator": {"get_accelerator": "accelerator:get_accelerator"},
+    "deepspeed.checkpoint.constants": {
+        name: f"files:{name}"
+        for name in (
+            "BASE_OPTIMIZER_STATE",
+            "BF16_ZERO_FILE_PREFIX",
+            "BUFFER_NAMES",
+            "DS_VERSION",
+            "FP32_FLAT_GROUPS",
+            "FROZEN_PARAM_FRAGMENTS",
+            "FROZEN_PARAM_SHAPES",
+            "MODEL_FILE_PREFIX",
+            "MODEL_FILE_SUFFIX",
+            "OPTIMIZER_STATE_DICT",
+            "OPTIM_FILE_SUFFIX",
+            "PARAM_SHAPES",
+            "PARTITION_COUNT",
+            "SINGLE_PARTITION_OF_FP32_GROUPS",
+            "ZERO_FILE_PREFIX",
+            "ZERO_STAGE",
+        )
+    },
     "deepspeed.checkpoint.utils": {
-        "clone_tensors_for_torch_save": "data:clone_tensors_for_torch_save"
+        "clone_tensors_for_torch_save": "data:clone_tensors_for_torch_save",
+        "get_model_ckpt_name_for_rank": "files:get_model_ckpt_name_for_rank",
+        "get_zero_ckpt_name_for_rank": "files:get_zero_ckpt_name_for_rank",
     },
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": "communication:ENVIRONMENT_FILE"},
+    "deepspeed.moe.utils": {
+        "is_moe_param": "groups:is_moe_param",
+        "split_params_into_different_moe_groups_for_optimizer": (
+            "groups:split_params_into_different_moe_groups_for_optimizer"
+        ),
+    },
+    "deepspeed.ops": {"__compatible_ops__": "operators:COMPATIBLE"},
+    "deepspeed.ops.aio": {"AsyncIOBuilder": "operators:AsyncIOBuilder"},
+    "deepspeed.ops.op_builder": {name: f"operators:{name}" for name in _BUILDERS},
     **{
         f"deepspeed.ops.{kind}": {name: f"optimizers:{name}" for name in names}
         for kind, names in _OPTIMIZERS.items()
@@ -147,11 +194,44 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "DeepSpeedOptimizer": "training:DeepSpeedOptimizer",
         "ZeROOptimizer": "training:ZeROOptimizer",
     },
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "optimizer_kinds:BF16_Optimizer"},
+    "deepspeed.runtime.config": {
+        name: f"configuration:{name}"
+        for name in (
+            "ADAGRAD_OPTIMIZER",
+            "ADAMW_OPTIMIZER",
+            "ADAM_OPTIMIZER",
+            "DEEPSPEED_OPTIMIZERS",
+            "DeepSpeedConfig",
+            "LAMB_OPTIMIZER",
+            "LION_OPTIMIZER",
+            "MUADAMW_OPTIMIZER",
+            "MUADAM_OPTIMIZER",
+            "MUON_OPTIMIZER",
+            "MUSGD_OPTIMIZER",
+        )
+    }
+    | {"DeepSpeedConfigError": "errors:DeepSpeedConfigError"},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": _ENGINE},
+    "deepspeed.runtime.fp16.fused_optimizer": {"FP16_Optimizer": "optimizer_kinds:FP16_Optimizer"},
+    "deepspeed.runtime.fp16.unfused_optimizer": {
+        "FP16_UnfusedOptimizer": "optimizer_kinds:FP16_UnfusedOptimizer"
+    },
     "deepspeed.runtime.lr_schedules": {
-        "VALID_LR_SCHEDULES": "lr_schedules:VALID_LR_SCHEDULES",
+        **{
+            name: f"lr_schedules:{name}"
+            for name in (
+                "LR_RANGE_TEST",
+                "ONE_CYCLE",
+                "VALID_LR_SCHEDULES",
+                "WARMUP_COSINE_LR",
+                "WARMUP_DECAY_LR",
+                "WARMUP_LR",
+            )
+        },
         **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
     },
+    "deepspeed.runtime.swap_tensor": {"MIN_SWAPPABLE_BYTES": "configuration:MIN_SWAPPABLE_BYTES"},
     "deepspeed.runtime.torch_autocast": {
         name: f"onefold.integrations.deepspeed.autocast:{name}"
         for name in (
@@ -166,6 +246,16 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "see_memory_usage": "logs:see_memory_usage",
     },
     "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.offload_config": {
+        "OffloadDeviceEnum": "configuration:OffloadDeviceEnum"
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": "optimizer_kinds:DeepSpeedZeroOptimizer_Stage3",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": "optimizer_kinds:DeepSpeedZeroOptimizer",
+    },
+    "deepspeed.runtime.zero.utils": {"ZeRORuntimeException": "errors:ZeRORuntimeException"},
     "deepspeed.runtime.zero.partition_parameters": {
         **_ZERO,
         "_orig_torch_arange": "torch:arange",
@@ -185,6 +275,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils.init_on_device": {"OnDevice": "accelerator:OnDevice"},
     "deepspeed.utils.nvtx": {"instrument_w_nvtx": "logs:instrument_w_nvtx"},
     "deepspeed.utils.tensor_fragment": _ACCESS,
+    "deepspeed.utils.torch": {"required_torch_version": "files:required_torch_version"},
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.logging": {"log_dist": "logs:log_dist", "logger": "logs:logger"},
     "deepspeed.utils.zero_to_fp32": {
@@ -212,7 +303,6 @@ _TILES = "Recipe.zero(tile=...) computes large weights in tiles, with the model 
 
 #: Known names that are refused: {name: why}. Every name below one of them is refused as well.
 REFUSED: Mapping[str, str] = {
-    "deepspeed.DeepSpeedConfig": _CONFIG,
     "deepspeed.DeepSpeedHybridEngine": _GENERATION,
     "deepspeed.InferenceEngine": _GENERATION,
     "deepspeed.PipelineModule": _OTHER_AXES,
@@ -232,20 +322,20 @@ REFUSED: Mapping[str, str] = {
         "use peft's adapters; Recipe.zero(frozen=...) stores frozen weights encoded"
     ),
     "deepspeed.module_inject": _GENERATION,
-    "deepspeed.moe": _OTHER_AXES,
+    **{
+        f"deepspeed.moe.{name}": _OTHER_AXES
+        for name in ("MoE", "experts", "layer", "mappings", "sharded_moe", "utils.has_moe_layers")
+    },
     "deepspeed.monitor": _LOOP,
-    "deepspeed.ops.__compatible_ops__": _COMPILED,
-    "deepspeed.ops.aio": _COMPILED,
+    "deepspeed.ops.aio.aio_handle": _COMPILED,
     "deepspeed.ops.lamb": "its update needs norms of whole matrices, and a rank holds a part of them",
-    "deepspeed.ops.op_builder": _COMPILED,
     "deepspeed.ops.sparse_attention": _COMPILED,
     "deepspeed.ops.transformer": _COMPILED,
     "deepspeed.pipe": _OTHER_AXES,
     "deepspeed.profiling": _LOOP,
-    "deepspeed.runtime.bf16_optimizer": _INSIDE,
-    "deepspeed.runtime.config": _CONFIG,
     "deepspeed.runtime.data_pipeline": "curricula and data routing are not part of Onefold",
-    "deepspeed.runtime.fp16": _INSIDE,
+    "deepspeed.runtime.fp16.loss_scaler": _INSIDE,
+    "deepspeed.runtime.fp16.onebit": _INSIDE,
     "deepspeed.runtime.hybrid_engine": _GENERATION,
     "deepspeed.runtime.lr_schedules.add_tuning_arguments": "write the schedule into the configuration",
     "deepspeed.runtime.pipe": _OTHER_AXES,
@@ -253,8 +343,12 @@ REFUSED: Mapping[str, str] = {
     "deepspeed.runtime.zero.MiCS_Init": "Recipe.zero(3, shard_group=...) divides inside groups",
     "deepspeed.runtime.zero.TiledLinear": _TILES,
     "deepspeed.runtime.zero.config": _CONFIG,
-    "deepspeed.runtime.zero.stage3": _ESTIMATE,
-    "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
+    "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs": _ESTIMATE,
+    "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
+    "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
+    "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs": _ESTIMATE,
+    "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_cold": _ESTIMATE,
+    "deepspeed.runtime.zero.stage_1_and_2.estimate_zero2_model_states_mem_needs_all_live": _ESTIMATE,
     "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.sequence": _OTHER_AXES,
     "deepspeed.tp_model_init": _OTHER_AXES,

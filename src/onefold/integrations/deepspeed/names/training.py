@@ -30,8 +30,12 @@ from onefold.integrations.deepspeed.config.auto import BATCH
 from onefold.integrations.deepspeed.config.file import loaded
 from onefold.integrations.deepspeed.config.values import AUTO, is_unset
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
+from onefold.integrations.deepspeed.names.communication import needs_group
+from onefold.integrations.deepspeed.names.errors import as_config_errors
 from onefold.integrations.deepspeed.names.leaves import mark_configured
 from onefold.integrations.deepspeed.names.logs import logger
+from onefold.integrations.deepspeed.names.optimizer_kinds import show_groups
+from onefold.integrations.deepspeed.names.optimizers import note_configured
 from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffload, mark
 from onefold.integrations.deepspeed.names.table import VERSION
 from onefold.integrations.deepspeed.optimizer_facts import show_leaves
@@ -86,17 +90,43 @@ def initialize(
     """Make an engine, as `onefold.initialize` does, with the differences in this file's table.
 
     Raises:
-        ValueError: the configuration or the arguments contradict themselves, or leave open what is
-            trained.
+        DeepSpeedConfigError: the configuration or the arguments contradict themselves, or leave
+            open what is trained. It is a `ValueError` and an `AssertionError`.
         NotImplementedError: something that Onefold does not do is asked for.
     """
+    with as_config_errors():
+        return _initialize(
+            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+            mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+        )  # fmt: skip
+
+
+def _initialize(
+    args: Any,
+    model: nn.Module | None,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    training_data: Any,
+    lr_scheduler: Any,
+    distributed_port: int,
+    mpu: Any,
+    dist_init_required: bool | None,
+    collate_fn: Callable[..., Any] | None,
+    config: Any,
+    mesh_param: Any,
+    config_params: Any,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     if model is None:
         raise ValueError("deepspeed.initialize was given no model: pass model=, an nn.Module.")
     if mpu is not None or mesh_param is not None:
         raise NotImplementedError(
             "mpu and mesh_param: other parallel axes than data are not built yet; leave them out."
         )
+    if dist_init_required is False:
+        needs_group()
     join(dist_init_required, distributed_port)
+    if config is None and getattr(args, "deepscale_config", None) is not None:
+        config = args.deepscale_config  # the name of this option in DeepSpeed's first releases
     given = tidied(loaded(chosen_config(args, config, config_params)))
     chosen = list(model_parameters) if model_parameters is not None else None
     if optimizer is None and not chosen and _is_open(given.get("optimizer")):
@@ -142,6 +172,9 @@ def initialize(
         _of_engines.add(made[1])
         if made[0].zero_optimization():
             _sharded.add(made[1])
+        show_groups(made[0])
+        if optimizer is None:
+            note_configured(made[1], "offload_optimizer" in read.recipe_arguments)
     if made[0].global_rank:
         _leave_writing_to_first(made[0])
     _spare_lightning(model)

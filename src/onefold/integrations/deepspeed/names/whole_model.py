@@ -24,13 +24,16 @@ from typing import Any
 import torch
 from torch import nn
 
+import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
 from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is_deepspeed
+from onefold.integrations.deepspeed.names.parameter_facts import DEPTH, alone
 from onefold.integrations.deepspeed.saving import write_tensors
 from onefold.recipe.options import bytes_of
+from onefold.runtime.registry import is_sharded
 
 _LATEST = "latest"
 #: An output with one of these suffixes is a file; any other is a folder.
@@ -66,11 +69,44 @@ def get_fp32_state_dict_from_zero_checkpoint(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
-    """Load a checkpoint's whole model into an unsharded `model` on the host, and return it."""
-    model = model.cpu()
-    model.load_state_dict(
-        get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
-    )
+    """Load a checkpoint's whole model, and return `model`.
+
+    | `model` is                                        | what happens                                   |
+    |---------------------------------------------------|------------------------------------------------|
+    | not sharded                                       | it is moved to the host, and loaded there      |
+    | an engine's (`engine.module`)                     | each rank loads its part. Every rank calls it  |
+    | an engine's, inside `GatheredParameters`           | its whole parameters are those of the checkpoint until that context ends |
+
+    What the checkpoint lacks (frozen parameters that were left out) stays as it is. The optimizer's
+    states stay as they are.
+
+    Raises:
+        CheckpointError: there is no checkpoint that can be read.
+        RuntimeError: some parameters of an engine's model are gathered, and others are not.
+    """
+    if not is_sharded(model):
+        model = model.cpu()
+        model.load_state_dict(
+            get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
+        )
+        return model
+    gathered = [bool(param.__dict__.get(DEPTH)) for param in model.parameters()]
+    if not any(gathered) or alone():
+        onefold.load(_folder(checkpoint_dir, tag), model=model, strict=False)
+        return model
+    if not all(gathered):
+        raise RuntimeError(
+            f"load_state_dict_from_zero_checkpoint was given a model of which {sum(gathered)} of"
+            f" {len(gathered)} parameters are gathered: gather all of them, or none."
+        )
+    held = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    with torch.no_grad():
+        for name, value in get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag).items():
+            if name in held:
+                held[name].data = value.to(held[name].device)
+            elif name in buffers:
+                buffers[name].copy_(value)
     return model
 
 
@@ -207,12 +243,16 @@ class _Tensor:
             yield name, value
 
 
-@contextlib.contextmanager
-def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]:
+def _folder(folder: str | os.PathLike[str], tag: str | None) -> Path:
     path = Path(folder)
     if tag is None and (path / _LATEST).is_file():
         tag = (path / _LATEST).read_text(errors="replace").strip()
-    with contextlib.closing(source_of(path / tag if tag is not None else path)) as source:
+    return path if tag is None else path / tag
+
+
+@contextlib.contextmanager
+def _opened(folder: str | os.PathLike[str], tag: str | None) -> Iterator[Source]:
+    with contextlib.closing(source_of(_folder(folder, tag))) as source:
         yield source
 
 

@@ -111,8 +111,8 @@ NUMBERS = words("""
 REFUSED = words("""
     set_ resize_ resize resize_as resize_as_ resize_as_sparse_ sparse_resize_ sparse_resize_and_clear_ share_memory_ __dlpack__
     __dlpack_device__ __cuda_array_interface__ to_sparse to_mkldnn t_ transpose_ squeeze_ unsqueeze_ swapdims_ swapaxes_
-    as_strided_ map_ map2_ module_load backward storage register_hook register_post_accumulate_grad_hook rename_
-    refine_names align_to align_as embedding_renorm_ __setstate__ __array_wrap__
+    as_strided_ map_ map2_ module_load backward storage register_hook register_post_accumulate_grad_hook
+    embedding_renorm_ __setstate__ __array_wrap__
     """)
 
 
@@ -121,7 +121,7 @@ LOCAL = words("""
     data_ptr untyped_storage storage_type _typed_storage is_shared is_pinned pin_memory get_device is_set_to device dtype layout
     requires_grad is_leaf grad_fn _version is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_mps
     is_mtia is_xpu is_xla is_ipu is_maia is_vulkan is_floating_point is_complex is_signed is_conj is_neg is_inference element_size
-    itemsize names has_names output_nr _base _cdata _backward_hooks _post_accumulate_grad_hooks retains_grad volatile name
+    itemsize output_nr _base _cdata _backward_hooks _post_accumulate_grad_hooks retains_grad volatile name
     requires_grad_ detach_ retain_grad __hash__ _is_view is_coalesced is_distributed _has_compatible_shallow_copy_type _grad_fn
     grad_dtype is_inference can_cast as_subclass cudnn_is_acceptable record_stream _is_zerotensor _is_any_true _is_all_true
     get_default_dtype grad _grad __repr__ is_tensor is_storage

@@ -23,11 +23,11 @@ def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
             apart.setdefault(spec.owners.meet(spec.name)[1], []).append(i)
     out = list(local)
     for indices in apart.values():
-        spec = spec_of(tensors[indices[0]])
-        assert spec is not None
+        spec, *others = [s for i in indices if (s := spec_of(tensors[i])) is not None]
         parts = torch.stack([local[i].to(local[indices[0]].device, torch.float64) for i in indices])
         mine = parts if math.isinf(p) else parts.pow(p) if p else parts
-        every = spec.exchange(mine, "the norm").to(parts.device)
+        what = "the norm" if p == 2 else f"the {p:g}-norm"
+        every = spec.exchange(mine, what, others).to(parts.device)
         most = every.amax(0) if p > 0 else every.amin(0)
         total = most if math.isinf(p) else every.sum(0).pow(1.0 / p) if p else every.sum(0)
         for i, value in zip(indices, total, strict=True):
@@ -142,9 +142,8 @@ def _equal(spec: IntervalSpec, x: torch.Tensor, other: torch.Tensor) -> bool | N
         return None
     if spec.shape != theirs.shape:
         return False
-    every = spec.exchange(
-        torch.tensor([torch.equal(x, other)], dtype=torch.uint8, device="cpu"), "equal"
-    )
+    same = torch.tensor([torch.equal(x, other)], dtype=torch.uint8, device="cpu")
+    every = spec.exchange(same, "equal", [theirs])
     return bool(every.all())
 
 
