@@ -358,6 +358,31 @@ def test_parameters_show_the_precision_of_the_file_and_masters_keep_the_models_b
         assert shown == {low} and kept and exported == {"torch.float32"}
 
 
+def gradients_of_ones_own(stage: int) -> list[tuple[float, bool, float]]:
+    """Steps with gradients that a script has made like the parameters."""
+    engine = made(stage, fp16={"enabled": True, "initial_scale_power": 3, "hysteresis": 1})
+    found = []
+    for value in (0.5, float("inf"), 0.5):
+        before = weights(engine)
+        for p in engine.parameters():
+            p.grad = torch.full_like(p, value, dtype=p.dtype)
+        engine.step()
+        moved = max(
+            float((a - b).abs().max()) for a, b in zip(before, weights(engine), strict=True)
+        )
+        found.append((engine.cur_scale, engine.optimizer.overflow, moved))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_may_be_given_in_the_dtype_that_a_parameter_shows(stage: int) -> None:
+    for ranks in (1, 2):
+        for found in run_ranks(ranks, gradients_of_ones_own, stage):
+            assert [row[:2] for row in found] == [(8, False), (4, True), (4, False)]
+            # Gradients are those of a scaled loss; the rate is 0.1
+            assert [row[2] for row in found] == pytest.approx([0.5 / 80, 0, 0.5 / 40], rel=1e-3)
+
+
 def frozen_in_8_bits(stage: int) -> tuple[str, str, bool]:
     model = Net()
     model.frozen = nn.Module()
