@@ -323,7 +323,90 @@ def test_options_of_a_precision_that_is_off_have_no_effect() -> None:
     assert not any("bf16 too" in remark for remark in named.remarks)
 
 
-# -- buffers ---------------------------------------------------------------------------------------
+# -- dtypes of parameters and buffers ---------------------------------------------------------------------------------------
+
+
+def dtypes_of_parameters(stage: int, kind: str) -> tuple[set[str], bool, set[str]]:
+    """(dtypes that parameters show, whether masters have the bits of the model that was given, dtypes
+    of the state dict of an fp32 export)
+    """
+    given = Net()
+    values = [p.detach().clone() for p in given.parameters()]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "optimizer": SGD,
+        kind: {"enabled": True},
+    }
+    engine = initialize(model=given, config=config)[0]
+    kept = all(map(torch.equal, weights(engine), values))
+    with onefold.unsharded(engine.module):
+        pass
+    shown = {str(p.dtype) for p in engine.module.parameters()}
+    whole = onefold.full_state_dict(engine.module) or {}
+    return shown, kept, {str(whole[n].dtype) for n in ("lift.weight", "norm.bias") if n in whole}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_show_the_precision_of_the_file_and_masters_keep_the_models_bits(
+    stage: int, kind: str
+) -> None:
+    low = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}[kind]
+    for ranks in (1, 2):
+        shown, kept, exported = run_ranks(ranks, dtypes_of_parameters, stage, kind)[0]
+        assert shown == {low} and kept and exported == {"torch.float32"}
+
+
+def gradients_of_ones_own(stage: int) -> list[tuple[float, bool, float]]:
+    """Steps with gradients that a script has made like the parameters."""
+    engine = made(stage, fp16={"enabled": True, "initial_scale_power": 3, "hysteresis": 1})
+    found = []
+    for value in (0.5, float("inf"), 0.5):
+        before = weights(engine)
+        for p in engine.parameters():
+            p.grad = torch.full_like(p, value, dtype=p.dtype)
+        engine.step()
+        moved = max(
+            float((a - b).abs().max()) for a, b in zip(before, weights(engine), strict=True)
+        )
+        found.append((engine.cur_scale, engine.optimizer.overflow, moved))
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_gradient_may_be_given_in_the_dtype_that_a_parameter_shows(stage: int) -> None:
+    for ranks in (1, 2):
+        for found in run_ranks(ranks, gradients_of_ones_own, stage):
+            assert [row[:2] for row in found] == [(8, False), (4, True), (4, False)]
+            # Gradients are those of a scaled loss; the rate is 0.1
+            assert [row[2] for row in found] == pytest.approx([0.5 / 80, 0, 0.5 / 40], rel=1e-3)
+
+
+def frozen_in_8_bits(stage: int) -> tuple[str, str, bool]:
+    model = Net()
+    model.frozen = nn.Module()
+    payload = torch.full((WIDTH, WIDTH), 9 - dist.get_rank(), dtype=torch.uint8)
+    low = payload.view(torch.float8_e4m3fn)
+    model.frozen.weight = nn.Parameter(low, requires_grad=False)
+    model.frozen.register_buffer("scale", torch.zeros(2, dtype=torch.float8_e5m2))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "optimizer": SGD,
+        "bf16": {"enabled": True},
+        "data_types": {"buffer_dtype": "bf16"},
+    }
+    engine = initialize(model=model, config=config)[0]
+    with onefold.full_params(engine.module):
+        same = bool((model.frozen.weight.data.view(torch.uint8) == 9).all())
+    return str(model.frozen.weight.dtype), str(model.frozen.scale.dtype), same
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_weights_and_buffers_of_8_bits_keep_their_dtype_and_rank_0s_values(stage: int) -> None:
+    for weight, scale, same in run_ranks(2, frozen_in_8_bits, stage):
+        assert (weight, scale, same) == ("torch.float8_e4m3fn", "torch.float8_e5m2", True)
 
 
 def buffers(stage: int) -> list[Any]:

@@ -30,6 +30,11 @@ def declared_dtype(param: torch.Tensor) -> torch.dtype:
     return declared if param.dtype == handed_out else param.dtype
 
 
+def declare(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Let `shard()` take `param` for one of `dtype`, as long as it has the dtype that it has now."""
+    param.__dict__["_onefold_dtypes"] = param.dtype, dtype
+
+
 class Whole(nn.Parameter):
     """A whole parameter as its module sees it in a forward pass.
 

@@ -90,8 +90,12 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
         )
     if entry is not None and spec is not None:
         entry.graded_elsewhere = value is not None and spec.start == spec.stop
-    if spec is None or value is None or isinstance(value, Storageless):
+    if value is None or isinstance(value, Storageless):
         set_grad(param, value)
+    elif spec is None:
+        # What was made like the parameter has the dtype that it shows
+        declared = param.__dict__["_onefold_declared"]
+        set_grad(param, value.to(param.dtype) if value.dtype == declared else value)
     elif spec.start == spec.stop:
         set_grad(param, None)
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from onefold.runtime.entry import declare
 from onefold.runtime.gathers import whole_masters
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
@@ -70,7 +71,7 @@ def make_plain(engine: Engine) -> None:
                     entry.param.data = flat.view(full, entry).clone()  # type: ignore[arg-type]
                     _unwrap(entry.param)
                     if entry.param.dtype != entry.declared:
-                        entry.param.__dict__["_onefold_dtypes"] = entry.param.dtype, entry.declared
+                        declare(entry.param, entry.declared)
         for handle in engine.handles:
             handle.remove()
         engine.handles.clear()
@@ -78,7 +79,8 @@ def make_plain(engine: Engine) -> None:
 
 def _unwrap(param: nn.Parameter) -> None:
     for key in [key for key in param.__dict__ if key == "onefold" or key.startswith("_onefold")]:
-        del param.__dict__[key]
+        if key != "_onefold_wire":  # of the caller of shard(), which may be called again
+            del param.__dict__[key]
     if isinstance(param, ShardedParameter):  # a subclass was made of the original's class
         kind: Any = type(param)
         plain: Any = nn.Parameter if kind is ShardedParameter else kind.__bases__[1]

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 import onefold
@@ -41,6 +42,10 @@ from onefold.integrations.deepspeed.optimizer_facts import show_leaves
 from onefold.integrations.deepspeed.saving import whole_in
 from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, world_size_of
 from onefold.integrations.vllm import stream_under_the_name
+from onefold.layout import LOW
+from onefold.recipe import COMPUTE_DTYPES
+from onefold.runtime.entry import declare
+from onefold.runtime.registry import is_sharded
 
 _of_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _sharded: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -140,6 +145,8 @@ def _initialize(
         ]
     )
     logger.info("DeepSpeed info: version=%s, served by onefold", VERSION)
+    if read.precision is not None and not is_sharded(model):
+        _declare_precision(model, COMPUTE_DTYPES[read.precision])
     made = assemble(
         model,
         read,
@@ -173,6 +180,15 @@ def _initialize(
     _spare_lightning(model)
     stream_under_the_name()
     return made
+
+
+def _declare_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let `param.dtype` show the precision of the file, as after DeepSpeed's cast of the module.
+    Master weights begin with the values as they are.
+    """
+    for param in model.parameters():
+        if param.dtype in LOW:
+            declare(param, dtype)
 
 
 def _spare_lightning(model: nn.Module) -> None:
