@@ -189,6 +189,40 @@ def mixed_passes(kinds: str) -> list[tuple[int, float, float]]:
     return found
 
 
+def dropped_by(name: str, stage: int) -> list[bool]:
+    """Whether each parameter has a gradient, after a step and then a pass; and whether those of the
+    head can be asked for, which that pass did not use.
+    """
+    engine = made(stage)
+    engine.backward(loss_of(engine(batch(0))))
+    engine.step()
+    assert all(p.grad is not None for p in engine.module.parameters())
+    if name == "a forward pass":
+        engine(batch(1))
+    else:
+        loss_of(engine.module.encode(batch(1))).backward()
+    shown = [p.grad is not None for p in engine.module.parameters()]
+    gathered = [access.safe_get_full_grad(p) is not None for p in engine.module.parameters()]
+    assert shown == gathered, (shown, gathered)
+    return shown
+
+
+@pytest.mark.parametrize("name", ["a forward pass", "a backward pass"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_all_ranks_see_that_a_pass_has_dropped_the_gradients_of_a_step(
+    stage: int, name: str
+) -> None:
+    """A rank that owns no element of a parameter knows only by a mark that others have its
+    gradient.
+    """
+    seen = run_ranks(2, dropped_by, name, stage)
+    assert seen[0] == seen[1], seen
+    names = [n for n, _ in Net().named_parameters()]
+    used = [n for n, has in zip(names, seen[0], strict=True) if has]
+    graded = () if name == "a forward pass" else ("blocks.0.", "blocks.1.")
+    assert used == [n for n in names if n.startswith(graded or "none")]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kinds", MIXED)
 def test_each_backward_pass_is_divided_by_what_was_done_to_its_own_loss(

@@ -111,8 +111,13 @@ class Passes:
 
     def _drop_stepped(self) -> None:
         engine = self._engine()
-        if self.stepped and engine is not None:
-            engine.zero_grad()
+        if not self.stepped or engine is None:
+            return
+        engine.zero_grad()
+        # The core asks with torch functions off, where `.grad` shows nothing to drop to a rank that
+        # owns no element of a parameter. It must not go on believing that others have a gradient.
+        for entry in onefold.engine_of(engine.module).entries:
+            entry.graded_elsewhere = False
 
     # -- what the engine tells -----------------------------------------------------------------------
 
