@@ -108,6 +108,28 @@ def test_a_parameter_made_under_init_tells_its_facts(ranks: int) -> None:
         assert seen["kept"] == [7.0] * 15
 
 
+def skipped_inits() -> list[Any]:
+    with init.Init(config_dict_or_path=CONFIG):
+        model = nn.Sequential(
+            nn.utils.skip_init(nn.Linear, 5, 3),
+            nn.Linear(3, 3),
+            nn.utils.skip_init(nn.Linear, 3, 1),
+        )
+    out = [(p.ds_numel, p.ds_tensor.numel(), p.ds_status.name) for p in model.parameters()]
+    with gathered.GatheredParameters(model.parameters(), modifier_rank=0):
+        if dist.get_rank() == 0:
+            for param in model.parameters():
+                nn.init.ones_(param)
+    engine, *_ = initialize(model=model, config=CONFIG)
+    return [*out, engine(torch.ones(1, 5)).item()]
+
+
+def test_parameters_whose_initialization_is_skipped_are_divided_too() -> None:
+    sizes = [15, 3, 9, 3, 3, 1]
+    expected = [(n, math.ceil(n / 2), "NOT_AVAILABLE") for n in sizes]
+    assert run_ranks(2, skipped_inits) == [[*expected, 3 * (3 * 6 + 1) + 1]] * 2
+
+
 # -- of an engine ----------------------------------------------------------------------------------
 
 

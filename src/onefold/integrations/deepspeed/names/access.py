@@ -95,8 +95,14 @@ def local_fp32(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return this rank's elements of an optimizer state, in fp32; None if there is none yet."""
+    """Return this rank's elements of an optimizer state, in fp32; None if there is none yet.
+
+    A rank that has no element of the parameter gets an empty tensor once the optimizer has such
+    states of other parameters.
+    """
     held = _state_of(param, optim_state_key)
+    if held is None and _has_none_of(param) and _has_stepped(param, optim_state_key):
+        return torch.empty(0, device=param.device)
     return None if held is None else _read(held).float()
 
 
@@ -240,6 +246,25 @@ def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
             if state is not None and isinstance(value := state.get(key), Tensor):
                 return entry.flat.storage.elements(entry, key, value, *entry.held())
     return None
+
+
+def _has_none_of(param: nn.Parameter) -> bool:
+    """Whether this rank owns no element of a parameter that is trained."""
+    spec = spec_of(param)
+    return param.requires_grad and spec is not None and spec.start == spec.stop
+
+
+def _has_stepped(param: nn.Parameter, key: str) -> bool:
+    entry = entry_of(param)
+    engine = entry.engine() if entry is not None else None
+    if entry is None or engine is None:
+        return False
+    with disable_torch_function():
+        return any(
+            key in state
+            for optimizer in _optimizers_of(engine, entry.param)
+            for state in optimizer.state.values()
+        )
 
 
 def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
