@@ -28,8 +28,14 @@ from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.storageless import Storageless
 from onefold.runtime.storage import OnDisk
 
-#: The optimizers of an engine that were found last. A search goes through all objects of Python.
-_found: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+#: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
+#: a search through all objects of Python has found.
+_known: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def note_optimizer(engine: Any, optimizer: Any) -> None:
+    """Look for states of the engine's parameters in this optimizer."""
+    _known[engine] = [weakref.ref(optimizer)]
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -268,10 +274,10 @@ def _has_stepped(param: nn.Parameter, key: str) -> bool:
 
 
 def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
-    known = [o for ref in _found.get(engine, ()) if (o := ref()) is not None]
+    known = [o for ref in _known.get(engine, ()) if (o := ref()) is not None]
     if not any(p is param for o in known for group in o.param_groups for p in group["params"]):
         known = optimizers_over(engine)
-        _found[engine] = [weakref.ref(o) for o in known]
+        _known[engine] = [weakref.ref(o) for o in known]
     return known
 
 

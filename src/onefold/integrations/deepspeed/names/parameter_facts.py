@@ -165,6 +165,7 @@ def _summary(param: nn.Parameter) -> dict[str, Any]:
         "ds_shape": tuple(param.__dict__["ds_shape"]),
         "requires_grad": param.requires_grad,
         "persist": _persists(param),
+        "ds_tensor.shape": tuple(local_part(param).shape),
     }
 
 
