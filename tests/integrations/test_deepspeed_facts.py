@@ -18,7 +18,6 @@ from onefold.integrations.deepspeed.names.optimizer_kinds import (
     FP16_Optimizer,
 )
 from onefold.integrations.deepspeed.names.optimizers import DeepSpeedCPUAdam, FusedAdam
-from onefold.integrations.deepspeed.names.parameter_facts import ZeroParamStatus
 from onefold.integrations.deepspeed.names.training import initialize
 from ranks import run_ranks
 
@@ -141,13 +140,6 @@ def test_a_parameter_of_another_class_stays_whole_until_an_engine_divides_it() -
     for one in run_ranks(2, of_another_class):
         assert one["made"] == ("Marked", "AVAILABLE", True, (5,))
         assert one["engine"] == ("NOT_AVAILABLE", False, (5,)) and one["trained"]
-
-
-def test_on_one_rank_a_parameter_is_whole_and_says_so() -> None:
-    engine, *_ = initialize(model=build(), config=config(3))
-    weight: Any = next(engine.module.parameters())
-    assert weight.ds_status is ZeroParamStatus.AVAILABLE and weight.ds_persist
-    assert tuple(weight.ds_shape) == (5, 6) and weight.ds_numel == 30
 
 
 # -- optimizers ------------------------------------------------------------------------------------

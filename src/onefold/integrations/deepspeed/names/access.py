@@ -26,6 +26,7 @@ from onefold.runtime.parameters.interval import disable_torch_function, dress, s
 from onefold.runtime.parameters.operators.local import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.storageless import Storageless
+from onefold.runtime.registry import engine_of_entry
 from onefold.runtime.storage import OnDisk
 
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
@@ -324,7 +325,7 @@ def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
     """Write this rank's elements of master weights that are on NVMe."""
-    held, engine = _masters(param), entry.engine()
+    held, engine = _masters(param), engine_of_entry(entry)
     if not isinstance(held, OnDisk) or engine is None:
         raise NotImplementedError(
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."

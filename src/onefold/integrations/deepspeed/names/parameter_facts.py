@@ -63,7 +63,7 @@ class LocalPart(Tensor):
     `part.data = values` copies the values into that memory.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> Tensor:
