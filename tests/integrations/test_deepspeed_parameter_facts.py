@@ -214,6 +214,23 @@ def test_the_numbers_of_two_models_differ_and_are_the_same_on_all_ranks() -> Non
     assert first == second and len(set(first)) == 4
 
 
+def below_stage_3() -> list[bool]:
+    with init.Init(config_dict_or_path=CONFIG):
+        model = nn.Linear(4, 4)
+    found = []
+    for stage in (3, 1):
+        config = {**CONFIG, "zero_optimization": {"stage": stage}}
+        initialize(model=model, config=config)
+        names = ("ds_id", "ds_status", "ds_tensor", "ds_shape")
+        found += [hasattr(model.weight, name) for name in names]
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_goes_on_below_stage_3_has_none_of_these_facts(ranks: int) -> None:
+    assert run_ranks(ranks, below_stage_3) == [[True] * 4 + [False] * 4] * ranks
+
+
 def nested_inits() -> list[bool]:
     with init.Init(config_dict_or_path=CONFIG):
         with init.Init(config_dict_or_path=CONFIG):

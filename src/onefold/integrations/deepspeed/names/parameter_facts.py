@@ -100,6 +100,13 @@ def give_facts(
         own.setdefault("ds_active_sub_modules", set())
 
 
+def take_facts(params: Iterable[nn.Parameter]) -> None:
+    """Remove what `give_facts` has set: the parameters' model goes on below stage 3."""
+    for param in params:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules", PASSES):
+            param.__dict__.pop(name, None)
+
+
 def has_facts(param: Any) -> bool:
     return isinstance(param, nn.Parameter) and "ds_id" in param.__dict__
 
