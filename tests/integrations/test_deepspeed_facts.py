@@ -1,8 +1,7 @@
-"""What scripts read from parameters under `zero.Init` and at stage 3: `ds_status`, `ds_tensor`, ..."""
+"""What scripts read of parameters and optimizers at stage 3 under DeepSpeed's names, on two ranks."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,197 +10,206 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.integrations.deepspeed.names import access, gathered, init
-from onefold.integrations.deepspeed.names.parameter_facts import ZeroParamStatus
+from onefold.integrations.deepspeed.names.lr_schedules import OneCycle, WarmupLR
+from onefold.integrations.deepspeed.names.optimizer_kinds import (
+    BF16_Optimizer,
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    FP16_Optimizer,
+)
+from onefold.integrations.deepspeed.names.optimizers import DeepSpeedCPUAdam, FusedAdam
 from onefold.integrations.deepspeed.names.training import initialize
 from ranks import run_ranks
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "zero_optimization": {"stage": 3},
-    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "gradient_clipping": 0.0,
-}
-WHOLE, DIVIDED = ZeroParamStatus.AVAILABLE, ZeroParamStatus.NOT_AVAILABLE
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3))
 
 
-class Own(nn.Parameter):
-    """A parameter of a class of its own, with a mark that counts writes of an attribute."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "mark":
-            object.__setattr__(self, "marks", getattr(self, "marks", 0) + 1)
-        super().__setattr__(name, value)
-
-
-class Net(nn.Module):
-    """Tells what a status is in its forward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(5, 3), nn.Linear(3, 2)
-        self.own = Own(torch.arange(3.0))
-        self.statuses: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.first(x) * self.own
-        self.statuses.append((self.first.weight.ds_status, self.first.weight.ds_numel))
-        return self.second(hidden)
-
-
-# -- under zero.Init -------------------------------------------------------------------------------
-
-
-def facts_under_init() -> dict[str, Any]:
-    with init.Init(config_dict_or_path=CONFIG):
-        torch.manual_seed(0)
-        layer, other = nn.Linear(5, 3), nn.Linear(2, 2)
-    plain = nn.Linear(2, 2)
-    weight = layer.weight
-    part = math.ceil(15 / dist.get_world_size())
-    out: dict[str, Any] = {
-        "ids": [p.ds_id for p in (*layer.parameters(), *other.parameters())],
-        "status": [weight.ds_status],
-        "shape": (tuple(weight.ds_shape), weight.ds_numel, weight.ds_summary()["ds_numel"]),
-        "plain": [hasattr(plain.weight, name) for name in ("ds_status", "ds_tensor", "ds_id")],
-        "part": weight.ds_tensor.tolist(),
-        "group": dist.get_world_size(weight.ds_process_group),
-        "persist": weight.ds_persist,
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "gradient_clipping": 0.0,
+        **more,
     }
-    assert weight.ds_tensor.shape == (part,)
-    with gathered.GatheredParameters(weight):
-        out["status"].append(weight.ds_status)
-        out["whole"] = weight.detach().flatten().tolist()
-        out["inside"] = weight.ds_tensor.shape == (part,)
-    out["status"].append(weight.ds_status)
-    weight.ds_tensor.data = torch.full_like(weight.ds_tensor, 1.0 + dist.get_rank())
-    weight.all_gather()
-    out["status"].append(weight.ds_status)
-    out["written"] = weight.detach().flatten().tolist()
-    with torch.no_grad():
-        weight.fill_(7.0)
-    weight.partition(has_been_updated=True)
-    handle = weight.all_gather_coalesced([weight, layer.bias])
-    handle.wait()
-    out["kept"] = weight.detach().flatten().tolist()
-    weight.partition([weight, layer.bias])
-    out["status"].append(weight.ds_status)
-    with pytest.raises(ValueError, match="the elements that this rank has"):
-        weight.ds_tensor.data = torch.zeros(1)
-    return out
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter_made_under_init_tells_its_facts(ranks: int) -> None:
-    torch.manual_seed(0)
-    values = nn.Linear(5, 3).weight.detach().flatten()
-    for rank, seen in enumerate(run_ranks(ranks, facts_under_init)):
-        assert len(set(seen["ids"])) == 4
-        assert seen["status"] == [DIVIDED, WHOLE, DIVIDED, WHOLE, DIVIDED]
-        assert seen["shape"] == ((3, 5), 15, 15)
-        assert seen["plain"] == [False, False, False]
-        each = math.ceil(15 / ranks)
-        mine = values[rank * each : (rank + 1) * each].tolist()
-        assert seen["part"][: len(mine)] == mine and seen["whole"] == values.tolist()
-        assert seen["group"] == ranks and seen["persist"] is (ranks == 1) and seen["inside"]
-        assert seen["written"] == [1.0 + i // each for i in range(15)]
-        assert seen["kept"] == [7.0] * 15
+def batch() -> torch.Tensor:
+    return torch.arange(12.0).view(2, 6) / 10 + (dist.get_rank() if dist.is_initialized() else 0)
 
 
-# -- of an engine ----------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
-def facts_of_an_engine(under_init: bool) -> dict[str, Any]:
-    with init.Init(config_dict_or_path=CONFIG, enabled=under_init):
-        model = Net()
-    ids = [p.ds_id for p in model.parameters()] if under_init else []
-    engine, *_ = initialize(model=model, config=CONFIG)
-    params = list(model.parameters())
-    assert not ids or ids == [p.ds_id for p in params]
-    weight = model.first.weight
-    out: dict[str, Any] = {"status": [weight.ds_status], "class": isinstance(model.own, Own)}
-    model.own.mark = 1
-    model.own.mark = 2
-    out["marks"] = model.own.marks
-    parts = [p.ds_tensor for p in params]
-    out["parts"] = [part.numel() for part in parts]
-    for param, part in zip(params, parts, strict=True):
-        assert torch.equal(part, access.safe_get_local_fp32_param(param))
-    before = [access.safe_get_full_fp32_param(p).clone() for p in params]
-    for param in params:
-        param.ds_tensor.mul_(2)
-        param.ds_tensor.data = param.ds_tensor * 2
+def facts_of(params: list[Any]) -> list[Any]:
+    return [
+        (
+            p.ds_id,
+            tuple(p.ds_shape),
+            p.ds_numel,
+            p.ds_status.name,
+            p.ds_persist,
+            p.ds_tensor.numel(),
+        )
+        for p in params
+    ]
+
+
+def before_and_after() -> dict[str, Any]:
+    with init.Init():
+        model = build()
+    params: list[Any] = list(model.parameters())
+    out: dict[str, Any] = {
+        "made": facts_of(params),
+        "parts": [p.ds_tensor.tolist() for p in params],
+    }
+    out["summary"] = params[0].ds_summary()
+    with gathered.GatheredParameters(params[0]):
+        out["inside"] = params[0].ds_status.name, params[0].ds_numel, params[0].numel()
+    out["again"] = params[0].ds_status.name
+    params[1].ds_tensor.fill_(2.0)
+    params[3].ds_tensor.data = torch.full_like(params[3].ds_tensor, 3.0)
+    engine, *_ = initialize(model=model, config=config(3))
+    out["engine"] = facts_of(params)
+    out["written"] = [
+        access.safe_get_full_fp32_param(p).unique().tolist() for p in (params[1], params[3])
+    ]
+    params[2].ds_tensor.fill_(0.5)
+    params[1].ds_tensor.data = torch.full_like(params[1].ds_tensor, 0.25)
     with gathered.GatheredParameters(params):
-        out["status"].append(weight.ds_status)
-        for param, was in zip(params, before, strict=True):
-            assert torch.equal(param, 4 * was)
-    out["loss"] = engine(torch.ones(1, 5)).sum().item()
-    out["in the pass"] = model.statuses
-    out["status"].append(weight.ds_status)
-    engine.backward(engine(torch.ones(1, 5)).square().mean())
-    engine.step()
-    out["trained"] = [access.safe_get_full_fp32_param(p).tolist() for p in params]
+        out["computed with"] = params[2].unique().tolist(), params[1].unique().tolist()
+    with torch.no_grad():
+        out["loss"] = engine(batch()).square().mean().item()
     return out
 
 
-def plainly() -> tuple[float, list[Any]]:
-    """The same without an engine. The second layer's own status is not asked for."""
-    model = nn.Sequential()
-    torch.manual_seed(0)
-    first, second, own = nn.Linear(5, 3), nn.Linear(3, 2), nn.Parameter(torch.arange(3.0))
-    params = [own, *first.parameters(), *second.parameters()]
-    del model
+def test_parameters_say_their_shape_status_and_part_before_and_in_an_engine() -> None:
+    seen = run_ranks(2, before_and_after)
+    wholes = [p.detach().reshape(-1) for p in build().parameters()]
+    shapes = [(5, 6), (5,), (3, 5), (3,)]
+    for rank, one in enumerate(seen):
+        ids = [fact[0] for fact in one["made"]]
+        assert len(set(ids)) == 4 and ids == [fact[0] for fact in seen[0]["made"]]
+        for fact, part, shape, whole in zip(one["made"], one["parts"], shapes, wholes, strict=True):
+            each = -(-whole.numel() // 2)
+            assert fact[1:] == (shape, whole.numel(), "NOT_AVAILABLE", False, each)
+            mine = whole[rank * each : (rank + 1) * each]
+            assert part[: mine.numel()] == mine.tolist()
+        assert one["inside"] == ("AVAILABLE", 30, 30) and one["again"] == "NOT_AVAILABLE"
+        assert one["summary"]["ds_shape"] == (5, 6) and one["summary"]["ds_tensor.shape"] == (15,)
+        assert [fact[1:5] for fact in one["engine"]] == [
+            (shape, whole.numel(), "NOT_AVAILABLE", False)
+            for shape, whole in zip(shapes, wholes, strict=True)
+        ]
+        assert one["written"] == [[2.0], [3.0]]
+        assert one["computed with"] == ([0.5], [0.25])
+    held = [[fact[5] for fact in one["engine"]] for one in seen]
+    assert [a + b for a, b in zip(*held, strict=True)] == [30, 5, 15, 3]
+    # The model computes with what was written
+    plain = build()
     with torch.no_grad():
-        for param in params:
-            param.mul_(4)
-    loss = second(first(torch.ones(1, 5)) * own).sum().item()
-    second(first(torch.ones(1, 5)) * own).square().mean().backward()
-    torch.optim.SGD(params, lr=0.1).step()
-    return loss, [p.tolist() for p in params]
+        for p, value in zip(list(plain.parameters())[1:], (0.25, 0.5, 3.0), strict=True):
+            p.fill_(value)
+        for rank, one in enumerate(seen):
+            x = torch.arange(12.0).view(2, 6) / 10 + rank
+            assert one["loss"] == pytest.approx(plain(x).square().mean().item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("under_init", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_parameter_of_an_engine_tells_its_facts_and_keeps_what_is_written(
-    ranks: int, under_init: bool
-) -> None:
-    loss, trained = plainly()
-    found = run_ranks(ranks, facts_of_an_engine, under_init)
-    for seen in found:
-        assert seen["status"] == [DIVIDED, WHOLE, DIVIDED]
-        assert seen["class"] and seen["marks"] == 2
-        assert seen["in the pass"] == [(WHOLE, 15)] * 2
-        assert seen["loss"] == pytest.approx(loss, rel=1e-5)
-        for mine, theirs in zip(seen["trained"], trained, strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
-    assert [sum(counts) for counts in zip(*(s["parts"] for s in found), strict=True)] == [
-        3, 15, 3, 6, 2,
-    ]  # fmt: skip
+class Marked(nn.Parameter):
+    """A parameter of a class of its own."""
 
 
-def numbers_of_two_models() -> list[int]:
-    found = []
-    for _ in range(2):
-        initialize(model=(model := nn.Linear(4, 4)), config=CONFIG)
-        found += [p.ds_id for p in model.parameters()]
-    return found
+def of_another_class() -> dict[str, Any]:
+    with init.Init():
+        model = build()
+        model[0].bias = Marked(torch.arange(5.0))
+    own: Any = model[0].bias
+    out = {"made": (type(own).__name__, own.ds_status.name, own.ds_persist, tuple(own.ds_shape))}
+    engine, *_ = initialize(model=model, config=config(3))
+    out["engine"] = own.ds_status.name, own.ds_persist, tuple(own.ds_shape)
+    engine.backward(engine(batch()).square().mean())
+    engine.step()
+    out["trained"] = access.safe_get_full_fp32_param(own).tolist() != list(range(5))
+    return out
 
 
-def test_the_numbers_of_two_models_differ_and_are_the_same_on_all_ranks() -> None:
-    first, second = run_ranks(2, numbers_of_two_models)
-    assert first == second and len(set(first)) == 4
+def test_a_parameter_of_another_class_stays_whole_until_an_engine_divides_it() -> None:
+    for one in run_ranks(2, of_another_class):
+        assert one["made"] == ("Marked", "AVAILABLE", True, (5,))
+        assert one["engine"] == ("NOT_AVAILABLE", False, (5,)) and one["trained"]
 
 
-def nested_inits() -> list[bool]:
-    with init.Init(config_dict_or_path=CONFIG):
-        with init.Init(config_dict_or_path=CONFIG):
-            inner = nn.Linear(4, 4)
-        has = hasattr(inner.weight, "ds_id")
-        engine, *_ = initialize(model=inner, config=CONFIG)
-        second = nn.Linear(4, 4)
-    return [has, hasattr(engine.module.weight, "ds_id"), hasattr(second.weight, "ds_id")]
+# -- optimizers ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_may_be_made_inside_an_init(ranks: int) -> None:
-    assert run_ranks(ranks, nested_inits) == [[True] * 3] * ranks
+def groups_of(stage: int) -> dict[str, Any]:
+    model = build()
+    engine, optimizer, _, schedule = initialize(
+        model=model,
+        config=config(
+            stage,
+            scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            optimizer={"type": "Adam", "params": {"lr": 0.01}},
+            bf16={"enabled": True},
+        ),
+    )
+    kinds = {
+        kind.__name__: isinstance(optimizer, kind)
+        for kind in (
+            *(DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, FP16_Optimizer),
+            *(BF16_Optimizer, FusedAdam, DeepSpeedCPUAdam),
+        )
+    }
+    name = "fp32_partitioned_groups_flat" if stage == 3 else "single_partition_of_fp32_groups"
+    flat = getattr(optimizer, "fp32_groups_flat" if stage == 0 else name)
+    engine.backward(engine(batch()).square().mean())
+    gradients = optimizer.averaged_gradients[0]
+    params = list(model.parameters())
+    mine = [access.safe_get_local_grad(p) for p in params]
+    assert len(optimizer.averaged_gradients) == len(flat) == 1
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(gradients, [g for g in mine if g is not None], strict=True)
+    )
+    engine.step()
+    assert torch.equal(flat[0], torch.cat([access.local_fp32(p) for p in params]))
+    assert optimizer.optimizer.state[params[0]].keys() == optimizer.state[params[0]].keys()
+    return {
+        "kinds": [kind for kind, yes in kinds.items() if yes],
+        "schedule": (isinstance(schedule, WarmupLR), isinstance(schedule, OneCycle)),
+        "numel": flat[0].numel(),
+        "dtype": flat[0].dtype,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind"),
+    [
+        (0, "FP16_Optimizer"),
+        (1, "DeepSpeedZeroOptimizer"),
+        (2, "DeepSpeedZeroOptimizer"),
+        (3, "DeepSpeedZeroOptimizer_Stage3"),
+    ],
+)
+def test_an_optimizer_counts_as_deepspeeds_class_of_its_stage(stage: int, kind: str) -> None:
+    seen = run_ranks(2, groups_of, stage)
+    for one in seen:
+        assert one["kinds"] == [kind, "FusedAdam"] and one["schedule"] == (True, False)
+        assert one["dtype"] == torch.float32
+    # 53 elements, divided from stage 1
+    assert (
+        [one["numel"] for one in seen] == [53, 53]
+        if stage == 0
+        else sum(one["numel"] for one in seen) == 53
+    )
+
+
+def test_an_optimizer_made_by_deepspeeds_class_is_an_instance_of_it() -> None:
+    param = nn.Parameter(torch.ones(3))
+    fused, host = FusedAdam([param], lr=0.1), DeepSpeedCPUAdam([param], lr=0.1)
+    assert isinstance(fused, FusedAdam) and isinstance(fused, torch.optim.AdamW)
+    assert isinstance(host, DeepSpeedCPUAdam) and not isinstance(host, FusedAdam)
+    assert not isinstance(torch.optim.AdamW([param]), (FusedAdam, DeepSpeedCPUAdam))

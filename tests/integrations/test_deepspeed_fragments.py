@@ -1,202 +1,206 @@
-"""`safe_get_*` and `safe_set_*`: gradients, master weights and optimizer states, full and local, at
-every stage and on every tier, against one process that trains on the data of both ranks.
+"""`safe_get_*` and `safe_set_*`: gradients, master weights and optimizer states of one parameter, on
+two ranks beside plain PyTorch, wherever they are stored.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names import access
 from onefold.integrations.deepspeed.names.training import initialize
 from ranks import run_ranks
 
-STATES = ("exp_avg", "exp_avg_sq")
-TIERS = [
-    (0, None),
-    (1, None),
-    (1, "cpu"),
-    (2, None),
-    (2, "cpu"),
-    (3, None),
-    (3, "cpu"),
-    (3, "nvme"),
-]
+KEYS = ("exp_avg", "exp_avg_sq")
 
 
-class Net(nn.Module):
-    """Parameters of odd sizes, of which ranks hold all, a part or nothing, and a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(6, 1), nn.Linear(1, 7), nn.Linear(7, 3)])
-        self.layers[1].requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def build() -> nn.Sequential:
+    """A frozen layer between two that are trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 3))
+    model[1].requires_grad_(False)
+    return model
 
 
-def config(stage: int, tier: str | None, folder: str, precision: str | None) -> dict[str, Any]:
+def engine_of(stage: int, device: str, folder: str) -> Any:
     zero: dict[str, Any] = {"stage": stage}
-    if tier:
-        zero["offload_optimizer"] = {"device": tier, "nvme_path": folder}
-    return {
+    if device != "none":
+        zero["offload_optimizer"] = {"device": device}
+    if device == "nvme":
+        zero["offload_optimizer"]["nvme_path"] = folder
+    config = {
         "train_micro_batch_size_per_gpu": 2,
         "zero_optimization": zero,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.01}},
         "gradient_clipping": 0.0,
-        "fp16": {"enabled": precision == "fp16", "initial_scale_power": 4},
-        "bf16": {"enabled": precision == "bf16"},
     }
+    return initialize(model=build(), config=config)[0]
 
 
-def batch(rank: int) -> torch.Tensor:
-    return torch.arange(12.0).view(2, 6) / 7 - rank
+def batch(rank: int, step: int) -> Tensor:
+    return torch.arange(12.0).view(2, 6) / 10 + rank + step / 3
 
 
-def joined(local: torch.Tensor) -> torch.Tensor:
-    """The elements of both ranks, in order. Collective, and not by the functions under test."""
-    parts: list[Any] = [None, None]
-    dist.all_gather_object(parts, local.tolist())
-    return torch.tensor(parts[0] + parts[1])
+class Plain:
+    """The same training in one process on both ranks' samples."""
+
+    def __init__(self) -> None:
+        self.model = build()
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.01)
+
+    def backward(self, step: int) -> None:
+        both = torch.cat([batch(0, step), batch(1, step)])
+        self.model(both).square().mean().backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
-def whole(kind: str, param: Any, *key: str) -> torch.Tensor:
-    """The full value, after a check that the ranks' local values are its elements in order."""
-    full = getattr(access, f"safe_get_full_{kind}")(param, *key)
-    local = getattr(access, f"safe_get_local_{kind}")(param, *key)
-    assert full.dtype == torch.float32 and full.shape == param.shape
-    local = torch.empty(0) if local is None else local
-    if param.onefold.sharded:
-        assert torch.equal(joined(local), full.flatten())
-    else:
-        assert torch.equal(local, full.flatten())
-    return full.clone()
+def same(mine: Tensor | None, theirs: Tensor) -> None:
+    assert mine is not None and mine.shape == theirs.shape and mine.dtype == torch.float32
+    torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
-def read_and_write(stage: int, tier: str | None, folder: str, precision: str | None) -> None:
-    model, plain = Net(), Net()
-    engine, *_ = initialize(model=model, config=config(stage, tier, folder, precision))
-    adam = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
-    near: dict[str, Any] = (
-        {"rtol": 1e-5, "atol": 1e-7} if precision is None else {"rtol": 0.1, "atol": 0.05}
-    )
-    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
-    trained = [(mine, theirs) for mine, theirs in pairs if theirs.requires_grad]
+def locals_are_parts(param: nn.Parameter, keys: tuple[str, ...], grad: bool) -> None:
+    """The local elements of both ranks, in rank order, are the whole."""
+    pairs = [(access.safe_get_full_optimizer_state(param, k), access.safe_get_local_optimizer_state(param, k)) for k in keys]  # fmt: skip
+    pairs.append((access.safe_get_full_fp32_param(param), access.safe_get_local_fp32_param(param)))
+    if grad:
+        pairs.append((access.safe_get_full_grad(param), access.safe_get_local_grad(param)))
+    for whole, local in pairs:
+        assert whole is not None
+        parts: list[Any] = [None, None]
+        dist.all_gather_object(parts, [] if local is None else local.tolist())
+        assert local is None or local.dim() == 1
+        assert parts[0] + parts[1] == whole.flatten().tolist()
 
-    def alike(kind: str, *key: str) -> None:
-        for mine, theirs in trained:
-            value = {
-                "grad": lambda p: engine.cur_scale * p.grad,
-                "fp32_param": lambda p: p.detach(),
-                "optimizer_state": lambda p: adam.state[p][key[0]],
-            }[kind](theirs)
-            torch.testing.assert_close(whole(kind, mine, *key), value, **near)
 
-    def pass_and_plain_pass() -> None:
-        engine.backward(engine(batch(dist.get_rank())))
-        adam.zero_grad()
-        for rank in range(2):
-            (plain(batch(rank)) / 2).backward()
-
-    for mine, theirs in pairs:
-        assert access.safe_get_full_grad(mine) is access.safe_get_local_grad(mine) is None
-        for key in STATES:
-            assert access.safe_get_full_optimizer_state(mine, key) is None
-            assert access.safe_get_local_optimizer_state(mine, key) is None
-        if not theirs.requires_grad:
-            assert access.safe_get_full_fp32_param(mine) is None
-            assert access.safe_get_local_fp32_param(mine) is None
-    alike("fp32_param")
-    for _ in range(2):
-        pass_and_plain_pass()
-        alike("grad")
+def read_beside_plain(stage: int, device: str, folder: str) -> None:
+    engine, plain, rank = engine_of(stage, device, folder), Plain(), dist.get_rank()
+    pairs = list(zip(engine.module.parameters(), plain.model.parameters(), strict=True))
+    for param, _ in pairs:
+        assert access.safe_get_full_grad(param) is None
+        assert access.safe_get_local_grad(param) is None
+        for key in KEYS:
+            assert access.safe_get_full_optimizer_state(param, key) is None
+            assert access.safe_get_local_optimizer_state(param, key) is None
+    for step in range(2):
+        engine.backward(engine(batch(rank, step)).square().mean())
+        plain.backward(step)
+        for param, theirs in pairs:
+            if theirs.requires_grad:
+                assert theirs.grad is not None
+                same(access.safe_get_full_grad(param), theirs.grad)
+            else:
+                assert access.safe_get_full_grad(param) is None
+                assert access.safe_get_full_fp32_param(param) is None
+                assert access.safe_get_local_fp32_param(param) is None
+            if stage and theirs.requires_grad:
+                locals_are_parts(param, (), grad=True)
         engine.step()
-        adam.step()
-        alike("fp32_param")
-        for key in STATES:
-            alike("optimizer_state", key)
-
-    # What is written is read again, and is what the next step computes with
-    pass_and_plain_pass()
-    generator = torch.Generator().manual_seed(1)
-    for mine, theirs in trained:
-        new = torch.rand(theirs.shape, generator=generator)
-        held = new.bfloat16().float() if precision else new
-        access.safe_set_full_grad(mine, new.bfloat16() if precision else new)
-        assert torch.equal(whole("grad", mine), held)
-        local = access.safe_get_local_grad(mine)
-        if local is not None:
-            access.safe_set_local_grad(mine, local * 2)
-        assert torch.equal(whole("grad", mine), 2 * held)
-        theirs.grad = 2 * held / engine.cur_scale
-        access.safe_set_full_fp32_param(mine, new + 1)
-        assert torch.equal(whole("fp32_param", mine), new + 1)
-        part = access.safe_get_local_fp32_param(mine)
-        access.safe_set_local_fp32_param(mine, part * 2)
-        assert torch.equal(whole("fp32_param", mine), 2 * (new + 1))
-        theirs.data = 2 * (new + 1)
-        for at, key in enumerate(STATES):
-            access.safe_set_full_optimizer_state(mine, new + at, key)
-            assert torch.equal(whole("optimizer_state", mine, key), new + at)
-            state = access.safe_get_local_optimizer_state(mine, key)
-            if state is not None:
-                access.safe_set_local_optimizer_state(mine, state * 2, key)
-            assert torch.equal(whole("optimizer_state", mine, key), 2 * (new + at))
-            adam.state[theirs][key] = 2 * (new + at)
-        with pytest.raises(ValueError, match=r"expected the \d+ that this rank has"):
-            access.safe_set_local_fp32_param(mine, torch.zeros(1000))
-    engine.step()
-    adam.step()
-    alike("fp32_param")
-    # A rank may ask for its own elements alone
-    if dist.get_rank() == 0:
-        for mine, _ in trained:
-            access.safe_get_local_fp32_param(mine)
-            access.safe_get_local_optimizer_state(mine, "exp_avg")
-    pass_and_plain_pass()
-    engine.step()
+        plain.step()
+        for param, theirs in pairs:
+            if theirs.requires_grad:
+                same(access.safe_get_full_fp32_param(param), theirs.detach())
+                for key in KEYS:
+                    same(
+                        access.safe_get_full_optimizer_state(param, key),
+                        plain.optimizer.state[theirs][key],
+                    )
+                if stage:
+                    locals_are_parts(param, KEYS, grad=False)
+            else:
+                assert access.safe_get_full_optimizer_state(param, KEYS[0]) is None
 
 
-def of_all_tiers(folder: str, precision: str | None) -> None:
-    for stage, tier in TIERS:
-        try:
-            read_and_write(stage, tier, folder, precision)
-        except Exception as error:
-            error.add_note(f"at stage {stage}, states on {tier or 'the device'}, {precision}")
-            raise
+def written_beside_plain(stage: int, device: str, folder: str, local: bool) -> list[float]:
+    """Gradients before a step, and weights and states after it, are replaced; later steps agree."""
+    engine, plain, rank = engine_of(stage, device, folder), Plain(), dist.get_rank()
+    pairs = [
+        (p, q)
+        for p, q in zip(engine.module.parameters(), plain.model.parameters(), strict=True)
+        if q.requires_grad
+    ]
+
+    def random(like: Tensor) -> Tensor:
+        torch.manual_seed(like.numel() + int(like.sum() * 100))
+        return torch.rand(like.shape)
+
+    def write(call: str, param: Any, value: Tensor, *key: str) -> None:
+        if not local:
+            getattr(access, f"safe_set_full_{call}")(param, value, *key)
+            return
+        now = getattr(access, f"safe_get_local_{call}")(param, *key)
+        if now is None or not now.numel():
+            return
+        start = param.onefold.interval[0] if stage else 0
+        mine = value.flatten()[start : start + now.numel()]
+        getattr(access, f"safe_set_local_{call}")(param, mine, *key)
+
+    losses = []
+    for step in range(3):
+        loss = engine(batch(rank, step)).square().mean()
+        engine.backward(loss)
+        losses.append(loss.item())
+        plain.backward(step)
+        for param, theirs in pairs:
+            assert theirs.grad is not None
+            theirs.grad.copy_(random(theirs.grad))
+            write("grad", param, theirs.grad)
+            same(access.safe_get_full_grad(param), theirs.grad)
+        engine.step()
+        plain.step()
+        for param, theirs in pairs:
+            with torch.no_grad():
+                theirs.copy_(random(theirs))
+            write("fp32_param", param, theirs.detach())
+            same(access.safe_get_full_fp32_param(param), theirs.detach())
+            for key in KEYS:
+                state = plain.optimizer.state[theirs][key]
+                state.copy_(random(state))
+                write("optimizer_state", param, state, key)
+                same(access.safe_get_full_optimizer_state(param, key), state)
+    assert plain.model(batch(rank, 2)).square().mean().item() != losses[-1]
+    return losses
 
 
-@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_fragments_are_those_of_one_process_at_every_stage_and_tier(
-    tmp_path: Path, precision: str | None
+WHERE = [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu"), (3, "nvme")]
+
+
+@pytest.mark.parametrize(("stage", "device"), WHERE)
+def test_what_is_read_is_plain_pytorchs_and_none_before_there_is_something(
+    stage: int, device: str, tmp_path: Any
 ) -> None:
-    run_ranks(2, of_all_tiers, str(tmp_path), precision)
+    run_ranks(2, read_beside_plain, stage, device, str(tmp_path))
 
 
-def vectorized(folder: str) -> list[Any]:
-    out = []
-    for stage, tier in TIERS:
-        engine, *_ = initialize(model=Net(), config=config(stage, tier, folder, None))
-        engine.backward(engine(batch(dist.get_rank())))
-        params = list(engine.module.parameters())
-        before = [access.safe_get_full_grad(p) for p in params]
-        access.safe_update_full_grad_vectorized(params, lambda grad, param: grad * 3)
-        after = [access.safe_get_full_grad(p) for p in params]
-        for was, now in zip(before, after, strict=True):
-            assert (was is None) is (now is None)
-            assert was is None or torch.equal(3 * was, now)
-        out.append(sum(was is not None for was in before))
-    return out
+@pytest.mark.parametrize(
+    ("stage", "device", "local"),
+    [(*where, local) for where in WHERE for local in (False, True) if where[0] or not local],
+)
+def test_what_is_written_is_read_again_and_trained_with(
+    stage: int, device: str, local: bool, tmp_path: Any
+) -> None:
+    seen = run_ranks(2, written_beside_plain, stage, device, str(tmp_path), local)
+    # The weights of step 1 and later are those that were written: the same at every stage
+    losses = [sum(pair) / 2 for pair in zip(*seen, strict=True)]
+    plain = Plain()
+    expected = plain.model(torch.cat([batch(0, 0), batch(1, 0)])).square().mean().item()
+    assert losses[0] == pytest.approx(expected, rel=1e-6) and losses[1] != losses[0]
 
 
-def test_gradients_are_updated_by_a_function_at_every_stage_and_tier(tmp_path: Path) -> None:
-    assert run_ranks(2, vectorized, str(tmp_path)) == [[4] * len(TIERS)] * 2
+def test_a_value_of_another_size_is_refused() -> None:
+    engine = engine_of(0, "none", "")
+    weight = next(engine.module.parameters())
+    with pytest.raises(ValueError, match=r"given shape \(3,\), expected \(5, 6\)"):
+        access.safe_set_full_fp32_param(weight, torch.ones(3))
+    with pytest.raises(ValueError, match="given 3 elements, expected the 30 that this rank has"):
+        access.safe_set_local_fp32_param(weight, torch.ones(3))
+    with pytest.raises(ValueError, match="there is no state 'exp_avg' of this parameter"):
+        access.safe_set_full_optimizer_state(weight, torch.ones(5, 6), "exp_avg")

@@ -88,7 +88,9 @@ def all_imports() -> list[str]:
 
 def test_an_import_of_what_is_not_served_says_who_serves_and_why() -> None:
     moe, pipe, unknown, star, same = run_ranks(1, all_imports, process_group=False)[0]
-    assert moe.startswith("ModuleNotFoundError: deepspeed.moe is not served here: other parallel")
+    assert moe.startswith(
+        "ModuleNotFoundError: deepspeed.moe.layer is not served here: other parallel"
+    )
     assert pipe.startswith("ModuleNotFoundError: deepspeed.PipelineModule is not served here")
     assert "there is no deepspeed.runtime.no_such_file here: the name deepspeed is" in unknown
     assert star == "safe_get_full_grad RepeatingLoader\n"

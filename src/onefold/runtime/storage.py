@@ -220,11 +220,11 @@ class Storage(ABC):
 
     def read_gradient(self, entry: Entry) -> torch.Tensor:
         """Return this rank's elements of a gradient on disk, [held], in new host memory."""
-        raise RuntimeError(f"no gradient of {self.flat.unit_name!r} is on disk.")
+        raise NotImplementedError  # only a storage with `gradients_on_disk` has one
 
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
         """Overwrite this rank's elements of a gradient on disk by `values`, [held]."""
-        raise RuntimeError(f"no gradient of {self.flat.unit_name!r} is on disk.")
+        raise NotImplementedError
 
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
         """Return what `.grad` shows for `part`, this rank's elements of an unreduced gradient: a

@@ -15,6 +15,7 @@ rate of iteration -1.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ import torch
 
 from onefold.integrations.deepspeed.config import SchedulerSpec
 
+logger = logging.getLogger("onefold")
 Rates = Callable[[int], list[float]]
 
 
@@ -31,6 +33,8 @@ class Schedule:
 
     Attributes:
         kind: its name in the table of this module.
+        min_lrs, max_lrs: the lowest and the highest rate of each group, where the schedule has them.
+        warmup_num_steps, warmup_type: of a warm-up; 0 and "" otherwise.
 
     Args:
         optimizer: the optimizer whose parameter groups get the rates.
@@ -41,6 +45,10 @@ class Schedule:
     """
 
     kind = ""
+    min_lrs: Sequence[float] = ()
+    max_lrs: Sequence[float] = ()
+    warmup_num_steps = 0
+    warmup_type = ""
 
     def __init__(
         self,
@@ -116,6 +124,21 @@ def _current(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
+def _warmup_steps(given: Any) -> int:
+    """Return the number of steps of a warm-up: 2 or more, as in DeepSpeed."""
+    if not isinstance(given, int) or given < 0:
+        raise ValueError(f"warmup_num_steps={given!r}: expected a whole number, 0 or more.")
+    return max(2, given)
+
+
+def _warmup_type(given: str) -> str:
+    """Return "log" or "linear". Of anything else DeepSpeed makes "log"; here a message says so."""
+    if given in ("log", "linear"):
+        return given
+    logger.warning("warmup_type=%r: expected 'log' or 'linear'; it counts as 'log'.", given)
+    return "log"
+
+
 def _rise(steps: int, kind: str) -> Callable[[int], float]:
     inverse = 1.0 / math.log(steps)  # rounded as DeepSpeed rounds it
     return lambda i: inverse * math.log(i + 1) if kind == "log" else i / steps
@@ -136,7 +159,7 @@ def _warmup(
         if warmup_max_lr is None
         else _per_group(optimizer, "warmup_max_lr", warmup_max_lr)
     )
-    steps = max(2, warmup_num_steps)
+    steps, warmup_type = _warmup_steps(warmup_num_steps), _warmup_type(warmup_type)
     rise = _rise(steps, warmup_type)
 
     def share(i: int) -> float:
@@ -151,7 +174,10 @@ def _warmup(
     def rates(i: int) -> list[float]:
         return low if i < 0 else [a + (b - a) * share(i) for a, b in zip(low, high, strict=True)]
 
-    return Schedule(optimizer, rates, last_batch_iteration=last_batch_iteration)
+    made = Schedule(optimizer, rates, last_batch_iteration=last_batch_iteration)
+    made.min_lrs, made.max_lrs = low, high
+    made.warmup_num_steps, made.warmup_type = steps, warmup_type
+    return made
 
 
 def _warmup_decay(optimizer: torch.optim.Optimizer, **params: Any) -> Schedule:
@@ -168,7 +194,7 @@ def _warmup_cosine(
     last_batch_iteration: int = -1,
 ) -> Schedule:
     peak = _current(optimizer)
-    steps = max(2, warmup_num_steps)
+    steps, warmup_type = _warmup_steps(warmup_num_steps), _warmup_type(warmup_type)
     rise = _rise(steps, warmup_type)
 
     def ratio(i: int) -> float:
@@ -181,11 +207,14 @@ def _warmup_cosine(
             0.0, cos_min_ratio + (1.0 - cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
         )
 
-    return Schedule(
+    made = Schedule(
         optimizer,
         lambda i: [rate * ratio(i) for rate in peak],
         last_batch_iteration=last_batch_iteration,
     )
+    made.max_lrs = peak
+    made.warmup_num_steps, made.warmup_type = steps, warmup_type
+    return made
 
 
 def _one_cycle(
@@ -210,6 +239,11 @@ def _one_cycle(
     )
     first = cycle_first_step_size
     second = first if cycle_second_step_size is None else cycle_second_step_size
+    if not (first > 0 and second >= 0):
+        raise ValueError(
+            f"cycle_first_step_size={first} and cycle_second_step_size={second}: expected a whole"
+            " number above 0, and one of 0 or more."
+        )
     stairs = [cycle_first_stair_count] * 2
     if cycle_second_stair_count is not None:
         stairs[1] = cycle_second_stair_count
@@ -254,7 +288,9 @@ def _one_cycle(
         return [(beta, 0.99) for beta in first_betas]
 
     has_betas = cycle_momentum and "betas" in optimizer.defaults
-    return Schedule(optimizer, rates, betas if has_betas else None, last_batch_iteration)
+    made = Schedule(optimizer, rates, betas if has_betas else None, last_batch_iteration)
+    made.min_lrs, made.max_lrs = low, high
+    return made
 
 
 def _range_test(
@@ -266,6 +302,10 @@ def _range_test(
     last_batch_iteration: int = -1,
 ) -> Schedule:
     low = _per_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+    if lr_range_test_step_size <= 0:
+        raise ValueError(
+            f"lr_range_test_step_size={lr_range_test_step_size}: expected a whole number above 0."
+        )
 
     def rates(i: int) -> list[float]:
         interval = (i + 1) / lr_range_test_step_size
@@ -274,7 +314,9 @@ def _range_test(
         )
         return [rate * grown for rate in low]
 
-    return Schedule(optimizer, rates, last_batch_iteration=last_batch_iteration)
+    made = Schedule(optimizer, rates, last_batch_iteration=last_batch_iteration)
+    made.min_lrs = low
+    return made
 
 
 _SCHEDULES: Mapping[str, Callable[..., Schedule]] = {

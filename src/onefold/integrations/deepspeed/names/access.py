@@ -26,11 +26,18 @@ from onefold.runtime.parameters.interval import disable_torch_function, dress, s
 from onefold.runtime.parameters.operators.local import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.storageless import Storageless
+from onefold.runtime.registry import engine_of_entry
 from onefold.runtime.storage import OnDisk
 from onefold.runtime.unreduced import whole_local_gradient
 
-#: The optimizers of an engine that were found last. A search goes through all objects of Python.
-_found: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+#: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
+#: a search through all objects of Python has found.
+_known: weakref.WeakKeyDictionary[Any, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def note_optimizer(engine: Any, optimizer: Any) -> None:
+    """Look for states of the engine's parameters in this optimizer."""
+    _known[engine] = [weakref.ref(optimizer)]
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -110,8 +117,14 @@ def local_fp32(param: nn.Parameter) -> Tensor:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """Return this rank's elements of an optimizer state, in fp32; None if there is none yet."""
+    """Return this rank's elements of an optimizer state, in fp32; None if there is none yet.
+
+    A rank that has no element of the parameter gets an empty tensor once the optimizer has such
+    states of other parameters.
+    """
     held = _state_of(param, optim_state_key)
+    if held is None and _has_none_of(param) and _has_stepped(param, optim_state_key):
+        return torch.empty(0, device=param.device)
     return None if held is None else _read(held).float()
 
 
@@ -257,11 +270,30 @@ def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
     return None
 
 
+def _has_none_of(param: nn.Parameter) -> bool:
+    """Whether this rank owns no element of a parameter that is trained."""
+    spec = spec_of(param)
+    return param.requires_grad and spec is not None and spec.start == spec.stop
+
+
+def _has_stepped(param: nn.Parameter, key: str) -> bool:
+    entry = entry_of(param)
+    engine = entry.engine() if entry is not None else None
+    if entry is None or engine is None:
+        return False
+    with disable_torch_function():
+        return any(
+            key in state
+            for optimizer in _optimizers_of(engine, entry.param)
+            for state in optimizer.state.values()
+        )
+
+
 def _optimizers_of(engine: Any, param: nn.Parameter) -> list[Any]:
-    known = [o for ref in _found.get(engine, ()) if (o := ref()) is not None]
+    known = [o for ref in _known.get(engine, ()) if (o := ref()) is not None]
     if not any(p is param for o in known for group in o.param_groups for p in group["params"]):
         known = optimizers_over(engine)
-        _found[engine] = [weakref.ref(o) for o in known]
+        _known[engine] = [weakref.ref(o) for o in known]
     return known
 
 
@@ -308,7 +340,7 @@ def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
 
 def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
     """Write this rank's elements of master weights that are on NVMe."""
-    held, engine = _masters(param), entry.engine()
+    held, engine = _masters(param), engine_of_entry(entry)
     if not isinstance(held, OnDisk) or engine is None:
         raise NotImplementedError(
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."

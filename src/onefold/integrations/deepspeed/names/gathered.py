@@ -199,19 +199,25 @@ def all_gather(
             context.__enter__()
 
 
-class Gathered:
-    """The handle that `all_gather_coalesced` returns. The parameters are whole already."""
+class MultipleAllGatherHandles:
+    """Waits for several handles. `all_gather_coalesced` returns one that waits for nothing, because
+    the parameters are whole already.
+    """
 
-    def wait(self, **options: Any) -> None:
-        """Do nothing."""
+    def __init__(self, handles: Iterable[Any] = ()) -> None:
+        self.handles = list(handles)
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        for handle in self.handles:
+            handle.wait(handle_dependency=handle_dependency)
 
 
 def all_gather_coalesced(
     param: nn.Parameter, params: Sequence[nn.Parameter], **options: Any
-) -> Gathered:
+) -> MultipleAllGatherHandles:
     """Make the parameters whole until `partition`. Collective."""
     all_gather(param, params)
-    return Gathered()
+    return MultipleAllGatherHandles()
 
 
 def partition(

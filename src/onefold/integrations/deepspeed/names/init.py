@@ -79,6 +79,7 @@ class Init:
             precision = read_deepspeed(given).precision
             self.dtype = COMPUTE_DTYPES[precision] if precision else torch.float32
         self._made: dict[int, nn.Parameter] = {}
+        self._modules: dict[int, nn.Module] = {}
         self._whole: list[nn.Parameter] = []
         self._stuck = 0
         self._register: Any = None
@@ -97,6 +98,7 @@ class Init:
 
             def noted(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
                 register(module, name, param)
+                self._modules[id(module)] = module
                 if param is not None:
                     self._note(param, isinstance(module, ParametrizationList))
 
@@ -117,7 +119,7 @@ class Init:
                 self._end()
             elif not alone():
                 leave(error)
-            self._made, self._whole = {}, []
+            self._made, self._modules, self._whole = {}, {}, []
 
     def _note(self, param: nn.Parameter, stays: bool = False) -> None:
         """Note a parameter that a module has registered. With `stays` it is never divided."""
@@ -160,6 +162,11 @@ class Init:
     def _end(self) -> None:
         """Divide the parameters that are still whole, and cast all."""
         digest_by_parameter()
+        # `to_empty` puts new parameters in the place of those on the meta device (skip_init)
+        for module in self._modules.values():
+            for param in module._parameters.values():
+                if param is not None:
+                    self._note(param, isinstance(module, ParametrizationList))
         made = [param for param in self._made.values() if entry_of(param) is None]
         mark_parameters(made)
         if not alone():

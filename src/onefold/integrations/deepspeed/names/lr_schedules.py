@@ -13,6 +13,17 @@ from onefold.integrations.deepspeed.schedules import Schedule, build_schedule
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
 VALID_LR_SCHEDULES = [*SCHEDULES]
+WARMUP_LOG_RATE, WARMUP_LINEAR_RATE = "log", "linear"
+
+
+def __getattr__(name: str) -> str:
+    """Return the key of a configuration that DeepSpeed's constant names: `CYCLE_MIN_LR` is
+    "cycle_min_lr".
+    """
+    key = name.lower()
+    if name.isupper() and any(key in section for section in SCHEDULES.values()):
+        return key
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class _Named(type):

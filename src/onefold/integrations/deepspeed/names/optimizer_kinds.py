@@ -30,7 +30,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from onefold.integrations.deepspeed.names.access import local_fp32, safe_get_local_grad
+from onefold.integrations.deepspeed.names.access import (
+    local_fp32,
+    note_optimizer,
+    safe_get_local_grad,
+)
+from onefold.runtime.registry import engine_of
 
 if TYPE_CHECKING:
     from onefold.integrations.deepspeed.engine import DeepSpeedEngine
@@ -108,6 +113,7 @@ def _groups(optimizer: weakref.ref[Any]) -> list[dict[str, Any]]:
 def show_groups(engine: DeepSpeedEngine) -> None:
     """Let the engine's optimizer count as an instance of its class, and set its attributes."""
     optimizer, stage = engine.optimizer, engine.zero_optimization_stage()
+    note_optimizer(engine_of(engine.module), optimizer)
     if stage == 3:
         kind = "DeepSpeedZeroOptimizer_Stage3"
     elif stage:

@@ -5,7 +5,8 @@
 | ds_id                                  | the parameter's number, unique in the process, the same on all ranks   |
 | ds_shape, ds_numel                     | those of the whole parameter                                           |
 | ds_status                              | AVAILABLE where this code sees the whole parameter, else NOT_AVAILABLE |
-| ds_tensor                              | this rank's elements, one-dimensional; writes to it are kept           |
+| ds_tensor                              | this rank's elements, one-dimensional; writes to it are kept. Of a     |
+|                                        | parameter on NVMe it has a shape only                                  |
 | ds_persist                             | whether this rank keeps the whole parameter between passes             |
 | ds_process_group,                      | the ranks that divide it                                               |
 | ds_zero_param_process_group            |                                                                        |
@@ -36,6 +37,7 @@ from torch import Tensor, nn
 from onefold.integrations.deepspeed.names import divided
 from onefold.runtime.entry import Entry, Whole
 from onefold.runtime.parameters.interval import disable_torch_function
+from onefold.runtime.parameters.storageless import seen_storageless
 
 #: How many contexts have gathered a parameter (gathered.py).
 DEPTH = "_onefold_gathered"
@@ -61,7 +63,7 @@ class LocalPart(Tensor):
     `part.data = values` copies the values into that memory.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> Tensor:
@@ -98,6 +100,13 @@ def give_facts(
         own.setdefault("ds_active_sub_modules", set())
 
 
+def take_facts(params: Iterable[nn.Parameter]) -> None:
+    """Remove what `give_facts` has set: the parameters' model goes on below stage 3."""
+    for param in params:
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules", PASSES):
+            param.__dict__.pop(name, None)
+
+
 def has_facts(param: Any) -> bool:
     return isinstance(param, nn.Parameter) and "ds_id" in param.__dict__
 
@@ -127,23 +136,19 @@ def status_of(param: nn.Parameter) -> ZeroParamStatus:
 
 
 def local_part(param: nn.Parameter) -> Tensor:
-    """Return this rank's elements.
-
-    Raises:
-        NotImplementedError: they are stored on NVMe or encoded.
+    """Return this rank's elements, in memory. Those on NVMe, or encoded ones, are a `Storageless`:
+    it has a shape, and computing with it raises.
     """
     own = param.__dict__
     held = own[LOCAL] if LOCAL in own else divided.values_of(param)
+    entry = entry_of(param)
     if held is None:
-        entry = entry_of(param)
-        if entry is not None and not entry.flat.storage.in_place:
-            raise NotImplementedError(
-                f"ds_tensor: parameter {entry.slot.name!r} is stored on NVMe or encoded; read it with"
-                " safe_get_full_fp32_param(param)."
-            )
         held = param if entry is None else entry.param
     with disable_torch_function():
-        return _DATA.__get__(held).as_subclass(Tensor).reshape(-1).as_subclass(LocalPart)
+        part: Tensor = _DATA.__get__(held).as_subclass(Tensor).reshape(-1)
+        if entry is not None and not entry.flat.storage.in_place:
+            return seen_storageless(part, f"ds_tensor of {entry.slot.name!r}")
+        return part.as_subclass(LocalPart)
 
 
 def _persists(param: nn.Parameter) -> bool:
@@ -167,6 +172,7 @@ def _summary(param: nn.Parameter) -> dict[str, Any]:
         "ds_shape": tuple(param.__dict__["ds_shape"]),
         "requires_grad": param.requires_grad,
         "persist": _persists(param),
+        "ds_tensor.shape": tuple(local_part(param).shape),
     }
 
 

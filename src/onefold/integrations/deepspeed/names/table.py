@@ -55,6 +55,32 @@ _LEAVES = {
         "z3_leaf_parameter",
     )
 }
+#: Constants that name a key of a schedule's params.
+_SCHEDULE_KEYS = (
+    "COS_MIN_RATIO",
+    "CYCLE_FIRST_STAIR_COUNT",
+    "CYCLE_FIRST_STEP_SIZE",
+    "CYCLE_MAX_LR",
+    "CYCLE_MAX_MOM",
+    "CYCLE_MIN_LR",
+    "CYCLE_MIN_MOM",
+    "CYCLE_MOMENTUM",
+    "CYCLE_SECOND_STAIR_COUNT",
+    "CYCLE_SECOND_STEP_SIZE",
+    "DECAY_LR_RATE",
+    "DECAY_MOM_RATE",
+    "DECAY_STEP_SIZE",
+    "LR_RANGE_TEST_MIN_LR",
+    "LR_RANGE_TEST_STAIRCASE",
+    "LR_RANGE_TEST_STEP_RATE",
+    "LR_RANGE_TEST_STEP_SIZE",
+    "TOTAL_NUM_STEPS",
+    "WARMUP_MAX_LR",
+    "WARMUP_MIN_LR",
+    "WARMUP_MIN_RATIO",
+    "WARMUP_NUM_STEPS",
+    "WARMUP_TYPE",
+)
 _SCHEDULES = ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
 _OF_TORCH = (
     "ProcessGroup",
@@ -226,7 +252,10 @@ SERVED: Mapping[str, Mapping[str, str]] = {
                 "VALID_LR_SCHEDULES",
                 "WARMUP_COSINE_LR",
                 "WARMUP_DECAY_LR",
+                "WARMUP_LINEAR_RATE",
+                "WARMUP_LOG_RATE",
                 "WARMUP_LR",
+                *_SCHEDULE_KEYS,
             )
         },
         **{name: f"lr_schedules:{name}" for name in _SCHEDULES},
@@ -260,6 +289,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         **_ZERO,
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": "accelerator:get_accelerator",
+        "MultipleAllGatherHandles": "gathered:MultipleAllGatherHandles",
         "zero_wrapper_for_fp_tensor_constructor": "init:zero_wrapper_for_fp_tensor_constructor",
     },
     "deepspeed.utils": {

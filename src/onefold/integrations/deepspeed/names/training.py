@@ -36,6 +36,7 @@ from onefold.integrations.deepspeed.names.leaves import mark_configured
 from onefold.integrations.deepspeed.names.logs import logger
 from onefold.integrations.deepspeed.names.optimizer_kinds import show_groups
 from onefold.integrations.deepspeed.names.optimizers import note_configured
+from onefold.integrations.deepspeed.names.parameter_facts import take_facts
 from onefold.integrations.deepspeed.names.parameter_offload import ParameterOffload, mark
 from onefold.integrations.deepspeed.names.table import VERSION
 from onefold.integrations.deepspeed.optimizer_facts import show_leaves
@@ -161,6 +162,7 @@ def _initialize(
     made[0].keeps_gradients = True  # callbacks of Trainer read gradients after the step
     if made[0].zero_optimization_stage() < 3:
         _give_whole_state_dicts(made[0])
+        take_facts(model.parameters())  # a former engine at stage 3 may have given them
     else:
         mark(model)
         if made[1] is not None:

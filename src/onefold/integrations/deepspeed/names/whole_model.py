@@ -71,11 +71,11 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Load a checkpoint's whole model, and return `model`.
 
-    | `model` is                                        | what happens                                   |
-    |---------------------------------------------------|------------------------------------------------|
-    | not sharded                                       | it is moved to the host, and loaded there      |
-    | an engine's (`engine.module`)                     | each rank loads its part. Every rank calls it  |
-    | an engine's, inside `GatheredParameters`           | its whole parameters are those of the checkpoint until that context ends |
+    | `model` is                | what happens                                                      |
+    |---------------------------|-------------------------------------------------------------------|
+    | not sharded               | it is moved to the host, and loaded there                         |
+    | an engine's               | each rank loads its part; every rank must call                    |
+    | an engine's, and gathered | the whole is the checkpoint's, in fp32, until GatheredParameters ends |
 
     What the checkpoint lacks (frozen parameters that were left out) stays as it is. The optimizer's
     states stay as they are.
