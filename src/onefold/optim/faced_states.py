@@ -46,12 +46,12 @@ class PlainStates(defaultdict[Any, Any]):
 
     Attributes:
         dressed: the states that were read outside since the last step, and hold intervals.
-        elsewhere: {parameter of which this rank has no element: steps of the other ranks since its
-            state was last filled}.
+        elsewhere: {id of a parameter of which this rank has no element: steps of the other ranks
+            since its state was last filled}. Each has a key here, which keeps it alive.
     """
 
     dressed: list[tuple[IntervalSpec, dict[str, Any]]]
-    elsewhere: dict[Any, int]
+    elsewhere: dict[int, int]
 
 
 class FacedStates(PlainStates):
@@ -105,13 +105,19 @@ class FacedStates(PlainStates):
         self._changed(key)
         return super().pop(key, *default)
 
+    def popitem(self) -> tuple[Any, Any]:
+        keys = list(self)
+        if not keys:
+            raise KeyError("popitem(): the dictionary is empty")
+        return keys[-1], self.pop(keys[-1])
+
     def clear(self) -> None:
         super().clear()
         self.elsewhere.clear()
         self.donors = None
 
     def _changed(self, key: Any) -> None:
-        self.elsewhere.pop(key, None)
+        self.elsewhere.pop(id(key), None)
         self.donors = None
 
     def _face_all(self) -> None:
@@ -129,8 +135,8 @@ class FacedStates(PlainStates):
             return
         self.complete = True
         with disable_torch_function():
-            for param in [p for p in self.elsewhere if not dict.get(self, p)]:
-                if not self.like_others(param):
+            for param, state in list(super().items()):
+                if not state and id(param) in self.elsewhere and not self.like_others(param):
                     del self[param]
             own = dict(super().items())
             params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -167,7 +173,7 @@ class FacedStates(PlainStates):
 
     def _fill(self, param: Any, state: dict[str, Any]) -> None:
         """See [Note: states elsewhere]."""
-        since = self.elsewhere.pop(param, None)
+        since = self.elsewhere.pop(id(param), None)
         if since is None and not state:
             return  # the other ranks have no state of it either
         others, before = self.like_others(param), state.get("step", 0)
@@ -287,9 +293,12 @@ def stepped_elsewhere(optimizer: Optimizer, params: list[Any]) -> None:
     """
     state: Any = optimizer.state
     if params and type(state) is FacedStates:
+        counts = state.elsewhere
         for param in params:
-            dict.setdefault(state, param, {})
-            state.elsewhere[param] = state.elsewhere.get(param, 0) + 1
+            known = counts.get(id(param))
+            if known is None:
+                dict.setdefault(state, param, {})
+            counts[id(param)] = (known or 0) + 1
 
 
 def loaded_elsewhere(optimizer: Optimizer, param: Any) -> None:
