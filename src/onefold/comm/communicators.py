@@ -162,7 +162,7 @@ class Communicators:
 
 
 def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
-    options = {}
+    options: dict[str, Any] = {}
     if ":" in str(dist.get_backend(parent)):
         options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)
