@@ -288,7 +288,7 @@ def test_a_rank_that_dies_stands_still_or_raises_is_a_row_and_the_next_checks_go
     broken = "collectives=dies,ordered sums=stands still,offload=raises"
     checks = {
         "collectives": 60.0,
-        "ordered sums": 2.0,
+        "ordered sums": 10.0,  # rank 1 comes to where it stands still also on a busy machine
         "native sums": 60.0,
         "offload": 60.0,
         "kernels": 60.0,
@@ -303,7 +303,7 @@ def test_a_rank_that_dies_stands_still_or_raises_is_a_row_and_the_next_checks_go
     hung = found["ordered sums"]
     assert (
         hung.status == WRONG
-        and hung.said.startswith("rank 0: not finished after 2 s")
+        and hung.said.startswith("rank 0: not finished after 10 s")
         and "rank 1 in " in hung.said
     ), hung
     assert "broken_doctor.py" in hung.said and "in stands_still" in hung.said, hung

@@ -15,12 +15,14 @@ name. torch makes it from a number of this process: how many groups it knows (2.
 has made (2.14). Ranks that are in different groups besides would wait under different names. After
 a group has gone, the next one could get its name, and find its old addresses. And on 2.14, groups
 that a subset of ranks makes would shift the names of all groups that the script makes later. So
-Onefold names its groups itself: after their ranks, and how often these have made some.
+Onefold names its groups itself: after their ranks, and how often these have made some. Groups that other threads make meanwhile keep
+torch's names.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import threading
 import time
@@ -131,23 +133,16 @@ class Communicators:
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
         """Give the groups made inside names of their own. See [Note: names of groups]. Local."""
-        c10d, me = dist.distributed_c10d, dist.get_rank()
-        place = f"onefold/groups/{format_ranks(self.ranks)}"
+        _name_groups()
+        place, me = f"onefold/groups/{format_ranks(self.ranks)}", dist.get_rank()
         # The same number on every rank: each has come here equally often
-        turn = c10d._get_default_store().add(f"{place}/turns/{me}", 1)
-        numbers, thread = itertools.count(1), threading.get_ident()
-        torchs = c10d._process_group_name
-
-        def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-            if threading.get_ident() != thread:  # a group of the script's own
-                return torchs(ranks, use_hashed_name)
-            return f"{place}/{turn}.{next(numbers)}"
-
-        c10d._process_group_name = name
+        store = dist.distributed_c10d._get_default_store()
+        turn = store.add(f"{place}/turns/{me}", 1)
+        _NAMES.given = (f"{place}/{turn}.{number}" for number in itertools.count(1))
         try:
             yield
         finally:
-            c10d._process_group_name = torchs
+            del _NAMES.given
 
     def give_up(self) -> None:
         """Abort the native communicators, so that operations waiting for a missing rank free the
@@ -167,7 +162,32 @@ class Communicators:
 
 
 def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
-    options = {}
+    options: dict[str, Any] = {}
     if ":" in str(dist.get_backend(parent)):
         options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+class _Names(threading.local):
+    """The names of the groups that a thread makes next: `given`, else torch's."""
+
+    given: Iterator[str] | None = None
+
+
+_NAMES = _Names()
+
+
+@functools.cache
+def _name_groups() -> None:
+    """Have torch take the names that are given."""
+    c10d = dist.distributed_c10d
+    by_torch = c10d._process_group_name
+
+    def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+        given = _NAMES.given
+        return by_torch(ranks, use_hashed_name) if given is None else next(given)
+
+    c10d._process_group_name = name

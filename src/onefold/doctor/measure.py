@@ -13,6 +13,7 @@ ranks   0 ▐matrices blocks ... steps▌▐matrices ... moves overlap steps▌�
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,8 +69,8 @@ def measure(
     found: dict[int, list[AtRanks]] = {}
     link: HostLink | None = None
     # Idle ranks wait in gloo on the host, where no spinning thread disturbs the measurement
-    everyone = dist.new_group(backend="gloo") if dist.is_initialized() else None
-    members = {
+    everyone: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
+    members: dict[int, Any] = {
         count: dist.new_group(list(range(count))) if dist.is_initialized() else None
         for count in threads
     }

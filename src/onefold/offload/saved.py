@@ -129,7 +129,7 @@ class Moved:
 
     def view_of(self, source: torch.Tensor) -> torch.Tensor:
         """Return the tensor as a view of `source`, the bytes of its copy: uint8, [nbytes]."""
-        first = source.storage_offset() // self.dtype.itemsize
+        first = int(source.storage_offset()) // self.dtype.itemsize
         return as_view(
             source.untyped_storage(), self.dtype, first + self.offset, self.size, self.stride
         )

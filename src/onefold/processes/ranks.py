@@ -146,7 +146,7 @@ def join(device: str, timeout: float) -> Ranks:
     )
     # Loading, sampling and saving take longer on rank 0, so the host group has a long timeout
     patience = timedelta(seconds=max(1800.0, timeout))
-    control = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None
+    control: Any = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None
     return Ranks(rank, world_size, local_rank, local_world_size, where, backend, control)
 
 
