@@ -368,6 +368,45 @@ def test_gradients_that_autograd_grad_returns_are_not_divided(ranks: int) -> Non
 # -- other ways of a pass --------------------------------------------------------------------------
 
 
+def hooks_beside_plain(stage: int) -> list[tuple[list[float], list[float], float]]:
+    """What hooks of both kinds see of a weight's gradient, and how far the gradients are off whose
+    hooks change them.
+    """
+    found = []
+    for kinds in ("oo", "bo", "ooo"):
+        engine, plain = made(stage, accumulation=len(kinds)), Ddp()
+        seen: tuple[list[float], list[float]] = ([], [])
+        for to, net in zip(seen, (engine.module, plain.net), strict=True):
+            first, other = net.head.weight, net.blocks[0].lift.weight
+            first.register_hook(lambda g, to=to: to.append(float(g.norm())))
+            first.register_hook(lambda g: g.clamp(-0.02, 0.02))
+            other.register_hook(lambda g: 3 * g)
+            other.register_post_accumulate_grad_hook(
+                lambda p, to=to: to.append(float(p.grad.norm()))
+            )
+        for i, kind in enumerate(kinds):
+            loss = loss_of(engine(batch(i)))
+            if kind == "b":
+                engine.backward(loss)
+            else:
+                loss.backward()
+            (loss_of(plain.net(batch(i))) / len(kinds)).backward()
+            if i + 1 < len(kinds):
+                engine.step()
+        found.append((*seen, differ(gradients(engine.module), plain.gradients())))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_hooks_of_a_script_see_and_change_gradients_that_are_divided(
+    stage: int, ranks: int
+) -> None:
+    for mine, theirs, apart in run_ranks(ranks, hooks_beside_plain, stage)[0]:
+        assert mine == pytest.approx(theirs, rel=1e-5)
+        assert apart < 1e-5
+
+
 def frozen_and_thawed() -> list[float]:
     """Own backward passes with accumulation after a part of the model was unfrozen."""
     found = []

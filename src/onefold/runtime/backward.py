@@ -81,7 +81,7 @@ class Backward:
         if follower is None:
             return
         try:
-            self.progress.factor = follower.backward_begins() * follower.weight
+            self.progress.factor = follower.backward_begins()
         except BaseException:
             self.reached.clear()
             raise
@@ -94,6 +94,7 @@ class Backward:
                 self._end_differentiating()
                 return
             reduce.collect()
+            reduce.take_multipliers_back()
             self.gather.join_rest_of_backward()
             used = reduce.used
             if used and not progress.deferring:

@@ -35,7 +35,7 @@ class Progress:
         synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
             whatever the recipe says. pending: gradients wait for a later reduction.
         follower: code outside the core that follows the passes (runtime/following.py). factor: what
-            the gradients of the backward pass under way are multiplied with.
+            the gradients of the backward pass under way are multiplied with, besides `weight`.
         graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.
         differentiating: that pass accumulates nothing (torch.autograd.grad). creates_graph: that
@@ -87,6 +87,11 @@ class Progress:
     def sync(self) -> bool:
         """Whether this backward pass ends with reduced gradients."""
         return self.synced and (self.follower is None or self.follower.synchronizes)
+
+    @property
+    def weight(self) -> float:
+        """What the gradients of every pass are multiplied with."""
+        return 1.0 if self.follower is None else self.follower.weight
 
     @property
     def deferring(self) -> bool:

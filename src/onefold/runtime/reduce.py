@@ -94,6 +94,8 @@ class Reducer:
         self.held: set[int] = set()
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
+        # Hooks that multiply gradients before the user's own, by entry: (dict of hooks, key in it)
+        self.multiplied: dict[int, tuple[Any, int]] = {}
         # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/unreduced.py)
         self.shows = False
         self.in_flight = resources.recipe.in_flight if resources.recipe.overlap else 0
@@ -108,6 +110,9 @@ class Reducer:
             self.shows = False
             take_unreduced(self)
         self.turn, self.log, self.used = 0, [], set()
+        self.take_multipliers_back()
+        if self.progress.factor != 1:
+            self._multiply_before_hooks()
         for unit in self.units:
             unit.waiting = set(unit.awaited)
             for flat in unit.flats:
@@ -115,6 +120,27 @@ class Reducer:
                     entry.post_hooks = entry.param._post_accumulate_grad_hooks
             unit.ready = not unit.waiting or unit.calls == 0
             unit.launched = unit.late = False
+
+    def _multiply_before_hooks(self) -> None:
+        """Let the user's hooks on whole parameters see gradients that are multiplied already."""
+        factor = self.progress.factor
+
+        def multiply(grad: torch.Tensor) -> torch.Tensor:
+            return grad * factor
+
+        for entry in (e for unit in self.units for e in unit.entries):
+            if not (hooks := entry.compute._backward_hooks):
+                continue
+            others = dict(hooks)
+            hooks.clear()
+            hooks[id(multiply)] = multiply  # autograd calls them in the order of the dict
+            hooks.update(others)
+            self.multiplied[entry.number] = (hooks, id(multiply))
+
+    def take_multipliers_back(self) -> None:
+        for hooks, key in self.multiplied.values():
+            hooks.pop(key, None)
+        self.multiplied.clear()
 
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
@@ -134,10 +160,14 @@ class Reducer:
             if not hooks:
                 self._take(entry)
                 return
-        if get_grad(entry.compute) is not None:
+        factor = 1.0 if entry.number in self.multiplied else progress.factor
+        if (grad := get_grad(entry.compute)) is not None:
+            if factor != 1:
+                with disable_torch_function(), torch.no_grad():
+                    set_grad(entry.compute, grad * factor)
             self._call_hooks(entry, hooks)
         with disable_torch_function(), torch.no_grad():
-            self._take(entry)
+            self._take(entry, factor=1.0)
 
     def _put_aside(self, entry: Entry) -> None:
         """Leave a small gradient on the whole parameter until others of its unit have come."""
@@ -188,12 +218,15 @@ class Reducer:
             or len(set(entries)) < len(entries)
         ):
             return False
+        if self.multiplied and any(entry.number in self.multiplied for entry in entries):
+            return False
         if any(
             grad is None or grad.layout is not torch.strided or grad.dtype != buffer.dtype
             for grad in grads
         ):
             return False
-        scale, views = flat.early_scale * self.progress.factor, flat.views(buffer)
+        progress, views = self.progress, flat.views(buffer)
+        scale = flat.early_scale * progress.weight * progress.factor
         if len(entries) < len(views) or any(
             entry is not own for entry, own in zip(entries, flat.entries, strict=True)
         ):
@@ -212,16 +245,18 @@ class Reducer:
             self.used.add(entry.number)
         return True
 
-    def _take(self, entry: Entry) -> None:
-        """Move the gradient of `entry` from the whole parameter into its unit's buffer."""
+    def _take(self, entry: Entry, factor: float | None = None) -> None:
+        """Move the gradient of `entry` from the whole parameter into its unit's buffer, multiplied
+        with `factor`; None takes that of the pass.
+        """
         unit = self.unit_of[entry.number]
-        self._store_one(unit, entry)
+        self._store_one(unit, entry, factor)
         unit.waiting.discard(entry.number)
         if not unit.waiting and unit.aside:
             self._store_aside(unit)
         self._complete(unit)
 
-    def _store_one(self, unit: Unit, entry: Entry) -> None:
+    def _store_one(self, unit: Unit, entry: Entry, factor: float | None = None) -> None:
         grad = get_grad(entry.compute)
         set_grad(entry.compute, None)
         if grad is not None:  # else a hook has dropped it
@@ -230,7 +265,9 @@ class Reducer:
                     f"parameter {entry.slot.name!r} got a gradient of layout {grad.layout}; "
                     "Onefold reduces dense gradients only. Use sparse=False."
                 )
-            self._store(unit, entry, grad)
+            if factor is None:
+                factor = 1.0 if entry.number in self.multiplied else self.progress.factor
+            self._store(unit, entry, grad, factor)
             self.used.add(entry.number)
             if unit.launched:
                 unit.late = True
@@ -259,7 +296,7 @@ class Reducer:
                 earlier = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]].view(
                     entry.slot.shape
                 )
-                earlier = earlier / (flat.early_scale * self.progress.factor)
+                earlier = earlier / (flat.early_scale * self.progress.weight)
         changed = gradient_hooks.run(entry, hooks, earlier)
         if changed or (earlier is not None and get_grad(entry.compute) is None):
             entry.filled = False  # the gradient on the parameter includes the earlier one
@@ -277,7 +314,7 @@ class Reducer:
         if not self.progress.deferring:
             self._advance()
 
-    def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor) -> None:
+    def _store(self, unit: Unit, entry: Entry, grad: torch.Tensor, factor: float) -> None:
         flat = entry.flat
         run = flat.run_of[entry.index]
         sums = flat.dtypes.sums
@@ -290,7 +327,7 @@ class Reducer:
             self.pool.give(buffer)
             buffer = flat.grads[run] = wide
         view = buffer[entry.slot.start - run[0] : entry.slot.end - run[0]].view(entry.slot.shape)
-        scale = flat.early_scale * self.progress.factor
+        scale = flat.early_scale * self.progress.weight * factor
         if entry.filled:
             view.add_(grad, alpha=scale)
         elif scale != 1:
@@ -580,6 +617,7 @@ class Reducer:
             for r in self.summed:
                 if r.gathering is not None:
                     r.gathering.wait()
+        self.take_multipliers_back()
         self.under_way.clear()
         self.on_next_hop.clear()
         self.summed.clear()
