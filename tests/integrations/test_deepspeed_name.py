@@ -73,10 +73,14 @@ def test_transformers_and_accelerate_find_it_and_its_version() -> None:
         "assert is_deepspeed_available() and HfDeepSpeedConfig.__mro__[1] is not object\n"
         "assert accelerator.DeepSpeedEngineWrapper\n"
         "assert compare_versions('deepspeed', '>=', '0.16.4')\n"
-        "assert not compare_versions('deepspeed', '>=', '0.18.2')\n"
+        # From 0.18.2 on accelerate imports sequence parallelism where a run asks for it
+        "assert compare_versions('deepspeed', '>=', '0.18.2')\n"
+        "try: from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF\n"
+        "except ModuleNotFoundError as error: assert 'other parallel axes' in str(error)\n"
+        "else: raise AssertionError('it is not served')\n"
         "print(importlib.metadata.version('deepspeed'))"
     )
-    assert forked(text) == ("0.18.1+onefold\n", "")
+    assert forked(text) == ("0.19.8+onefold\n", "")
 
 
 def test_one_line_says_who_serves_and_other_processes_see_nothing(tmp_path: Path) -> None:
@@ -88,9 +92,9 @@ def test_one_line_says_who_serves_and_other_processes_see_nothing(tmp_path: Path
     (tmp_path / "beside.py").write_text("here = 'here'\n")
     done = python("", "-m", "onefold.deepspeed", str(script), "--steps", "3")
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "0.18.1+onefold ['--steps', '3'] __main__ here\n"
+    assert done.stdout == "0.19.8+onefold ['--steps', '3'] __main__ here\n"
     said = [line for line in done.stderr.splitlines() if "deepspeed" in line]
-    assert said == ["onefold serves the name deepspeed in this process (as version 0.18.1+onefold)"]
+    assert said == ["onefold serves the name deepspeed in this process (as version 0.19.8+onefold)"]
     assert importlib.util.find_spec("deepspeed") is None
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("deepspeed")
@@ -113,14 +117,14 @@ def test_what_comes_too_late_is_refused(before: str, said: str) -> None:
 def test_an_unknown_name_says_who_serves_and_a_refused_one_says_why() -> None:
     text = SERVE + (
         "import deepspeed\n"
-        "for name in ('no_such_name', 'init_inference', 'moe'):\n"
+        "for name in ('no_such_name', 'init_inference', 'pipe'):\n"
         "    try: getattr(deepspeed, name)\n"
         "    except AttributeError as error: print(error)"
     )
     lines = forked(text)[0].splitlines()
     assert lines[0].startswith("there is no deepspeed.no_such_name here: the name deepspeed is")
     assert "deepspeed.init_inference is not served here: generate under" in lines[1]
-    assert "deepspeed.moe is not served here: other parallel axes" in lines[2]
+    assert "deepspeed.pipe is not served here: other parallel axes" in lines[2]
 
 
 def test_the_command_tells_how_it_is_used(tmp_path: Path) -> None:

@@ -115,8 +115,8 @@ def test_no_file_no_json_and_doubled_keys_are_said(tmp_path: Path) -> None:
         str(tmp_path / "absent.json"), "there is no DeepSpeed configuration at", FileNotFoundError
     )
     path = tmp_path / "a.json"
-    path.write_text('{\n  "fp16": {"enabled": true},\n}')
-    refused(path, "not JSON.*line 3")
+    path.write_text('{\n  "fp16": {"enabled": true},\n')
+    refused(path, "not JSON.*line 3.*Nor is it Hjson.*line 3")
     path.write_text('{"fp16": {}, "fp16": {}}')
     refused(path, "'fp16' twice")
     path.write_text("[1]")

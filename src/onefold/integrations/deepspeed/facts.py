@@ -29,7 +29,6 @@ NOT_OF_THE_ENGINE: Mapping[str, str] = {
     "monitor": "monitors are not part of Onefold; log from your loop",
     "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
     "mpu": "other parallel axes than data are not built yet",
-    "allreduce_gradients": "backward reduces the gradients itself",
 }
 
 
@@ -142,6 +141,9 @@ class EngineFacts:
     def _change_recovery_script_permissions(self, script: Any) -> None:
         """Let the owner run the script; a file system that refuses it is logged."""
         make_executable(script)
+
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Do nothing: a backward pass of the last micro-batch has reduced the gradients."""
 
     def empty_partition_cache(self) -> None:
         """Do nothing: gathered weights are released after each use."""

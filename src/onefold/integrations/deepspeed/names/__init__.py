@@ -11,6 +11,7 @@
 | parameter_facts.py | `param.ds_status`, `ds_shape`, `ds_tensor` and others                       |
 | parameter_offload.py | the hooks of stage 3 that TRL removes                                     |
 | optimizer_kinds.py | DeepSpeed's classes of optimizers, and their flat groups                    |
+| zero_config.py   | the section "zero_optimization" as an object                                  |
 | configuration.py | `DeepSpeedConfig`                                                             |
 | operators.py     | whether what a compiled operator is for can be used                           |
 | errors.py        | exceptions that scripts catch                                                 |

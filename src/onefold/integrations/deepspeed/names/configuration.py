@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from onefold.integrations.deepspeed.config import read_deepspeed, resolve_batch_sizes
@@ -27,14 +26,6 @@ DEEPSPEED_OPTIMIZERS = [
 
 #: Bytes below which DeepSpeed swaps no state to NVMe. Onefold has no such limit.
 MIN_SWAPPABLE_BYTES = 1 << 20
-
-
-class OffloadDeviceEnum(StrEnum):
-    """Where `offload_optimizer` and `offload_param` put state."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
 
 
 class DeepSpeedConfig:

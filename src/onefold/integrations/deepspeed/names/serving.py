@@ -1,7 +1,7 @@
 """`serve`: make `import deepspeed` find Onefold's modules, in this process only.
 
     import deepspeed.zero  ->  sys.meta_path[0], a `Finder`  ->  a `ServedModule` with the table's names
-    importlib.metadata.version("deepspeed")  ->  the same `Finder`  ->  "0.18.1+onefold"
+    importlib.metadata.version("deepspeed")  ->  the same `Finder`  ->  "0.19.8+onefold"
 
 transformers and accelerate look for DeepSpeed once, when they are imported. `serve` must be called
 before that. It installs no files, and other processes are unaffected.

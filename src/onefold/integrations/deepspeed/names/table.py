@@ -138,6 +138,11 @@ _OPTIMIZERS = {
     "lion": {"DeepSpeedCPULion": "cpu_lion", "FusedLion": "fused_lion"},
 }
 
+_ZERO_CONFIGS = (
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+)
 _BUILDERS = (
     "AsyncIOBuilder", "CPUAdagradBuilder", "CPUAdamBuilder", "CPULionBuilder", "EvoformerAttnBuilder",
     "FPQuantizerBuilder", "FusedAdamBuilder", "FusedLambBuilder", "FusedLionBuilder", "GDSBuilder",
@@ -275,8 +280,9 @@ SERVED: Mapping[str, Mapping[str, str]] = {
         "see_memory_usage": "logs:see_memory_usage",
     },
     "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.config": {name: f"zero_config:{name}" for name in _ZERO_CONFIGS},
     "deepspeed.runtime.zero.offload_config": {
-        "OffloadDeviceEnum": "configuration:OffloadDeviceEnum"
+        name: f"zero_config:{name}" for name in ("OffloadDeviceEnum", *_ZERO_CONFIGS[1:])
     },
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": "optimizer_kinds:DeepSpeedZeroOptimizer_Stage3",
@@ -325,7 +331,6 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 _OTHER_AXES = "other parallel axes than data are not built yet"
 _COMPILED = "Onefold has no compiled operators; the optimizers on the host are torch's own"
 _GENERATION = "generate under onefold.full_params(model) or onefold.keep_gathered(model)"
-_CONFIG = "onefold.integrations.deepspeed.recipe_from(config) reads a configuration"
 _ESTIMATE = 'print(onefold.plan(model, gpus=8, gpu="h100-80")) tells what each stage holds'
 _INSIDE = "it is inside DeepSpeed's engine; Onefold's has no such part"
 _LOOP = "monitors and profilers are not part of Onefold; log from your loop"
@@ -372,7 +377,6 @@ REFUSED: Mapping[str, str] = {
     "deepspeed.runtime.sequence_parallel": _OTHER_AXES,
     "deepspeed.runtime.zero.MiCS_Init": "Recipe.zero(3, shard_group=...) divides inside groups",
     "deepspeed.runtime.zero.TiledLinear": _TILES,
-    "deepspeed.runtime.zero.config": _CONFIG,
     "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs": _ESTIMATE,
     "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold": _ESTIMATE,
     "deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_live": _ESTIMATE,
