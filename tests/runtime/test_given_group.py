@@ -155,3 +155,18 @@ def test_a_group_without_process_groups_is_not_passed_over() -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match=r"group=\[0, 1\].*init_process_group"):
         shard_over([0, 1])
+
+
+def names_after() -> bool:
+    import torch
+
+    import onefold
+
+    by_torch = dist.distributed_c10d._process_group_name
+    model = onefold.shard(torch.nn.Linear(4, 4), onefold.Recipe.zero(3))
+    model(torch.ones(1, 4)).sum().backward()
+    return dist.distributed_c10d._process_group_name is by_torch
+
+
+def test_torch_names_groups_itself_once_onefolds_are_made() -> None:
+    assert run_ranks(2, names_after) == [True, True]

@@ -15,8 +15,8 @@ name. torch makes it from a number of this process: how many groups it knows (2.
 has made (2.14). Ranks that are in different groups besides would wait under different names. After
 a group has gone, the next one could get its name, and find its old addresses. And on 2.14, groups
 that a subset of ranks makes would shift the names of all groups that the script makes later. So
-Onefold names its groups itself: after their ranks, and how often these have made some. Groups that other threads make meanwhile keep
-torch's names.
+Onefold names its groups itself: after their ranks, and how often these have made some. Groups that
+other threads make meanwhile keep torch's names.
 """
 
 from __future__ import annotations
@@ -133,16 +133,13 @@ class Communicators:
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
         """Give the groups made inside names of their own. See [Note: names of groups]. Local."""
-        _name_groups()
         place, me = f"onefold/groups/{format_ranks(self.ranks)}", dist.get_rank()
         # The same number on every rank: each has come here equally often
         store = dist.distributed_c10d._get_default_store()
         turn = store.add(f"{place}/turns/{me}", 1)
-        _NAMES.given = (f"{place}/{turn}.{number}" for number in itertools.count(1))
-        try:
+        names = (f"{place}/{turn}.{number}" for number in itertools.count(1))
+        with _named_by(names):
             yield
-        finally:
-            del _NAMES.given
 
     def give_up(self) -> None:
         """Abort the native communicators, so that operations waiting for a missing rank free the
@@ -178,16 +175,37 @@ class _Names(threading.local):
 
 
 _NAMES = _Names()
+_CHANGING = threading.Lock()
+#: How many threads are inside `_named_by`.
+_inside = 0
 
 
-@functools.cache
-def _name_groups() -> None:
-    """Have torch take the names that are given."""
+@contextlib.contextmanager
+def _named_by(names: Iterator[str]) -> Iterator[None]:
+    """Have torch take `names` for the groups that this thread makes inside.
+
+    `new_group` and `split_group` take no name. So torch's function that makes one is exchanged for
+    as long as some thread is inside; other threads get what it answers.
+    """
+    global _inside
     c10d = dist.distributed_c10d
-    by_torch = c10d._process_group_name
+    with _CHANGING:
+        if not _inside:
+            by_torch = c10d._process_group_name
 
-    def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
-        given = _NAMES.given
-        return by_torch(ranks, use_hashed_name) if given is None else next(given)
+            @functools.wraps(by_torch)
+            def name(ranks: Sequence[int], use_hashed_name: bool) -> Any:
+                given = _NAMES.given
+                return by_torch(ranks, use_hashed_name) if given is None else next(given)
 
-    c10d._process_group_name = name
+            c10d._process_group_name = name
+        _inside += 1
+    _NAMES.given = names
+    try:
+        yield
+    finally:
+        _NAMES.given = None
+        with _CHANGING:
+            _inside -= 1
+            if not _inside:
+                c10d._process_group_name = c10d._process_group_name.__wrapped__  # type: ignore[attr-defined]
