@@ -24,8 +24,11 @@ def test_the_page_has_every_tool_and_feature_and_the_versions_that_are_here() ->
             assert len(cells) == 3 and all(
                 cell == "equal" or cell.startswith(("within ", "refused (")) for cell in cells
             ), (feature, cells)
+    pinned = (matrix.PAGE.parents[1] / "constraints.txt").read_text().split()
     for name in matrix.PACKAGES:
         version = importlib.metadata.version(name).partition("+")[0]
+        if name == "torch" and f"torch=={version}" not in pinned:
+            continue  # make test TORCH=...
         assert f"{name} {version}" in page, f"written with another {name}: run matrix.py write"
 
 
