@@ -128,7 +128,7 @@ def test_a_section_that_is_off_is_no_matter_but_its_keys_are_checked() -> None:
     )
     assert config.without_effect == () and config.notes == ()
     refused("did you mean 'pin_memory'", offload_optimizer={"device": "none", "pin_memry": True})
-    refused("expected true or false", offload_param={"pin_memory": 1})
+    refused("expected true or false", offload_param={"pin_memory": 2})
 
 
 def test_the_size_of_a_sub_group_becomes_the_chunk_that_is_stepped_on_nvme() -> None:

@@ -166,6 +166,10 @@ DEEPSPEED_TOO: dict[str, Any] = {
     "fp16": {"enabled": True, "auto_cast": False},
     "zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True},
 }
+MASTERS_OF_16_BITS: dict[str, Any] = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+    "zero_optimization": {"stage": 2},
+}
 
 
 def decided() -> set[str]:
@@ -175,7 +179,8 @@ def decided() -> set[str]:
 
 
 def test_keys_of_deepspeed_decide_options_of_the_table_and_no_others() -> None:
-    read = [read_deepspeed(config).recipe_arguments for config in (DEEPSPEED, DEEPSPEED_TOO)]
+    configs = DEEPSPEED, DEEPSPEED_TOO, MASTERS_OF_16_BITS
+    read = [read_deepspeed(config).recipe_arguments for config in configs]
     assert set().union(*read) == decided() <= OPTIONS.keys()
     for arguments in read:
         for name, value in arguments.items():

@@ -96,7 +96,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         )
         if not bool((known > 0).any()):
             return None
-    local = torch.empty(0) if held is None else _read(held).float()
+    local = torch.empty(0, device="cpu") if held is None else _read(held).float()
     return spec.gather(local.to(param.device), f"the state {optim_state_key!r}")
 
 
