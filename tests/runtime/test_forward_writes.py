@@ -75,6 +75,58 @@ def test_what_a_forward_pass_writes_to_parameters_is_kept_as_under_ddp(write: st
     assert run_ranks(2, compared, write) == [[], []]
 
 
+def refused(write: str, options: dict[str, Any]) -> str:
+    recipe = onefold.Recipe.zero(options.pop("stage"), **options)
+    model = onefold.shard(Writing(write).build(), recipe)
+    try:
+        model(features_of(0, 4, 7)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "kept"
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stage": 2, "offload_optimizer": "cpu"},
+        {"stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+        {"stage": 3, "gather_codec": "int8"},
+    ],
+    ids=["states on the host", "all on the host", "codec"],
+)
+def test_a_write_that_masters_cannot_follow_is_refused(write: str, options: dict[str, Any]) -> None:
+    for said in run_ranks(2, refused, write, options):
+        assert "'1.layer.weight' was written to in the forward pass" in said
+
+
+def read_only(options: dict[str, Any]) -> list[float]:
+    """Losses of a module that reads `.data` of its weight in each pass, one of which raises."""
+    torch.manual_seed(0)
+    norms: list[float] = []
+    layer: nn.Module = Constrained(lambda weight: norms.append(float(weight.data.norm())))
+    model = onefold.shard(
+        nn.Sequential(nn.Linear(7, 12), layer, nn.Linear(40, 3)), onefold.Recipe.zero(3, **options)
+    )
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(4):
+        with pytest.raises(RuntimeError):
+            model(features_of(step, 4, 5))  # of another width
+        loss = model(features_of(step, 4, 7)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses + norms
+
+
+def test_reading_data_in_a_pass_is_no_write() -> None:
+    on_device = run_ranks(2, read_only, {})
+    assert (
+        run_ranks(2, read_only, {"offload_optimizer": "cpu", "offload_param": "cpu"}) == on_device
+    )
+
+
 def blended_by_assignment(ours: nn.Parameter, theirs: nn.Parameter) -> None:
     """MoCo's momentum encoder."""
     ours.data = ours.data * 0.9 + theirs.data * 0.1

@@ -150,6 +150,10 @@ CONSUMERS: dict[str, Consumer] = {
     ),
     "linear": lambda x, m: F.linear(x, m.weight),
     "read, called, used": lambda x, m: _read_called_used(x, m),
+    "saved and kept": lambda x, m: Saves.apply(x, m.weight) + Keeps.apply(x, m.weight),
+    "hook of its output": lambda x, m: _hooked(F.linear(x, m.weight), m.weight),
+    "hook of its input": lambda x, m: F.linear(_hooked(x * 2, m.weight), m.weight),
+    "kept for the next pass": lambda x, m: _kept(x, m),
 }
 
 
@@ -158,6 +162,18 @@ def _read_called_used(x: Tensor, module: nn.Module) -> Tensor:
     called = module(x)
     out: Tensor = called + Saves.apply(x, weight)
     return out
+
+
+def _hooked(y: Tensor, weight: Tensor) -> Tensor:
+    y.register_hook(lambda grad: grad * (1 + weight.detach().square().mean()))
+    return y
+
+
+def _kept(x: Tensor, module: nn.Module) -> Tensor:
+    first: list[Any] = module.__dict__.setdefault("kept", [])
+    first or first.append(module.weight)
+    penalty: Tensor = F.linear(x, first[0]) * (1 + first[0].square().mean())
+    return penalty
 
 
 class Model(nn.Module):
@@ -264,6 +280,52 @@ def test_a_weight_of_another_block_trains_as_under_ddp(consumer: str) -> None:
 def test_frozen_weights_are_whole_for_every_consumer() -> None:
     compared(2, list(CONSUMERS), (False, True))
     compared(2, list(CONSUMERS), (True, True))
+
+
+class KeepsScale(torch.autograd.Function):
+    """x * weight[0], element-wise: a kernel that would read address 0 of a weight that has gone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x * weight[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        by_weight = torch.zeros_like(ctx.weight * 2)
+        by_weight[0] = (grad * x).flatten(0, -2).sum(0)
+        return grad * ctx.weight[0], by_weight
+
+
+class Embedded(nn.Module):
+    """Looks words up, and keeps the embedding's weight for a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.block = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        looked_up = self.words((x.abs() * 10).long().sum(-1) % WORDS)
+        return KeepsScale.apply(self.block(looked_up), self.words.weight).square().mean()  # type: ignore[no-any-return]
+
+
+def embedded() -> dict[str, Any]:
+    rank, found = torch.distributed.get_rank(), {}
+    for stage in (None, 0, 3):
+        torch.manual_seed(5)
+        model: nn.Module = Embedded()
+        if stage is not None:
+            model = onefold.shard(model, onefold.Recipe.zero(stage), units=["words", "block"])
+        found[f"stage {stage}"] = trained(model, rank)
+    return found
+
+
+def test_an_embedding_that_is_kept_for_a_backward_pass_is_there_when_it_is_read() -> None:
+    for found in run_ranks(2, embedded):
+        for losses in found.values():
+            assert losses == pytest.approx(found["stage None"], rel=2e-6)
 
 
 def test_gradients_of_taken_weights_accumulate() -> None:

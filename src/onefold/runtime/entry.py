@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from onefold.layout import Slot, overlap
 from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.parameters.in_pass import follow_reads
-from onefold.runtime.parameters.interval import get_grad, set_grad
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
+from onefold.runtime.parameters.storageless import NEEDS_NO_ELEMENTS
 from onefold.runtime.parameters.values import give_grad, seen_grad
 from onefold.runtime.units import Found
 
@@ -44,10 +46,11 @@ class Whole(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
+        value: torch.Tensor = _DATA.__get__(self)
         seen = self.__dict__.get("_onefold_entry")
         if seen is not None and (entry := seen()) is not None:
-            entry.flat.written_in_forward = True
-        return _DATA.__get__(self)
+            entry.flat.data_is_read(entry)
+        return value
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -97,6 +100,42 @@ class Whole(nn.Parameter):
         if source is self and not place and not options:
             return self
         return super().set_(*(() if source is None else (source,)), *place, **options)
+
+
+class Released(Whole):
+    """A whole parameter while its unit is not gathered: it has a shape and no memory, and a kernel
+    that is given it may read address 0.
+
+    Code may have kept it from an earlier moment, where it was whole: a hook's closure, `ctx.weight`
+    of a Function, a list. At its first use it is gathered again, and then is a `Whole`. Code that
+    does not ask a tensor's class (TorchScript, custom operators) must read `module.weight` anew.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in NEEDS_NO_ELEMENTS:
+            with disable_torch_function():
+                return func(*args, **(kwargs or {}))
+        args, kwargs = tree_map_only(Released, _gathered_again, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _gathered_again(whole: Released) -> nn.Parameter:
+    """Return `whole` with memory; outside passes, the optimizer's object, which serves code there.
+    Collective, as reading `module.weight`.
+    """
+    seen = whole.__dict__.get("_onefold_entry")
+    entry = seen() if seen is not None else None
+    engine = entry.engine() if entry is not None else None
+    if entry is None or engine is None or entry.compute is not whole:
+        raise RuntimeError(
+            f"a whole parameter of shape {tuple(whole.shape)} was used after the model that it"
+            " belongs to was sharded anew or has gone. Read it from its module again."
+        )
+    if not engine.computing:
+        return entry.param
+    with disable_torch_function():
+        return engine.use(entry, keeps=True)
 
 
 def _param_of(whole: Whole) -> nn.Parameter | None:

@@ -35,13 +35,25 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, overlap
-from onefold.runtime.entry import Entry, Whole, point, set_requires_grad
+from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.entry import Entry, Released, Whole, point, set_requires_grad
 from onefold.runtime.gathers import Gather
 from onefold.runtime.hops import hops_of
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.in_pass import put
-from onefold.runtime.parameters.interval import IntervalSpec, Owners, dispatches, over
-from onefold.runtime.parameters.parameter import ShardedParameter, ShardInfo, faced_class
+from onefold.runtime.parameters.interval import (
+    IntervalSpec,
+    Owners,
+    disable_torch_function,
+    dispatches,
+    over,
+)
+from onefold.runtime.parameters.parameter import (
+    ForwardDepth,
+    ShardedParameter,
+    ShardInfo,
+    faced_class,
+)
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
@@ -141,6 +153,9 @@ class Flat:
         self.run_of: dict[int, tuple[int, int]] = {}
         # Whether the module writes to its parameters, see runtime/stale.py
         self.compared, self.written_in_forward = 0, False
+        # Of parameters whose `.data` a module reads in this pass: the values before. Only where the
+        # whole cannot be compared with the masters, see `data_is_read`
+        self.before_data: dict[int, torch.Tensor] = {}
         self.seen_versions = -1  # of the whole parameters together, at the last look
         # Of a resident copy: the masters' version counters at the last look; whether it is stale
         self.versions, self.stale = 0, False
@@ -315,9 +330,33 @@ class Flat:
         if buffer is None:
             for entry in self.entries:
                 point(entry.compute, entry.released)
+                entry.compute.__class__ = Released
             return
         for entry, view in zip(self.entries, self.views(buffer), strict=True):
+            entry.compute.__class__ = Whole
             point(entry.compute, view)
+
+    def data_is_read(self, entry: Entry) -> None:
+        """Note that code has got `.data` of the whole of `entry`, through which it may write.
+
+        Where masters are off the device, or travel encoded, the whole cannot be compared with them
+        at the end of the pass (runtime/stale.py). So its present values are kept until then.
+        """
+        self.written_in_forward = True
+        follows = self.gather.exact and self.storage.in_place and not self.storage.offloaded
+        if follows or entry.index in self.before_data or not ForwardDepth.value or in_autograd():
+            return
+        with disable_torch_function(), torch.no_grad():
+            self.before_data[entry.index] = entry.compute.detach().clone()
+
+    def written_by_data(self) -> list[Entry]:
+        """Return the entries that were written to since `data_is_read` in this pass."""
+        before, self.before_data = self.before_data, {}
+        return [
+            entry
+            for entry in self.entries
+            if entry.index in before and not _same_bits(before[entry.index], entry.compute)
+        ]
 
     @staticmethod
     def swap(entry: Entry, param: nn.Parameter, instead_of: nn.Parameter | None = None) -> None:
@@ -382,6 +421,12 @@ def _nothing(numel: int, like: torch.Tensor) -> torch.Tensor:
 def _takes_data(old: torch.Tensor) -> bool:
     """Whether a parameter can get other memory and another class and stay the same object."""
     return type(old) is nn.Parameter or faced_class(type(old)) is not ShardedParameter
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same bits; NaNs that are alike count as equal."""
+    a, b = (t.detach().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
 
 
 def _in_place_of(old: nn.Parameter, new: nn.Parameter) -> nn.Parameter:

@@ -235,6 +235,8 @@ class Forward:
         self._borrowed.clear()
         if lent and not ForwardDepth.value:
             take_back()
+        for flat in (f for u in self.units for f in u.flats) if aborted else ():
+            flat.before_data.clear()
         self.gather.end_forward(self._over_model, aborted)
         if self._over_model and not aborted:
             self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)

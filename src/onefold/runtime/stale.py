@@ -265,6 +265,8 @@ def keep_writes(unit: Unit) -> None:
 
 
 def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
+    if flat.before_data:
+        written = [*written, *flat.written_by_data()]
     if not flat.gather.exact:
         refuse_written(written)
     elif flat.storage.keep_written(full[slice(*flat.owned)], written):

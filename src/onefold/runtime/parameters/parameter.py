@@ -533,13 +533,13 @@ def _substitute(
             # A parameter of a freed model stays: `compute` raises where its elements are needed
             if entry is None or engine is None or not wanted(engine):
                 return value
-            if (name := name_of(func)) == "data":
-                entry.flat.written_in_forward = True  # it may be: see `Whole` in runtime/entry.py
-            return (
-                entry.compute
-                if is_about_itself(func) and name not in ("data", "detach")
-                else engine.use(entry)
-            )
+            name = name_of(func)
+            if is_about_itself(func) and name not in ("data", "detach"):
+                return entry.compute
+            whole = engine.use(entry)
+            if name == "data":
+                entry.flat.data_is_read(entry)
+            return whole
         if isinstance(value, (list, tuple)):
             return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
         return value

@@ -68,7 +68,7 @@ class Storageless(torch.Tensor):
             and (meta := META.get(name_of(func))) is not None
         ):
             return meta(first.spec, *args, **(kwargs or {}))
-        if func in _ALLOWED:
+        if func in NEEDS_NO_ELEMENTS or func in _MADE_WITHOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise storageless_error(
@@ -91,17 +91,20 @@ def _tensors(value: Any) -> list[Any]:
 
 
 _T: Any = torch.Tensor
-#: Functions that do not need a tensor's elements.
-_ALLOWED = {
+#: Functions that do not need a tensor's elements, and return none of them.
+NEEDS_NO_ELEMENTS = {
     getattr(_T, name).__get__
     for name in ("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-                 "itemsize", "nbytes", "grad", "grad_fn", "_version", "data", "is_quantized", "names", "is_nested")
+                 "itemsize", "nbytes", "grad", "grad_fn", "_version", "is_quantized", "names", "is_nested")
     if hasattr(_T, name)
 } | {
     _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__, _T.is_contiguous,
-    _T.requires_grad_, _T.detach_, _T.detach, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
+    _T.requires_grad_, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
     torch.is_floating_point, torch.is_complex, torch.numel, _T.grad.__set__, _T.requires_grad.__set__,
+    _T.register_hook, _T.register_post_accumulate_grad_hook,
 }  # fmt: skip
+#: Functions whose result has the elements of their argument, so that it may be storageless too.
+_MADE_WITHOUT = {_T.data.__get__, _T.detach, _T.detach_}
 
 
 class StatePlace(torch.Tensor):
