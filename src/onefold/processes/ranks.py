@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import StallError
-from onefold.device import backend_name, default_device, free_memory, set_default
+from onefold.device import (
+    backend_name,
+    default_device,
+    free_memory,
+    of_local_rank,
+    set_default,
+)
 from onefold.memory.host import free_host_memory
 from onefold.wording import TrainError
 
@@ -131,7 +137,7 @@ def join(device: str, timeout: float) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     kind = default_device().type if device == "auto" else device
-    where = torch.device(kind, local_rank) if kind != "cpu" else torch.device("cpu")
+    where = of_local_rank(kind, local_rank) if kind != "cpu" else torch.device("cpu")
     set_default(where)
     backend = backend_name(where)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
