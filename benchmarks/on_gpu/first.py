@@ -17,6 +17,7 @@ in no table). Rows that need several GPUs say so where there is one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 from typing import Any
@@ -261,7 +262,7 @@ def growth(rows: list[dict[str, Any]]) -> list[float | None]:
         for row in rows
     ]
     return [None] + [
-        None if a is None or b is None else b - a for a, b in zip(beside, beside[1:], strict=False)
+        None if a is None or b is None else b - a for a, b in itertools.pairwise(beside)
     ]
 
 

@@ -25,7 +25,7 @@ from onefold.plan.choose import (
     rungs,
     slowdown,
 )
-from onefold.plan.evaluate import Candidate, usable_bytes
+from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
@@ -128,7 +128,7 @@ def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(
         assert best is found, (best, found)
         return
     assert best.scheme.with_(micro_batch=found.scheme.micro_batch) == found.scheme
-    assert best.fits and best.account.peak_bytes <= usable_bytes(asked.machine)
+    assert best.fits and best.account.peak_bytes <= best.usable < asked.machine.capacity
 
 
 def test_less_memory_never_means_a_faster_rung() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ class Group(Moves):
         self.control_group = self.gather_group = self.reduce_group = None
         if self.size > 1 and not self.fake:
             with self.communicators.named():
-                self.control_group = self.communicators.make("gloo")
+                self.control_group = self.communicators.make("gloo", on_demand=self.native)
             self._stand_at(
                 self.number, list(range(self.size)), list(range(self.size)), [0] * self.size
             )
@@ -182,8 +183,14 @@ class Group(Moves):
         """Make one more gloo communicator over the same ranks, for host messages that may wait
         `timeout` seconds. Collective.
         """
+        where = "the first save or load"
         with self.communicators.named():
-            return self.communicators.make("gloo", timeout, "the first save or load")
+            if not self.native:
+                return self.communicators.make("gloo", timeout, where)
+            # Ranks connect while the timeout is short
+            made = self.communicators.make("gloo", None, where, on_demand=True)
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout))
+        return made
 
     def close(self) -> None:
         """Destroy the communicators. Local; call it when no collective is in flight."""

@@ -76,7 +76,7 @@ class Candidate:
     states: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
     shared: bool = False
-    reserve: Reserve = Reserve()
+    reserve: Reserve = field(default_factory=Reserve)
 
     @property
     def needed(self) -> int:

@@ -60,7 +60,8 @@ class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. decides_sums: the recipe left `reduce` to Onefold. units: its units, the root first. progress: the step and the pass.
+        recipe: what it executes. units: its units, the root first. progress: the step and the pass.
+        decides_sums: the recipe leaves to Onefold who adds gradients up (`Recipe.with_sums`).
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
