@@ -123,19 +123,28 @@ def setting_of(options: argparse.Namespace, ranks: int, tokens: int, **more: Any
 
 
 def ranks_run(
-    name: str, work: str, setting: Setting, options: argparse.Namespace, module: str = "first_worker", **job: Any
+    name: str,
+    work: str,
+    setting: Setting,
+    options: argparse.Namespace,
+    module: str = "first_worker",
+    **job: Any,
 ) -> dict[str, Any]:
     """The outcome of one start of ranks."""
     whole = {"work": work, "setting": setting.to_json(), **job}
     outcome = launch.run_ranks(
         f"benchmarks.on_gpu.{module}", whole, setting.ranks, threads=setting.threads, timeout=options.timeout
     )  # fmt: skip
-    print(f"# {name}: {outcome['status']} in {outcome['wall_s']:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"# {name}: {outcome['status']} in {outcome['wall_s']:.0f} s", file=sys.stderr, flush=True
+    )
     return {"peer": name, "error": "", **outcome}
 
 
 def trained(name: str, setting: Setting, options: argparse.Namespace, **job: Any) -> dict[str, Any]:
-    return ranks_run(name, "blocks", setting, options, shape=shape_of(options), blocks=BLOCKS, **job)
+    return ranks_run(
+        name, "blocks", setting, options, shape=shape_of(options), blocks=BLOCKS, **job
+    )
 
 
 def ms(seconds: float | None, digits: int = 2) -> str:
@@ -177,7 +186,16 @@ def block(options: argparse.Namespace) -> Found:
 def exchange(options: argparse.Namespace) -> Found:
     """A row a size and way."""
     ranks = gpus_of(options)
-    columns = ("MB", "way", "alone ms", "expected", "products ms", "both ms", "expected", "added by it ms")
+    columns = (
+        "MB",
+        "way",
+        "alone ms",
+        "expected",
+        "products ms",
+        "both ms",
+        "expected",
+        "added by it ms",
+    )
     table = Table(f"Reductions in 16 bits beside products, {ranks} ranks", columns)
     sizes = TINY_SIZES if options.tiny else SIZES
     ways = {"ordered": "all-to-all and sum", "native": "reduce-scatter"}
@@ -205,7 +223,15 @@ def exchange(options: argparse.Namespace) -> Found:
 
 def copies(options: argparse.Namespace) -> Found:
     """A row a number of micro-batches, of Onefold with its optimizer on the host."""
-    columns = ("micro-batches", "step ms", "copies ms", "hidden", "expected", "exposed ms", "pinned")
+    columns = (
+        "micro-batches",
+        "step ms",
+        "copies ms",
+        "hidden",
+        "expected",
+        "exposed ms",
+        "pinned",
+    )
     table = Table(f"Copies of offload, one GPU: {options.model}, bf16", columns)
     outcomes = []
     for accumulation in (1, 4):
@@ -237,7 +263,9 @@ def communicators(options: argparse.Namespace) -> Found:
     columns = ("after", "torch reserved MiB", "driver MiB", "more, beside torch's", "expected")
     table = Table(f"Memory after each communicator, {ranks} ranks", columns)
     numel = 1 << 12 if options.tiny else numel_of(LLAMA_8B)
-    found = ranks_run("communicators", "communicators", setting_of(options, ranks, 1), options, numel=numel)
+    found = ranks_run(
+        "communicators", "communicators", setting_of(options, ranks, 1), options, numel=numel
+    )
     if found["status"] != "ok":
         table.rows.append([found["status"], *[DASH] * 4])
         return table, [found]
@@ -304,7 +332,15 @@ def lost(options: argparse.Namespace) -> Found:
 def compiled(options: argparse.Namespace) -> Found:
     """Blocks as they are, and compiled by inductor."""
     ranks = gpus_of(options)
-    columns = ("blocks", "ranks", "first step s", "step ms", "× eager", "expected", "loss difference")
+    columns = (
+        "blocks",
+        "ranks",
+        "first step s",
+        "step ms",
+        "× eager",
+        "expected",
+        "loss difference",
+    )
     table = Table(f"Blocks compiled by inductor, stage 3, bf16, {ranks} ranks", columns)
     setting = setting_of(options, ranks, (TINY_LENGTHS if options.tiny else LENGTHS)[0])
     eager, inductor = (
@@ -326,7 +362,15 @@ def compiled(options: argparse.Namespace) -> Found:
 def sums(options: argparse.Namespace) -> Found:
     """Steps with ordered and with native sums."""
     ranks = gpus_of(options)
-    columns = ("sums", "step ms", "expected less ms", "found less ms", "exposed ms", "peak MiB", "loss difference")
+    columns = (
+        "sums",
+        "step ms",
+        "expected less ms",
+        "found less ms",
+        "exposed ms",
+        "peak MiB",
+        "loss difference",
+    )
     table = Table(f"Who adds gradients up, stage 3, bf16, {ranks} ranks", columns)
     tokens = (TINY_LENGTHS if options.tiny else LENGTHS)[0]
     if ranks == 1:
@@ -338,7 +382,8 @@ def sums(options: argparse.Namespace) -> Found:
         outcomes.append(trained("sums: native", setting, options, options={"reduce": "native"}))
     machine, nbytes = machine_of(options, ranks), 2.0 * numel_of(shape_of(options))
     less = BLOCKS * (
-        expected_reduction(machine, nbytes, "ordered") - expected_reduction(machine, nbytes, "native")
+        expected_reduction(machine, nbytes, "ordered")
+        - expected_reduction(machine, nbytes, "native")
     )
     base = outcomes[0]["ranks"][0] if outcomes[0]["status"] == "ok" else None
     for found in outcomes:

@@ -195,7 +195,9 @@ def exchange(here: Here) -> dict[str, Any]:
         got, own = torch.empty_like(sent), torch.empty(part, device=here.device)
         narrow = torch.empty(part, device=here.device, dtype=torch.bfloat16)
 
-        def ordered(sent: torch.Tensor = sent, got: torch.Tensor = got, own: torch.Tensor = own) -> None:
+        def ordered(
+            sent: torch.Tensor = sent, got: torch.Tensor = got, own: torch.Tensor = own
+        ) -> None:
             dist.all_to_all_single(got, sent)
             sum_parts(got.view(size, -1), own, 1 / size)
 

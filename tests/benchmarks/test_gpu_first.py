@@ -36,7 +36,9 @@ def test_every_row_of_the_first_hour_has_its_tiny_counterpart(chapter: str, tmp_
         assert all(float(row[at["driver MiB"]].replace(",", "")) > 0 for row in rows)
     elif chapter == "lost":
         assert [row[0] for row in rows] == ["killed", "stopped"]
-        for row, least, most in zip(rows, (0.0, first.TINY_PATIENCE - 0.5), (5.0, 15.0), strict=True):
+        for row, least, most in zip(
+            rows, (0.0, first.TINY_PATIENCE - 0.5), (5.0, 15.0), strict=True
+        ):
             assert row[at["error"]] == "StallError", row
             assert least <= float(row[at["told after s"]]) < most, row
             assert "rank 0" in row[at["text"]], row

@@ -59,7 +59,10 @@ def opened_by_control(native: bool) -> tuple[int, int]:
 
 
 def test_beside_a_native_backend_control_connects_on_demand() -> None:
-    eager, lazy = run_ranks(RANKS, opened_by_control, False), run_ranks(RANKS, opened_by_control, True)
+    eager, lazy = (
+        run_ranks(RANKS, opened_by_control, False),
+        run_ranks(RANKS, opened_by_control, True),
+    )
     # gloo listens on one socket, and holds one for each connection
     assert all(count >= RANKS - 1 for count, _ in eager), eager
     assert all(count <= 1 + PARTNERS for count, _ in lazy), lazy

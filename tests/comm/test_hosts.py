@@ -106,9 +106,7 @@ def launcher_first() -> int:
     on(SCATTERED)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     groups.host_identity = lambda: pytest.fail("the hosts were compared")  # type: ignore[assignment]
-    return onefold.engine_of(
-        onefold.shard(TinyMLP(), onefold.Recipe.zero(3))
-    ).group.topology.outer
+    return onefold.engine_of(onefold.shard(TinyMLP(), onefold.Recipe.zero(3))).group.topology.outer
 
 
 def test_hosts_are_not_compared_where_the_launcher_tells_of_even_nodes() -> None:
@@ -133,9 +131,7 @@ def of_a_part() -> tuple[int, bool] | None:
     group = dist.new_group([0, 1, 2])
     if dist.get_rank() == 3:
         return None
-    found = onefold.engine_of(
-        onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=group)
-    ).group
+    found = onefold.engine_of(onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=group)).group
     return found.topology.outer, found.flat_over_nodes
 
 
@@ -260,9 +256,7 @@ def test_exchanges_are_flat_over_nodes_only_where_ranks_share_some() -> None:
 def made(hosts: str, options: dict[str, Any]) -> tuple[int, int]:
     """(native communicators that the engine made, those that the count says)."""
     on(hosts)
-    model = onefold.shard(
-        TinyMLP(), onefold.Recipe.zero(3, **options), group=standin.new_group()
-    )
+    model = onefold.shard(TinyMLP(), onefold.Recipe.zero(3, **options), group=standin.new_group())
     group = onefold.engine_of(model).group
     levels = {id(level): level for level in (group, group.intra_group, group.inter_group)}
     found = sum(len(level.communicators.native) for level in levels.values())

@@ -132,7 +132,10 @@ def levels(
         said.clear()
         model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, **options), group=group)
         found.append(
-            (onefold.engine_of(model).group.topology.outer, [s for s in said if "group" in s or "hosts" in s])
+            (
+                onefold.engine_of(model).group.topology.outer,
+                [s for s in said if "group" in s or "hosts" in s],
+            )
         )
         del model
     return found

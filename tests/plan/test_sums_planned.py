@@ -166,7 +166,10 @@ def test_native_sums_are_the_default_only_flat_over_nodes_and_the_plan_says_what
     text = " ".join(str(found).split())
     assert "(reduce='native'), by default, since exchanges are flat over nodes" in text
     assert "the same bits at every stage (reduce='ordered')" in text and "out of a node" in text
-    levels, alone = planned(), plan("gpt2-xl", machine(8, 8, "h100-80"), Job(seq=512), largest=False)
+    levels, alone = (
+        planned(),
+        plan("gpt2-xl", machine(8, 8, "h100-80"), Job(seq=512), largest=False),
+    )
     for one in (levels, alone):
         assert one.sums is not None and one.sums.asked == "ordered" and one.sums.by_default
         assert "by default" not in str(one)

@@ -263,8 +263,7 @@ def stages(here: Here, findings: Findings) -> str:
     """
     for precision in PRECISIONS:
         at_the_boundary = [
-            train(here, in_order(stage, precision, reduce_at="boundary"))
-            for stage in range(4)
+            train(here, in_order(stage, precision, reduce_at="boundary")) for stage in range(4)
         ]
         every_time = [train(here, in_order(stage, precision)) for stage in (2, 3)]
         right = [

@@ -155,7 +155,8 @@ def evaluate(
         mfu=times.mfu,
     )
     reserve = Reserve() if machine.is_here else reserve_of(recipe, machine, topology)
-    usable, ranks, host = machine.capacity - reserve.nbytes, machine.local, machine.host
+    usable = max(0, machine.capacity - reserve.nbytes)
+    ranks, host = machine.local, machine.host
     fits = account.nvme * ranks <= host.nvme and (
         account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
         if machine.shared
