@@ -28,6 +28,7 @@ from benchmarks.harness import DASH, Table, essence
 from benchmarks.on_gpu.run import relative, run
 from benchmarks.peers import launch
 from benchmarks.peers.settings import Setting
+from onefold.comm.stall import GRACE
 from onefold.plan import hardware
 from onefold.plan.alternatives import reduction_seconds
 from onefold.plan.hardware import Machine
@@ -311,8 +312,10 @@ def lost(options: argparse.Namespace) -> Found:
             stall_timeout=patience, limit_s=min(options.timeout - 5, 90 + 6 * patience),
         )  # fmt: skip
         outcomes.append(found)
-        # A killed process closes its connections, which gloo notices at once
-        wanted = "under 1" if (how, backend) == ("killed", "gloo") else f"{patience:g} and a step"
+        # A killed process closes its connections, which gloo notices at once. Whoever gives up waits
+        # for the notes of the others
+        noticed = 0.0 if (how, backend) == ("killed", "gloo") else patience
+        wanted = f"{noticed + GRACE:g} and a step"
         if found["status"] != "ok":
             table.rows.append([how, backend, found["status"], wanted, DASH, essence(found["error"])[:200]])  # fmt: skip
             continue
@@ -377,9 +380,9 @@ def sums(options: argparse.Namespace) -> Found:
         table.rows = [[name, SEVERAL, *[DASH] * 5] for name in ("ordered", "native")]
         return table, []
     setting = setting_of(options, ranks, tokens)
-    outcomes = [trained("sums: ordered", setting, options, options={"reduce": "ordered"})]
+    outcomes = [trained("sums: ordered", setting, options, recipe={"reduce": "ordered"})]
     if options.device != "cpu":
-        outcomes.append(trained("sums: native", setting, options, options={"reduce": "native"}))
+        outcomes.append(trained("sums: native", setting, options, recipe={"reduce": "native"}))
     machine, nbytes = machine_of(options, ranks), 2.0 * numel_of(shape_of(options))
     less = BLOCKS * (
         expected_reduction(machine, nbytes, "ordered")

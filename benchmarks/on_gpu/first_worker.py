@@ -119,7 +119,7 @@ def blocks(here: Here) -> dict[str, Any]:
     if job.get("compile"):
         for block in model.blocks:  # type: ignore[union-attr]
             block.compile()
-    recipe = onefold.Recipe.zero(3, precision="bf16", **job.get("options", {}))
+    recipe = onefold.Recipe.zero(3, precision="bf16", **job.get("recipe", {}))
     model = onefold.shard(model, recipe, units=["Block"], device=here.device)
     engine = onefold.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
