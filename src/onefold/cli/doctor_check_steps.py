@@ -249,7 +249,7 @@ def _relative(a: list[float], b: list[float]) -> float:
 # -- the checks ------------------------------------------------------------------------------------
 
 
-def in_order(stage: int, precision: str, **options: Any) -> Recipe:
+def in_order(stage: int, precision: Precision, **options: Any) -> Recipe:
     """Return a recipe with ordered sums: flat over hosts the default would be native ones."""
     return Recipe.zero(stage, precision=precision, reduce="ordered", **options)
 

@@ -279,8 +279,8 @@ def sums_of(question: Question, best: Candidate) -> Sums | None:
     dtypes = largest.dtypes.wire, largest.dtypes.sums
     wire, sums = (dtype.itemsize for dtype in dtypes)
     start = faster_from(recipe, machine, Software(), wire, sums)
-    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return Sums(ordered, native, asked, start, largest.numel * wire, *names, by_default)
+    narrow, wide = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return Sums(ordered, native, asked, start, largest.numel * wire, narrow, wide, by_default)
 
 
 def reduction_seconds(
