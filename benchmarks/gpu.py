@@ -1,11 +1,22 @@
 """Onefold on a CUDA machine in under ten minutes, one GPU being enough: `python benchmarks/gpu.py`.
 
+The first chapters measure what decides whether the rest is worth a look, each beside what was
+expected (benchmarks/on_gpu/first.py). They take about five minutes; `--only` names others.
+
 What tells most comes first, and each result is written at once: a call that is cut off has left its
 gpu.json and gpu.md.
 
 | chapter   | question                                                                                        | by default         |
 |-----------|-------------------------------------------------------------------------------------------------|--------------------|
 | check     | is it right here? `onefold doctor --check`                                                      | yes                |
+| block     | exposed time around blocks of Llama 3 8B's shape, at two sequence lengths                       | yes                |
+| exchange  | all-to-all and sum beside reduce-scatter, with a product running beside                         | on several GPUs    |
+| copies    | how much of offload's copies is hidden, with 1 and 4 micro-batches                              | yes                |
+| communica-| what a context and each communicator take of the device                                         | yes                |
+|    tors   |                                                                                                 |                    |
+| lost      | a killed and a stopped peer: how long until the others are told, and what                       | yes                |
+| compile   | blocks compiled by inductor                                                                     | yes                |
+| sums      | native sums beside ordered ones                                                                 | on several GPUs    |
 | ranks     | step time and peak memory of DDP, FSDP2, DeepSpeed and Onefold's stages, native sums and codecs | on several GPUs    |
 | step      | the same at world size 1 beside plain PyTorch: what does sharding cost where there is nothing   | yes                |
 |           | to shard? The goal is 1.02 × its time and memory                                                |                    |
@@ -40,7 +51,7 @@ import torch
 
 from benchmarks import codecs, harness
 from benchmarks.harness import Table
-from benchmarks.on_gpu import chapters, groups, largest, offload
+from benchmarks.on_gpu import chapters, first, groups, largest, offload
 from benchmarks.on_gpu.comparison import GOAL, compared
 from benchmarks.on_gpu.report import Report
 from benchmarks.on_gpu.turns import take_turns
@@ -48,6 +59,7 @@ from benchmarks.peers import model
 
 CHAPTERS = (
     "check",
+    *first.CHAPTERS,
     "ranks",
     "step",
     "host",
@@ -61,7 +73,7 @@ CHAPTERS = (
     "groups",
 )
 
-USUAL = CHAPTERS[:7]
+USUAL = CHAPTERS[: CHAPTERS.index("overlap")]
 
 
 Chapter = Callable[[argparse.Namespace], tuple[Table, list[dict[str, Any]]]]
@@ -151,6 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     single: dict[str, Chapter] = {
         "check": chapters.check,
+        **first.CHAPTER,
         "codecs": codecs.chapter,
         "numbers": chapters.same_numbers,
         "overlap": chapters.hidden,
@@ -164,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.only:
             if name in single and report.left() > 0:
                 options.timeout = min(options.timeout, max(10.0, report.left()))
-                report.put(name, *single[name](options))
+                asked = first.quick(options) if name in first.CHAPTER else options
+                report.put(name, *single[name](asked))
             for number, comparison in enumerate(comparisons.get(name, ())):
                 take_turns(comparison, options, report, f"{name} {number}")
         report.write(finished=True)

@@ -170,7 +170,7 @@ more. "–": it does not fit.
 {table()}
 
 Assumed: {"; ".join(f"{p.memory} GB: rates of {builtin().gpu(p.gpu).title}, a disk of {p.rate:g} GB/s" for p in PLACES)}. An update
-on the host moves {HOST_BANDWIDTH / 1e9:g} GB/s; 1 GiB of each device is the process's own, and 10 % of what comes and goes is lost to
+on the host moves {HOST_BANDWIDTH / 1e9:g} GB/s; 640 MiB of each device are the process's own, and 10 % of what comes and goes is lost to
 fragmentation. The T4 has no bf16: fp16 there. "optimizer" is masters, moments and gradients; "0.4 of" is the smallest share of the units
 that has to leave. "tiles" gathers weights {TILE} at a time.
 

@@ -41,6 +41,7 @@ from onefold.runtime.state import values as state
 from onefold.runtime.state.materialize import fetch, has_meta, materialize, modules_of, tie
 from onefold.runtime.state.start import (
     compare_ranks,
+    flat_notes,
     idle_notes,
     precision_notes,
     rank_0_needs_values,
@@ -193,6 +194,7 @@ def shard(
             *precision_notes(engine),
             *cut.notes,
             *offload_notes(sizes, recipe, engine.world_size),
+            *flat_notes(engine),
             *idle_notes(engine),
         ]
         for note in (*notes, *engine.unset.notes()):

@@ -132,7 +132,10 @@ def levels(
         said.clear()
         model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, **options), group=group)
         found.append(
-            (onefold.engine_of(model).group.topology.outer, [s for s in said if "group" in s])
+            (
+                onefold.engine_of(model).group.topology.outer,
+                [s for s in said if "group" in s or "hosts" in s],
+            )
         )
         del model
     return found
@@ -186,8 +189,10 @@ def test_initialize_takes_nodes_for_groups() -> None:
 
 
 def test_a_process_group_that_is_spread_unevenly_over_nodes_is_flat() -> None:
-    found = run_ranks(4, levels, "2", CASES[:2], (0, 1, 2))
-    assert found == [[(1, []), (1, [])]] * 3 + [[]]
+    first, *others = run_ranks(4, levels, "2", CASES[:2], (0, 1, 2))
+    assert others == [[(1, []), (1, [])]] * 2 + [[]]
+    assert [count for count, _ in first] == [1, 1]
+    assert all(len(said) == 1 and "2 hosts unevenly (ranks 0-1; 2)" in said[0] for _, said in first)
 
 
 def test_a_process_group_of_one_rank_of_each_node_is_flat() -> None:

@@ -25,10 +25,11 @@ from onefold.plan.choose import (
     rungs,
     slowdown,
 )
-from onefold.plan.evaluate import Candidate, usable_bytes
+from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.planner import plan
+from onefold.plan.reserve import COMMUNICATOR, CONTEXT
 from onefold.plan.shapes import ModelShape, architecture
 
 
@@ -128,7 +129,7 @@ def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(
         assert best is found, (best, found)
         return
     assert best.scheme.with_(micro_batch=found.scheme.micro_batch) == found.scheme
-    assert best.fits and best.account.peak_bytes <= usable_bytes(asked.machine)
+    assert best.fits and best.account.peak_bytes <= best.usable < asked.machine.capacity
 
 
 def test_less_memory_never_means_a_faster_rung() -> None:
@@ -190,13 +191,18 @@ def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, capacity
 
 
 def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
+    # With native sums, what a GPU reserves depends on the number of communicators alone
+    native, kept = (("reduce", "native"),), CONTEXT + 2 * COMMUNICATOR
+    on_nodes = CONTEXT + 5 * COMMUNICATOR
     shape = ModelShape.of_size(300_000_000)
-    fixed = plan(shape, gpus(4, 3.6 * GIB), Job(seq=32), stages=(1,), largest=False)
+    fixed = plan(
+        shape, gpus(4, 2.6 * GIB + kept), Job(seq=32, options=native), stages=(1,), largest=False
+    )
     assert fixed.recommended is not None
     wide = plan(
         shape,
-        gpus(2, 4 * GIB),
-        Job(seq=256, micro_batch=64, checkpointing="none", offload="none"),
+        gpus(2, 3 * GIB + kept),
+        Job(seq=256, micro_batch=64, checkpointing="none", offload="none", options=native),
         largest=False,
     )
     assert (
@@ -204,11 +210,13 @@ def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
         and "exceeds" in wide.why_not
         and "micro-batch 1 would fit" in wide.why_not
     )
-    more = plan(shape, gpus(2, 2.2 * GIB), Job(seq=256, offload="none"), largest=False)
+    tight = Job(seq=256, offload="none", options=native)
+    more = plan(shape, gpus(2, 1.0 * GIB + on_nodes), tight, largest=False)
     assert more.recommended is None and " devices stage 3" in more.why_not, more.why_not
     ranks = int(more.why_not.split(" devices")[0].rsplit(" ", 1)[1])
-    assert recommend(question(shape, ranks, 2.2 * GIB, Job(seq=256))) is not None
-    never = plan(shape, gpus(2, 1.01 * GIB), Job(seq=4096), largest=False)
+    again = question(shape, ranks, 1.0 * GIB + on_nodes, Job(seq=256, options=native))
+    assert recommend(again) is not None
+    never = plan(shape, gpus(2, 0.01 * GIB + kept), Job(seq=4096), largest=False)
     assert never.recommended is None and "No number of devices would do" in never.why_not
     with pytest.raises(ValueError, match="does not fit"):
         _ = never.recipe

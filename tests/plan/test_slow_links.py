@@ -18,6 +18,7 @@ from onefold.plan.api import plan_here
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
 from onefold.plan.planner import Plan, plan
+from onefold.plan.reserve import COMMUNICATOR, CONTEXT
 from onefold.plan.schema import Account
 from onefold.plan.shapes import architecture
 from onefold.plan.states import topology_of, units_of
@@ -122,7 +123,10 @@ def test_the_ways_are_in_the_json() -> None:
         said["recommended"]["communication"] == said["slow_links"]["recommended"] == "hpZ"
         and rows[3, "hpZ"]["recommended"]
     )
-    assert rows[3, "flat"]["options"] == {"group": "flat"} and rows[3, ""]["options"] == {}
+    assert (
+        rows[3, "flat"]["options"] == {"group": "flat", "reduce": "ordered"}
+        and rows[3, ""]["options"] == {}
+    )
     assert said["recipe"]["second_copy"] is True and said["slow_links"]["lossy"] == "ZeRO++"
     assert rows[3, "ZeRO++"]["options"] == {
         "second_copy": True,
@@ -220,8 +224,9 @@ def test_what_the_job_asks_for_is_what_is_planned() -> None:
 
 
 def test_what_fits_nowhere_in_groups_is_told_where_it_fits_without_them() -> None:
-    asked = Job(seq=64, checkpointing="none", offload="none", options=(("shard_group", 1),))
-    found = plan(1e8, gpus(8, 1.7 * GIB), asked, largest=False)
+    options = (("shard_group", 1), ("reduce", "native"))
+    asked = Job(seq=64, checkpointing="none", offload="none", options=options)
+    found = plan(1e8, gpus(8, 0.7 * GIB + CONTEXT + 2 * COMMUNICATOR), asked, largest=False)
     assert found.recommended is None and ", without shard_group, would fit" in found.why_not, (
         found.why_not
     )

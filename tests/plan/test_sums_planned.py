@@ -145,6 +145,38 @@ def test_flat_over_nodes_native_sums_cross_borders_as_rings_do() -> None:
     assert saved[0] > 2 * abs(saved[1])
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_native_sums_are_the_default_only_flat_over_nodes_and_the_plan_says_what_both_cost(
+    stage: int,
+) -> None:
+    """Eight ranks a node: in order eight times the bytes leave it that leave it in a ring."""
+    there = machine(64, 8, "h100-80")
+
+    def planned(**options: Any) -> Plan:
+        job = Job(seq=512, checkpointing="none", options=tuple(options.items()))
+        return plan("gpt2-xl", there, job, stages=(stage,), largest=False)
+
+    found, asked = planned(group="flat"), planned(group="flat", reduce="ordered")
+    for one, by_default, which in ((found, True, "native"), (asked, False, "ordered")):
+        assert one.sums is not None and (one.sums.by_default, one.sums.asked) == (by_default, which)
+        assert one.recommended == getattr(one.sums, which)
+    assert found.recipe.reduce is None and found.to_json()["sums"]["by_default"] is True
+    between = [c.account.sent_between for c in (found.sums.ordered, found.sums.native)]  # type: ignore[union-attr]
+    assert between[0] > 2 * between[1] > 0
+    text = " ".join(str(found).split())
+    assert "(reduce='native'), by default, since exchanges are flat over nodes" in text
+    assert "the same bits at every stage (reduce='ordered')" in text and "out of a node" in text
+    levels, alone = (
+        planned(),
+        plan("gpt2-xl", machine(8, 8, "h100-80"), Job(seq=512), largest=False),
+    )
+    for one in (levels, alone):
+        assert one.sums is not None and one.sums.asked == "ordered" and one.sums.by_default
+        assert "by default" not in str(one)
+    one_a_node = plan("gpt2-xl", machine(8, 1, "h100-80"), Job(seq=512), largest=False)
+    assert one_a_node.sums is not None and one_a_node.sums.asked == "ordered"
+
+
 def test_native_sums_receive_no_parts_and_send_as_much() -> None:
     found = of(8, name="llama-3-8b").sums
     assert (

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from onefold.processes import host
 from onefold.processes.host import child_environment, from_slurm, joins, physical_cores
 from onefold.processes.signals import CONTROL
 from onefold.train.config import resolve
@@ -53,6 +54,21 @@ def test_a_slurm_batch_script_starts_its_own_ranks() -> None:
 def test_cores_are_divided_among_ranks_unless_the_user_has_said_so(tmp_path: Path) -> None:
     assert child_environment({}, 1, tmp_path, False)["OMP_NUM_THREADS"] == str(physical_cores())
     assert child_environment({}, 1000, tmp_path, False)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])  # fmt: skip
+def test_ranks_on_gpus_get_expandable_segments_unless_the_user_has_said_otherwise(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "driver"
+    monkeypatch.setattr(host, "DRIVERS", (str(driver),))
+    assert name not in child_environment({}, 1, tmp_path, False)
+    driver.touch()
+    set_by_us = child_environment({}, 1, tmp_path, False)
+    assert set_by_us["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    found = child_environment({name: "max_split_size_mb:64"}, 1, tmp_path, False)
+    kept = {key: value for key, value in found.items() if key.endswith("ALLOC_CONF")}
+    assert kept == {name: "max_split_size_mb:64"}
     assert child_environment({"OMP_NUM_THREADS": "3"}, 2, tmp_path, False)["OMP_NUM_THREADS"] == "3"
     assert child_environment({}, 1, tmp_path, False)["HF_HUB_OFFLINE"] == "1"
 

@@ -71,7 +71,7 @@ ALL = {"second_copy": True, **CODECS, "error_feedback": True, "wire_rounding": "
         (ALL, ALL),
         ({"frozen": "nf4"}, {"frozen": "nf4"}),
         ({"reduce": "native"}, {"reduce": "native"}),
-        ({"reduce": "ordered"}, {}),
+        ({"reduce": "ordered"}, {"reduce": "ordered"}),
     ],
     ids=repr,
 )

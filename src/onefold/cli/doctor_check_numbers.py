@@ -161,7 +161,7 @@ class Part(nn.Module):
 def ordered_sums(here: Here, findings: Findings) -> str:
     """Check reductions at every stage to the bit, and that the next gather has the new weights."""
     for stage in range(4):
-        _reduced(here, findings, Recipe.zero(stage), is_ordered_mean)
+        _reduced(here, findings, Recipe.zero(stage, reduce="ordered"), is_ordered_mean)
     findings.figures |= {"stages": 4, "elements": sum(PARAMETERS)}
     return (
         f"stages 0 to 3 add {sum(PARAMETERS):,} gradients up in rank order, to the bit, and gather"

@@ -1,7 +1,7 @@
 """The engine's own communicators over the ranks of one group: how they are made, split, aborted and
 destroyed.
 
-    gloo      new_group
+    gloo      new_group; beside a native backend, connected on demand
     native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
 
 [Note: NCCL's patience] The device waits for NCCL, not the host. So the host notices a missing rank
@@ -9,6 +9,14 @@ only at the end of the backward pass, in the exchange over gloo, and then raises
 NCCL's own watchdog would end the process without that error. A native communicator therefore has
 twice the stall timeout plus half a minute: the exchange begins at most a pass after the move that
 waits.
+
+[Note: connections on demand] gloo connects every rank to every other when a group is made. Beside a
+native backend it moves small messages only, between each rank and 2·log2(ranks) others. Such a group
+connects two ranks when one first sends to the other (torch 2.13 does so under TORCH_GLOO_LAZY_INIT).
+Until then a rank does not notice that another has ended, and waits up to five times the group's
+timeout for it. So ranks wait for each other in the store when the group is made. Then a barrier
+connects each rank with those that it exchanges small messages with: 1, 2, 4, ... places before and
+behind it.
 
 [Note: names of groups] The ranks of a new group find each other in the store under the group's
 name. torch makes it from a number of this process: how many groups it knows (2.13), or how many it
@@ -24,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -53,7 +62,12 @@ class Communicators:
         self._made: list[Any] = []
 
     def make(
-        self, backend: str, timeout: float | None = None, where: str = "shard()", parent: Any = None
+        self,
+        backend: str,
+        timeout: float | None = None,
+        where: str = "shard()",
+        parent: Any = None,
+        on_demand: bool = False,
     ) -> Any:
         """Make one more communicator.
 
@@ -61,17 +75,33 @@ class Communicators:
             timeout: seconds that a wait may take; for a native one see [Note: NCCL's patience].
             where: the user's call that needs it, for messages.
             parent: a native communicator, or process group, over the same ranks, to split from.
+            on_demand: see [Note: connections on demand].
 
         Raises:
             StallError: the other ranks did not call it in time.
         """
-        return self._make(
-            backend,
-            self.timeout if timeout is None else timeout,
-            where,
-            parent,
-            [list(range(len(self.ranks)))],
-        )
+        patience = self.timeout if timeout is None else timeout
+        whole = [list(range(len(self.ranks)))]
+        if not on_demand:
+            return self._make(backend, patience, where, parent, whole)
+        with _connecting_on_demand():
+            made = self._make(backend, patience, where, parent, whole)
+        start = time.perf_counter()
+        try:
+            self._meet(made.group_name, patience)
+            made.barrier().wait()
+        except RuntimeError as error:
+            raise self.alone(time.perf_counter() - start, where, error) from None
+        return made
+
+    def _meet(self, name: str, timeout: float) -> None:
+        """Wait in the store until all ranks have come here. Raises RuntimeError after `timeout`
+        seconds.
+        """
+        store, place = dist.distributed_c10d._get_default_store(), f"onefold/met/{name}"
+        if store.add(place, 1) == len(self.ranks):
+            store.set(f"{place}/all", "")
+        store.wait([f"{place}/all"], timedelta(seconds=timeout))
 
     def make_part(self, backend: str, parent: Any, parts: list[list[int]]) -> Any:
         """Make a communicator over the part that this rank is in. `self.ranks` must be that part.
@@ -163,6 +193,22 @@ def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: st
     if ":" in str(dist.get_backend(parent)):
         options["backend"] = backend  # else all backends of the parent are split, gloo's too
     return dist.split_group(parent, parts, timeout=patience, **options)
+
+
+@contextlib.contextmanager
+def _connecting_on_demand() -> Iterator[None]:
+    """Have gloo connect on demand in the groups that are made inside. torch offers a variable only,
+    and reads it for each group. One that the user has set stays.
+    """
+    name = "TORCH_GLOO_LAZY_INIT"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 # -- names -----------------------------------------------------------------------------------------

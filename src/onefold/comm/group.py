@@ -9,7 +9,9 @@ them. So each byte enters a node once.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,14 +19,22 @@ import torch.distributed as dist
 
 from onefold.comm.communicators import Communicators
 from onefold.comm.ledger import TrafficLedger
-from onefold.comm.members import backend_of, format_ranks, members
+from onefold.comm.members import backend_of, format_ranks, members, refuse_shared_device
 from onefold.comm.messages import alike, both
 from onefold.comm.moves import Moves
 from onefold.comm.pending import Chains
 from onefold.comm.stall import CollectiveContext, StallError
-from onefold.comm.topology import inner_of, ranks_of_a_node, sides_of
+from onefold.comm.topology import (
+    Nodes,
+    flat_note,
+    flat_over,
+    host_identity,
+    inner_of,
+    ranks_of_a_node,
+    sides_of,
+)
 from onefold.comm.wire import GLOO, Wire, wire_of
-from onefold.device import new_stream
+from onefold.device import device_identity, new_stream
 from onefold.layout import Topology
 
 
@@ -48,9 +58,12 @@ class Group(Moves):
         nodes: the node of each position, for the ledger.
         borders: the number of nodes in words, such as "2 nodes"; "" if there is one
             (comm/topology.py).
+        flat_over_nodes: every rank sends to every other, although several share a node.
+        flat_note: a sentence about that, if the recipe leaves the groups to Onefold; else "".
 
     Raises:
-        ValueError: the groups do not divide the ranks.
+        ValueError: the groups do not divide the ranks, or ranks share a device that the backend
+            needs for one of them.
     """
 
     def __init__(
@@ -79,7 +92,8 @@ class Group(Moves):
         self._intra_group = None
         self._inter_group = None
         self.communicators = Communicators(numbers, device, timeout)
-        per_node = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
+        said = ranks_of_a_node(world_size=dist.get_world_size() if self.size > 1 else None)
+        per_node: Nodes = said
         if isinstance(inner, int):
             Topology(self.size, inner_of(inner, numbers, None))  # raises before anything is made
         if self.size > 1:
@@ -89,15 +103,20 @@ class Group(Moves):
         self.control_group = self.gather_group = self.reduce_group = None
         if self.size > 1 and not self.fake:
             with self.communicators.named():
-                self.control_group = self.communicators.make("gloo")
+                self.control_group = self.communicators.make("gloo", on_demand=self.native)
             self._stand_at(
                 self.number, list(range(self.size)), list(range(self.size)), [0] * self.size
             )
-            per_node = self._agreed(per_node)
+            per_node = self._agreed(said)
+            if per_node is None or device.type != "cpu":
+                hosts = self._compare_places()
+                per_node = hosts if per_node is None else per_node
         self.topology = Topology(self.size, inner_of(inner, numbers, per_node))
+        self.flat_note = flat_note(inner, numbers, per_node, self.topology)
         order = self.topology.order  # each position's number in the communicators
         self.ranks = [numbers[i] for i in order]
         self.nodes, self.borders = sides_of(self.ranks, per_node, inner, self.topology)
+        self.flat_over_nodes = flat_over(self.nodes, self.topology)
         if self.size == 1:
             return
         self._stand_at(self.ranks.index(dist.get_rank()), order, order, self.nodes)
@@ -139,12 +158,39 @@ class Group(Moves):
             else None
         )
 
+    def _compare_places(self) -> dict[int, int]:
+        """Return the host of each global rank, numbered by their first ranks. Collective.
+
+        Raises:
+            ValueError: on every rank, if ranks compute on one device with a native backend.
+        """
+        mine = [host_identity(), device_identity(self.device)]
+        digests = [hashlib.sha256(text.encode()).digest()[:8] for text in mine]
+        payload = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+        told = self.exchange_control(payload, CollectiveContext("control", "(start)", 0, "state"))
+        places = [bytes(place.tolist()) for place in told]
+        if self.native and mine[1]:
+            try:
+                refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
+            except ValueError:
+                self.communicators.close()
+                raise
+        first: dict[bytes, int] = {}
+        hosts = [first.setdefault(place[:8], len(first)) for place in places]
+        return dict(zip(self.ranks, hosts, strict=True))
+
     def communicator(self, timeout: float) -> Any:
         """Make one more gloo communicator over the same ranks, for host messages that may wait
         `timeout` seconds. Collective.
         """
+        where = "the first save or load"
         with self.communicators.named():
-            return self.communicators.make("gloo", timeout, "the first save or load")
+            if not self.native:
+                return self.communicators.make("gloo", timeout, where)
+            # Ranks connect while the timeout is short
+            made = self.communicators.make("gloo", None, where, on_demand=True)
+        made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout))
+        return made
 
     def close(self) -> None:
         """Destroy the communicators. Local; call it when no collective is in flight."""

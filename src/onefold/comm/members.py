@@ -4,13 +4,13 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onefold.device import backend_name
+from onefold.device import backend_name, device_count
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -99,4 +99,35 @@ def backend_of(process_group: Any, device: torch.device) -> str:
         f" tensors (it has {has or 'none'}): start it with"
         f" torch.distributed.init_process_group({wanted!r}), or give shard() another group or"
         " device."
+    )
+
+
+def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> None:
+    """Raise ValueError if several ranks compute on one device. NCCL would refuse it too, later, and
+    without naming a cure.
+
+    Args:
+        places: what identifies each global rank's host and device.
+        device: this rank's device.
+    """
+    sharing: dict[bytes, list[int]] = {}
+    for rank, place in places.items():
+        sharing.setdefault(place, []).append(rank)
+    together = max(sharing.values(), key=len)
+    if len(together) == 1:
+        return
+    count, kind = device_count(), device.type
+    cure = (
+        f"Give each rank its own before shard(): torch.{kind}.set_device(int(os.environ"
+        f"['LOCAL_RANK'])), or shard(..., device=f\"{kind}:{{os.environ['LOCAL_RANK']}}\")"
+    )
+    if count < len(together):
+        cure = (
+            f"Rank {dist.get_rank()} sees {count} device{'s' if count > 1 else ''}: start as many"
+            " ranks on each host as it has (torchrun --nproc-per-node), or give each task its own"
+            " (srun --gpus-per-task=1)"
+        )
+    raise ValueError(
+        f"ranks {format_ranks(sorted(together))} compute on one device ({device} on rank"
+        f" {dist.get_rank()}), and the backend needs one for each rank. {cure}."
     )

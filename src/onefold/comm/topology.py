@@ -1,10 +1,12 @@
-"""Which ranks share a node, by the launcher's variables, and how many ranks make a group.
+"""Which ranks share a node, and how many ranks make a group.
+
+The nodes are those of the launcher's variables. If it sets none, or none that can be used, the
+ranks compare the identities of their hosts (`host_identity`) when the group is made.
 
 | recipe's `group` | ranks of a group, if every node has the same number (above 1) of consecutive ranks | else                            |
 |------------------|------------------------------------------------------------------------------------|---------------------------------|
 | None             | the ranks of a node: two levels                                                    | all: one level                  |
-| "node"           | the ranks of a node                                                                | all if the nodes are unknown;   |
-|                  |                                                                                    | raises if nodes are uneven      |
+| "node"           | the ranks of a node                                                                | raises, naming the nodes        |
 | "flat"           | all: one level, every rank to every other                                          | the same                        |
 | a number         | that many                                                                          | the same                        |
 
@@ -13,13 +15,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import socket
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 
+from onefold.comm.members import format_ranks
 from onefold.layout import Topology
 from onefold.recipe.rows import FLAT, NODE
+
+#: Where nodes end: the number of consecutive ranks on each, or the node of each global rank, by the
+#: ranks' own comparison. None: all ranks are on one node.
+Nodes = int | Mapping[int, int] | None
 
 #: Variables with (ranks of this node, ranks of the run), by launcher: torchrun and others that set
 #: the same; Open MPI; MPICH, Intel MPI and MVAPICH.
@@ -83,14 +94,29 @@ def _each(here: int, all_of_them: int, world_size: int | None, name: str) -> int
     return here if all_of_them % here == 0 else None
 
 
-def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None) -> int:
-    """Return the ranks of a group, by the table of this module. `per_node` is None if the nodes are
-    unknown.
+def host_identity(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what tells this host from others: its name and the id of its boot, or NCCL_HOSTID if
+    it is set. NCCL takes the same for a host.
+
+    Containers on one machine have names of their own. They count as hosts of their own, since they
+    reach each other over the network.
+    """
+    if said := environment.get("NCCL_HOSTID"):
+        return said
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def inner_of(group: int | str | None, ranks: Sequence[int], per_node: Nodes) -> int:
+    """Return the ranks of a group, by the table of this module.
 
     Raises:
         ValueError: group="node", but `ranks` are spread over nodes unevenly or not consecutively.
     """
-    if group == FLAT or (group in (None, NODE) and per_node is None):
+    if group == FLAT:
         return len(ranks)
     if group is not None and group != NODE:
         return int(group)
@@ -107,21 +133,70 @@ def inner_of(group: int | str | None, ranks: Sequence[int], per_node: int | None
     return each
 
 
-def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
-    """Return the node of each global rank. Each node has `per_node` consecutive ranks; None means
-    that all ranks are on one node.
-    """
+def nodes_of(ranks: Sequence[int], per_node: Nodes) -> list[int]:
+    """Return the node of each global rank."""
+    if isinstance(per_node, Mapping):
+        return [per_node[rank] for rank in ranks]
     return [rank // per_node if per_node else 0 for rank in ranks]
 
 
+def flat_over(nodes: Sequence[int], topology: Topology) -> bool:
+    """Return whether exchanges are flat over nodes: every rank sends to every other, although
+    several share a node. `nodes` has the node of each rank.
+
+    With m ranks on each node, reductions then send m times the bytes between nodes that they send
+    on two levels.
+    """
+    return not topology.two_levels and 1 < len(set(nodes)) < len(nodes)
+
+
+def communicators_of(topology: Topology) -> int:
+    """Return how many native communicators an engine's `Group` makes over these ranks: one each for
+    gathers and reductions over all ranks, or on two levels one over all ranks and two on each level.
+    """
+    if topology.size == 1:
+        return 0
+    return 5 if topology.two_levels else 2
+
+
+def flat_note(
+    group: int | str | None, ranks: Sequence[int], per_node: Nodes, topology: Topology
+) -> str:
+    """Return a sentence for a default (`group` is None) that is flat over nodes: why, what it costs
+    and what to do; "" if it is not.
+    """
+    nodes = nodes_of(ranks, per_node)
+    if group is not None or not flat_over(nodes, topology):
+        return ""
+    by_node: dict[int, list[int]] = {}
+    for rank, node in sorted(zip(ranks, nodes, strict=True)):
+        by_node.setdefault(node, []).append(rank)
+    runs = [len(list(neighbours)) for _, neighbours in groupby(nodes)]
+    uneven, scattered = len(set(map(len, by_node.values()))) > 1, len(runs) > len(by_node)
+    why = " and ".join(
+        ["unevenly"] * uneven + ["not as neighbours"] * scattered  # at least one of the two
+    )
+    shown = "; ".join(format_ranks(members) for members in list(by_node.values())[:8])
+    more = f"; and {len(by_node) - 8} more" if len(by_node) > 8 else ""
+    most, fitting = max(Counter(nodes).values()), math.gcd(*runs)
+    cure = "Start the same number of ranks on each host, numbered host by host"
+    if fitting > 1:
+        cure += f", or give group={fitting}: groups of ranks that share a host"
+    return (
+        f"the ranks lie on {len(by_node)} hosts {why} (ranks {shown}{more}), so that no two levels"
+        " can be made: every rank sends to every other, up to"
+        f" {most} times the bytes between hosts in a reduction. {cure}."
+    )
+
+
 def sides_of(
-    ranks: Sequence[int], per_node: int | None, group: int | str | None, topology: Topology
+    ranks: Sequence[int], per_node: Nodes, group: int | str | None, topology: Topology
 ) -> tuple[list[int], str]:
     """Return what counts as the node of each position, and the number of nodes in words; "" if
     there is one.
 
-    These are the launcher's nodes. If there is only one, and the recipe names a number of ranks for
-    its groups, the groups stand for nodes.
+    If there is only one node, and the recipe names a number of ranks for its groups, the groups
+    stand for nodes.
     """
     nodes, name = nodes_of(ranks, per_node), "nodes"
     if len(set(nodes)) == 1 and isinstance(group, int):

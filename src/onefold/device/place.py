@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import torch
@@ -57,6 +58,32 @@ def with_index(device: torch.device | str) -> torch.device:
             f" ({str(error).splitlines()[0]}; accelerators: {here}). Give a device that is there,"
             " or 'cpu'."
         ) from None
+
+
+def of_local_rank(kind: str, local_rank: int) -> torch.device:
+    """Return the accelerator of the rank with this number on its host.
+
+    Launchers either show every device to every rank, or one to each (srun --gpus-per-task=1). With
+    one device the index is 0 for every rank, hence the remainder.
+    """
+    return torch.device(kind, local_rank % max(1, torch.accelerator.device_count()))
+
+
+def device_identity(device: torch.device) -> str:
+    """Return what tells this device from all others, the same in every process: its UUID; "" if
+    torch does not say, and on a CPU.
+    """
+    if device.type in _HOSTS:
+        return ""
+    try:
+        found = torch.get_device_module(device).get_device_properties(device)
+    except (AttributeError, NotImplementedError):
+        return ""
+    uuid = getattr(found, "uuid", None)
+    # A process sees one part of a divided GPU (MIG), by its name
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    part = visible if visible.startswith("MIG-") else ""
+    return "" if uuid is None else f"{uuid}{part}"
 
 
 def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -1,16 +1,16 @@
 """Room `plan`: what a job will hold, send and take, before it runs. It knows no running engine.
 
-| question                                      | files, in the order to read them         |
-|-----------------------------------------------|------------------------------------------|
-| What is asked, on which machine?              | `job`, `hardware`, `api`                 |
-| What is the model?                            | `shapes`, `modules`, `subject`           |
-| What does a rank hold, at most?               | `states`, `replay`, `offloaded`          |
-| What do a micro-batch's activations hold?     | `activity`, `formulas`                   |
-| What does a rank send and copy?               | `wire`, `traffic`                        |
-| How long does a step take?                    | `times`, `efficiency`                    |
-| What is the account of one scheme?            | `schema`, `evaluate`                     |
-| Which scheme, and what are the alternatives?  | `choose`, `alternatives`                 |
-| How is the plan shown?                        | `planner`, `tables`                      |
+| question                                      | files, in the order to read them           |
+|-----------------------------------------------|--------------------------------------------|
+| What is asked, on which machine?              | `job`, `hardware`, `api`                   |
+| What is the model?                            | `shapes`, `modules`, `subject`             |
+| What does a rank hold, at most?               | `states`, `replay`, `offloaded`, `reserve` |
+| What do a micro-batch's activations hold?     | `activity`, `formulas`                     |
+| What does a rank send and copy?               | `wire`, `traffic`                          |
+| How long does a step take?                    | `times`, `efficiency`                      |
+| What is the account of one scheme?            | `schema`, `evaluate`                       |
+| Which scheme, and what are the alternatives?  | `choose`, `alternatives`                   |
+| How is the plan shown?                        | `planner`, `tables`                        |
 
 Other rooms look at what cannot be counted: `tracing` at a module's activations, `doctor` at a
 machine's speeds, `simulation` at a step of the engine itself.

@@ -21,7 +21,8 @@ bytes/s of the link and M of memory:
 
 The ring pays (N−2)α more, and saves a pass over P(N−1)/N bytes: native sums are faster from
 P = (N−2)α·M·N/(N−1) on. Over two levels each way is two moves by these formulas. Over one level and
-several nodes the all-to-all also sends as many times the bytes out of a node as the node has ranks.
+several nodes the all-to-all also sends as many times the bytes out of a node as the node has ranks:
+there, and only there, native sums are the default (`Recipe.with_sums`).
 Sources: Thakur, Rabenseifner and Gropp 2005 (Optimization of Collective Communication Operations in
 MPICH), section 3.1 for α and B, and 4.3 for the ring's reduce-scatter; Patarasuk and Yuan 2009
 (Bandwidth optimal all-reduce algorithms), section 4; `onefold.plan.wire.added_bytes` for the pass.
@@ -41,7 +42,7 @@ from onefold.plan.choose import Question
 from onefold.plan.evaluate import Candidate, on_nccl
 from onefold.plan.hardware import Machine
 from onefold.plan.job import COMMUNICATION, as_options, as_recipe
-from onefold.plan.states import topology_of, units_of
+from onefold.plan.states import decided, topology_of, units_of
 from onefold.plan.times import SUMMING_ON_A_GPU
 from onefold.plan.traffic import Software, traffic_over
 from onefold.plan.wire import Leg, added_bytes
@@ -208,7 +209,8 @@ class Sums:
 
     Attributes:
         ordered, native: the two candidates.
-        asked: which of the two the job asks for.
+        asked: which of the two the recommendation has.
+        by_default: the job does not say; see `Recipe.with_sums`.
         faster_from: bytes of a unit's gradients on the wire from which on native sums are faster;
             0: always, infinity: never.
         largest: bytes of the largest unit's gradients.
@@ -222,6 +224,7 @@ class Sums:
     largest: int
     dtype: str
     sums_dtype: str
+    by_default: bool
 
     @property
     def saved(self) -> int:
@@ -233,10 +236,15 @@ class Sums:
         ways = {"ordered": self.ordered.account, "native": self.native.account}
         return {
             "asked": self.asked,
+            "by_default": self.by_default,
             "dtype": self.dtype,
             "sums_dtype": self.sums_dtype,
             **{
-                way: {"seconds": dict(account.seconds), "peak_bytes": account.peak_bytes}
+                way: {
+                    "seconds": dict(account.seconds),
+                    "peak_bytes": account.peak_bytes,
+                    "sent_between": account.sent_between,
+                }
                 for way, account in ways.items()
             },
             "faster_from": self.faster_from if math.isfinite(self.faster_from) else None,
@@ -254,7 +262,9 @@ def sums_of(question: Question, best: Candidate) -> Sums | None:
     unknown = machine.is_here or machine.measured is not None
     if machine.ranks == 1 or unknown or not on_nccl(machine) or recipe.gradients.codec is not None:
         return None
-    asked = recipe.reduce
+    by_default = recipe.reduce is None
+    recipe = decided(recipe, machine.ranks, machine.node_ranks, nccl=True)
+    asked = recipe.reduce or "ordered"
     other = "native" if asked == "ordered" else "ordered"
     options = tuple((k, v) for k, v in job.options if k != "reduce")
     otherwise = replace(job, options=(*options, ("reduce", other)))
@@ -269,8 +279,8 @@ def sums_of(question: Question, best: Candidate) -> Sums | None:
     dtypes = largest.dtypes.wire, largest.dtypes.sums
     wire, sums = (dtype.itemsize for dtype in dtypes)
     start = faster_from(recipe, machine, Software(), wire, sums)
-    names = (str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return Sums(ordered, native, asked, start, largest.numel * wire, *names)
+    narrow, wide = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return Sums(ordered, native, asked, start, largest.numel * wire, narrow, wide, by_default)
 
 
 def reduction_seconds(

@@ -34,9 +34,10 @@ from onefold.plan.offloaded import (
     on_host,
 )
 from onefold.plan.replay import Moment, Replay
+from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import ACTIVATIONS, FRAGMENTATION, LOGITS, TEMPORARY, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import MOMENTS_OF, at_rest, bound_of, topology_of, units_of
+from onefold.plan.states import MOMENTS_OF, at_rest, bound_of, decided, topology_of, units_of
 from onefold.plan.times import Work, step_times
 from onefold.plan.traffic import Software, node_links, traffic_over
 from onefold.plan.wire import Leg, coded_bytes, handled_bytes, legs_of, summed_bytes, wire
@@ -47,9 +48,6 @@ from onefold.recipe.rows import GROUP
 #: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what
 #: their states allowed.
 FRAGMENTED = 0.10
-#: Bytes that a process takes of a GPU before its first tensor: context, kernels, communicator
-#: buffers.
-CONTEXT = 1 << 30
 #: The categories that come and go in a step.
 _MOVING = (GATHERED, REDUCTION, IDLE, LEAVING, ACTIVATIONS, LOGITS, TEMPORARY)
 
@@ -62,6 +60,7 @@ class Candidate:
         fits: the peak is within the device's `usable` bytes, and the host's and NVMe's bytes are
             within a node's. If the device is a CPU, `usable` has to hold the peak and the host's.
         usable: bytes of the device that training may take.
+        reserve: the device's other bytes, on a GPU of the table.
         accumulation: micro-batches of a rank in a step.
         states: bytes of a rank's share of all states on all tiers, as the papers count them
             (`formulas.states_by_kind`): gradients beside the rest, a 16-bit copy of the parameters
@@ -77,6 +76,7 @@ class Candidate:
     states: int = 0
     notes: tuple[str, ...] = field(default=(), compare=False)
     shared: bool = False
+    reserve: Reserve = field(default_factory=Reserve)
 
     @property
     def needed(self) -> int:
@@ -100,7 +100,8 @@ def evaluate(
     """Account for `scheme`. `activity` is that of its micro-batch and checkpointing. Raises
     ValueError: the global batch does not divide.
     """
-    recipe, nccl = scheme.recipe(job), on_nccl(machine)
+    nccl = on_nccl(machine)
+    recipe = decided(scheme.recipe(job), machine.ranks, machine.node_ranks, nccl)
     accumulation = job.accumulation(machine.ranks, scheme.micro_batch)
     per_node = machine.node_ranks
     window = 0 if machine.shared else WINDOW
@@ -153,7 +154,9 @@ def evaluate(
         tokens_per_s=times.tokens_per_s,
         mfu=times.mfu,
     )
-    usable, ranks, host = usable_bytes(machine), machine.local, machine.host
+    reserve = Reserve() if machine.is_here else reserve_of(recipe, machine, topology)
+    usable = max(0, machine.capacity - reserve.nbytes)
+    ranks, host = machine.local, machine.host
     fits = account.nvme * ranks <= host.nvme and (
         account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
         if machine.shared
@@ -168,6 +171,7 @@ def evaluate(
         states=states_of(model, job, scheme.stage, machine.ranks, recipe, topology.inner),
         notes=(*activity.notes, *times.notes),
         shared=machine.shared,
+        reserve=reserve,
     )
 
 
@@ -222,13 +226,6 @@ def states_of(
         copy, in_group = model.trainable * convention.parameters / group, set()
     parts = (over_group[kind] if kind in in_group else n for kind, n in over_all.items())
     return round(sum(parts) + frozen + copy)
-
-
-def usable_bytes(machine: Machine) -> int:
-    """Return the bytes of the device that training may take: its capacity, on a GPU without what
-    each process needs.
-    """
-    return machine.capacity - (0 if machine.is_here else CONTEXT)
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ class Way:
 
 COMMUNICATION: Mapping[str, Way] = {
     "": Way("", from_stage=0),
-    "flat": Way("every rank to every other", {"group": "flat"}, from_stage=0),
+    # A plan rounds nothing by itself: native sums, the default of flat exchanges on NCCL, would
+    "flat": Way("every rank to every other", {"group": "flat", "reduce": "ordered"}, from_stage=0),
     "qwZ": Way("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
     "hpZ": Way("a second copy in each node", {"second_copy": True}),
     "qgZ": Way("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
@@ -337,7 +338,10 @@ class Scheme:
         """Return the recipe for `onefold.shard`. `SOMEWHERE` stands for folders on NVMe that the
         job does not name. Raises ValueError: this stage cannot have the job's own options.
         """
-        return job.recipe(self.stage, **self.asked)
+        asked = self.asked
+        if dict(job.options).get("reduce") is not None:
+            asked.pop("reduce", None)
+        return job.recipe(self.stage, **asked)
 
     def __str__(self) -> str:
         parts = [f"stage {self.stage}"]

@@ -187,6 +187,7 @@ def _candidate_json(c: Candidate) -> dict[str, Any]:
         "fits": c.fits,
         "states": c.states,
         "usable": c.usable,
+        "reserve": {**vars(c.reserve), "nbytes": c.reserve.nbytes},
         "account": c.account.to_json(),
     }
 
@@ -235,6 +236,7 @@ def plan(
         *subject.notes,
         *_of_recipe(question, best or _last_asked(shown, stages)),
         *shown[0].notes,
+        *_of_reserve(best or _last_asked(shown, stages)),
         *_ends(shape, {*micro.values(), *chosen}, models),
     )
     return Plan(
@@ -314,6 +316,15 @@ def _of_recipe(question: Question, shown: Candidate) -> Iterator[str]:
             f"a node sends {plain / 1e9:,.2f} GB to the others in a step, and {less / 1e9:,.2f} GB"
             f" with {way}: the plan does not know how fast they are linked, so that is yours to"
             " choose"
+        )
+
+
+def _of_reserve(shown: Candidate) -> Iterator[str]:
+    """Yield a note on the bytes of a GPU that hold no tensor (plan/reserve.py)."""
+    if shown.reserve.communicators:
+        yield (
+            f"{shown.reserve.nbytes / 2**30:.2f} GiB of each GPU are not for training, by assumption:"
+            f" {shown.reserve}"
         )
 
 

@@ -48,7 +48,7 @@ from functools import lru_cache
 
 import torch
 
-from onefold.comm.topology import inner_of
+from onefold.comm.topology import flat_over, inner_of, nodes_of
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
@@ -71,6 +71,14 @@ def topology_of(recipe: Recipe, ranks: int, per_node: int | None = None) -> Topo
     ValueError: the groups do not divide the ranks.
     """
     return _topology(recipe.group, ranks, per_node)
+
+
+def decided(recipe: Recipe, ranks: int, per_node: int | None, nccl: bool) -> Recipe:
+    """Return the recipe with `reduce` as the engine decides it where it is None. `per_node` as for
+    `topology_of`.
+    """
+    flat = flat_over(nodes_of(range(ranks), per_node), topology_of(recipe, ranks, per_node))
+    return recipe.with_sums(nccl, flat)
 
 
 #: Moments of the parameter's size that an optimizer keeps.
@@ -134,6 +142,7 @@ def units_of(
         )
     offloaded = offloaded_of_sizes([u.trainable for u in model.units], recipe, ranks)
     topology = topology_of(recipe, ranks, per_node)
+    recipe = decided(recipe, ranks, per_node, nccl)
 
     def spec(parameters: list[Parameter], stored: bool, offloaded: bool) -> ShardSpec:
         trainable = parameters[0].trainable

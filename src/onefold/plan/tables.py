@@ -140,6 +140,9 @@ def _stages(plan: Plan) -> Table:
     row("[bold]at peak[/bold]", lambda a: a.peak_bytes)
     categories("peak")
     row("  never above", lambda a: a.bound)
+    if any(c.reserve.nbytes for c in columns):
+        kept = (f"[dim]{gib(c.reserve.nbytes)}[/dim]" for c in columns)
+        table.add_row("[dim]driver and NCCL beside it[/dim]", *kept)
     row("host", lambda a: a.host, always=False)
     row("NVMe", lambda a: a.nvme, always=False)
     table.add_row("fits", *(_fit(c, plan) for c in columns))
@@ -243,14 +246,18 @@ def sums_said(sums: Sums) -> str:
     size on NCCL is faster.
     """
     said = [
-        f"added in rank order, in {sums.sums_dtype}: the same bits at every stage",
+        f"added in rank order, in {sums.sums_dtype}: the same bits at every stage (reduce='ordered')",
         f"added by NCCL, in {sums.dtype} and an order of its own (reduce='native')",
     ]
     accounts = [c.account for c in (sums.ordered, sums.native)]
     if sums.asked == "native":
         said, accounts = said[::-1], accounts[::-1]
+        if sums.by_default:
+            said[0] += ", by default, since exchanges are flat over nodes"
     seconds = [in_seconds(a.seconds["step"]) for a in accounts]
     peaks = [gib(a.peak_bytes) for a in accounts]
+    sent = [a.sent_between for a in accounts]
+    between = f", and {gib(sent[1])} instead of {gib(sent[0])} out of a node" if any(sent) else ""
     start, when = sums.faster_from, "at any size"
     if start == math.inf:
         when = "at no size"
@@ -259,7 +266,7 @@ def sums_said(sums: Sums) -> str:
         when += f" (the largest unit here has {gib(sums.largest)})"
     return (
         f"gradients are {said[0]}; {said[1]}, a step would take {seconds[1]} instead of"
-        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak. NCCL's sums are the faster"
+        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak{between}. NCCL's sums are the faster"
         f" {when}"
     )
 

@@ -93,6 +93,21 @@ def gpus_here() -> int:
     return device_count()
 
 
+def allocator_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the setting of torch's allocator for ranks on GPUs; {} if the user has one, or the
+    machine has no GPU.
+
+    Gathered buffers and gradients have many sizes of hundreds of megabytes. With expandable segments
+    the allocator maps pages where they are needed, so that a freed buffer serves one of another size.
+    torch 2.13 and 2.14 read PYTORCH_CUDA_ALLOC_CONF first, an old name, and then
+    PYTORCH_ALLOC_CONF.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(Path(path).exists() for path in DRIVERS) or any(n in environment for n in names):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 def child_environment(
     environment: Mapping[str, str], nproc: int, control: Path, compiling: bool, online: bool = False
 ) -> dict[str, str]:
@@ -101,6 +116,7 @@ def child_environment(
     the agent downloads the model. Variables that the user has set take precedence.
     """
     ours = {
+        **allocator_settings(environment),
         "OMP_NUM_THREADS": str(max(1, physical_cores() // nproc)),
         "TOKENIZERS_PARALLELISM": "false",
         "TQDM_DISABLE": "1",

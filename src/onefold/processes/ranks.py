@@ -2,7 +2,7 @@
 host.
 
     join           initialize torch.distributed, under a name that is unique to this start (`rendezvous`)
-    Ranks          sums, gathers and broadcasts of small values over a separate gloo group
+    Ranks          sums, gathers and broadcasts of small values over the default group's gloo
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm import StallError
-from onefold.device import backend_name, default_device, free_memory, set_default
+from onefold.device import (
+    backend_name,
+    default_device,
+    free_memory,
+    of_local_rank,
+    set_default,
+)
 from onefold.memory.host import free_host_memory
 from onefold.wording import TrainError
 
@@ -41,8 +47,9 @@ class Ranks:
         local_rank, local_world_size: the same among the ranks of this machine.
         device: the device that it computes on.
         backend: the backend of collectives on that device.
-        control: a separate gloo group for small values on the host, which keeps them apart from the
-            engine's collectives. None if there is one rank only.
+        control: the default process group, whose gloo moves small values on the host. The engine
+            has communicators of its own, and nothing else in a run of `onefold train` uses this
+            one. None if there is one rank only.
     """
 
     rank: int
@@ -131,7 +138,7 @@ def join(device: str, timeout: float) -> Ranks:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     kind = default_device().type if device == "auto" else device
-    where = torch.device(kind, local_rank) if kind != "cpu" else torch.device("cpu")
+    where = of_local_rank(kind, local_rank) if kind != "cpu" else torch.device("cpu")
     set_default(where)
     backend = backend_name(where)
     store, _, _ = next(dist.rendezvous("env://", rank, world_size))
@@ -143,10 +150,10 @@ def join(device: str, timeout: float) -> Ranks:
         store=store,
         rank=rank,
         world_size=world_size,
+        # Loading, sampling and saving take longer on rank 0
+        timeout=timedelta(seconds=max(1800.0, timeout)),
     )
-    # Loading, sampling and saving take longer on rank 0, so the host group has a long timeout
-    patience = timedelta(seconds=max(1800.0, timeout))
-    control: Any = dist.new_group(backend="gloo", timeout=patience) if world_size > 1 else None
+    control: Any = dist.group.WORLD if world_size > 1 else None
     return Ranks(rank, world_size, local_rank, local_world_size, where, backend, control)
 
 

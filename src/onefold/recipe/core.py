@@ -148,7 +148,8 @@ class Recipe:
             element's index in its parameter.
         reduce: "ordered" sends gradients unchanged and adds them in rank order in the accumulation
             dtype: all stages have the same bits. "native" lets the backend (NCCL) add them, in the
-            wire dtype and in its own order: stages agree within rounding.
+            wire dtype and in its own order: stages agree within rounding. None decides: see
+            `with_sums`.
         notes: sentences about options that have no effect; `shard` logs them once.
 
     The other fields are options of `Recipe.zero`: docs/options.md has a table.
@@ -178,7 +179,7 @@ class Recipe:
     frozen: FrozenCodec | None = None
     error_feedback: bool = False
     wire_rounding: Rounding = "nearest"
-    reduce: Sums = "ordered"
+    reduce: Sums | None = None
     nvme: tuple[str, ...] = ()
     nvme_threads: int = 4
     chunk: int = 1 << 21
@@ -231,7 +232,7 @@ class Recipe:
         reduce_codec: WireCodec | None = None,
         error_feedback: bool = False,
         wire_rounding: Rounding = "nearest",
-        reduce: Sums = "ordered",
+        reduce: Sums | None = None,
         frozen: FrozenCodec | None = None,
         offload_optimizer: str | float | None = None,
         offload_gradients: OffloadTier | None = None,
@@ -316,6 +317,20 @@ class Recipe:
         """
         levels = 2 if two_levels and self.parameters.over != GROUP else 1
         return levels * self.prefetch if self.overlap else 0
+
+    def with_sums(self, native: bool, flat_over_nodes: bool) -> Recipe:
+        """Return the recipe with "native" for a `reduce` of None, where that is faster by far; else
+        the recipe itself, which sums in order.
+
+        It is where every rank sends to every other although several share a node. There, ordered
+        sums send as many times the bytes between nodes as a node has ranks.
+
+        Args:
+            native: the backend has sums of its own (NCCL).
+            flat_over_nodes: see above; `onefold.comm.topology.flat_over`.
+        """
+        decides = self.reduce is None and self.gradients.codec is None
+        return replace(self, reduce=NATIVE) if decides and native and flat_over_nodes else self
 
     @property
     def stage(self) -> int | None:

@@ -435,8 +435,9 @@ OPTIONS: Mapping[str, Option] = {
         ("error_feedback", bool, False, _switch,
          "Add the rounding error of an encoded gradient to the next one; with a reduce codec.", _BOTH),
         ("wire_rounding", Rounding, "nearest", _one_of(Rounding), "Rounding of encoded gradients.", _BOTH),
-        ("reduce", Sums, "ordered", _one_of(Sums),
-         "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo).", _BOTH),
+        ("reduce", Sums | None, None, _one_of(Sums | None, "'ordered' or 'native'"),
+         "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)"
+         " (default: ordered; native where every rank sends to every other over nodes of several ranks).", _BOTH),
         ("frozen", FrozenCodec | None, None, _one_of(FrozenCodec | None),
          "Format in which frozen matrices are stored and sent (nf4 under adapters: QLoRA); stage 3.", _BOTH),
     ),

@@ -24,13 +24,14 @@ Sources: Zhao et al. 2023 (PyTorch FSDP, hybrid sharding), Zhang et al. 2022 (Mi
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 #: Values of `Row.over`.
 ALL, GROUP = "all", "group"
 #: Values of `Recipe.group` besides a number of ranks.
 NODE, FLAT = "node", "flat"
 #: A value of `Recipe.reduce`: the backend adds gradients up.
-NATIVE = "native"
+NATIVE: Final = "native"
 
 
 class Placement(enum.Enum):

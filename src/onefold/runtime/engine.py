@@ -61,6 +61,7 @@ class Engine:
 
     Attributes:
         recipe: what it executes. units: its units, the root first. progress: the step and the pass.
+        decides_sums: the recipe leaves to Onefold who adds gradients up (`Recipe.with_sums`).
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
@@ -75,7 +76,7 @@ class Engine:
         device: torch.device,
         capabilities: Capabilities,
     ) -> None:
-        self.recipe, self.device, self.capabilities = recipe, device, capabilities
+        self.device, self.capabilities = device, capabilities
         # onefold.unsharded gives the group of the previous engine: its communicators are reused.
         again = isinstance(process_group, Group)
         self.group = (
@@ -91,6 +92,9 @@ class Engine:
                 "reduce='native' asks for the backend's own reduce-scatter, and gloo has none:"
                 " leave it out, or run on a backend that has one, such as NCCL."
             )
+        self.decides_sums = recipe.reduce is None
+        recipe = recipe.with_sums(self.group.native, self.group.flat_over_nodes)
+        self.recipe = recipe
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record

@@ -39,7 +39,7 @@ from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.replay import Replay
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
-from onefold.plan.states import UnitPlan, at_rest, units_of
+from onefold.plan.states import UnitPlan, at_rest, decided, units_of
 from onefold.plan.subject import dtype_of, tokens
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
@@ -134,7 +134,11 @@ def simulate(
 
 
 def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
-    """Express groups as numbers of ranks: without a machine, a simulation knows no nodes."""
+    """Express groups as numbers of ranks, and decide who adds up: without a machine, a simulation
+    knows no nodes.
+    """
+    if machine is not None:
+        recipe = decided(recipe, machine.ranks, machine.node_ranks, nccl=not machine.shared)
     if machine is not None and recipe.group in (None, NODE):
         return recipe.replace(group=machine.local if machine.nodes > 1 else FLAT)
     return recipe.replace(group=FLAT) if recipe.group is None else recipe

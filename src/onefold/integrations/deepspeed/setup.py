@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.device import available, backend_name, default_device, device_count, set_default
+from onefold.device import available, backend_name, default_device, of_local_rank, set_default
 from onefold.integrations.deepspeed.autocast import mark_for_the_wire
 from onefold.integrations.deepspeed.config import DeepSpeedConfig, read_deepspeed, refuse_auto
 from onefold.integrations.deepspeed.config.classes import optimizer_class
@@ -235,9 +235,7 @@ def _device() -> torch.device | None:
     """Return this rank's accelerator; None if there is none, which leaves the model where it is."""
     if not available():
         return None
-    device = torch.device(
-        default_device().type, int(os.environ.get("LOCAL_RANK", 0)) % device_count()
-    )
+    device = of_local_rank(default_device().type, int(os.environ.get("LOCAL_RANK", 0)))
     set_default(device)
     return device
 

@@ -108,6 +108,22 @@ def precision_notes(engine: Engine) -> list[str]:
     ]
 
 
+def flat_notes(engine: Engine) -> list[str]:
+    """Return sentences about exchanges that are flat over nodes: why they are, and who adds
+    gradients up then.
+    """
+    group, recipe = engine.group, engine.recipe
+    said = [group.flat_note] if group.flat_note else []
+    if engine.decides_sums and recipe.reduce == NATIVE:
+        said.append(
+            "gradients are added by the backend, in the dtype of the wire (reduce='native'), since"
+            f" exchanges are flat over {len(set(group.nodes))} hosts: in rank order they would send"
+            f" up to {max(map(group.nodes.count, set(group.nodes)))} times the bytes between them."
+            " Give reduce='ordered' for the same bits at every stage."
+        )
+    return said
+
+
 def idle_notes(engine: Engine) -> list[str]:
     """Return a sentence for each option that changes nothing in this run: about one rank, groups,
     or frozen weights.
@@ -123,10 +139,7 @@ def idle_notes(engine: Engine) -> list[str]:
             said.append(f"{' and '.join(idle)}: no effect on one rank, from which nothing travels.")
     # Only if the user named a group: the default takes nodes as groups, or does without groups.
     if recipe.group not in (None, FLAT) and engine.group.topology.outer == 1 < engine.world_size:
-        node = (
-            "the launcher says that all are on one node, or that nodes are uneven, or nothing of"
-            " nodes (LOCAL_WORLD_SIZE)"
-        )
+        node = "all are on one node, by the launcher (LOCAL_WORLD_SIZE) or by their hosts"
         why = node if recipe.group == "node" else "they are all"
         said.append(
             f"group={recipe.group!r} makes one group of the {engine.world_size} ranks ({why}):"
