@@ -14,7 +14,7 @@ CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and t
 CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
-from onefold.device.copies import CopyStream, Reading, Ticket
+from onefold.device.copies import CopyStream, Reading, Ticket, within
 from onefold.device.facts import (
     MemoryFigures,
     device_count,
@@ -81,4 +81,5 @@ __all__ = [
     "synchronize",
     "use_stream",
     "with_index",
+    "within",
 ]

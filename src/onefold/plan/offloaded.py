@@ -343,7 +343,7 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
     Args:
         shared: the device is a CPU: copies to the host finish at once.
     """
-    near = min(NEAR, budget // 8)
+    near = down = min(NEAR, budget // 8)
     order = _in_order(activity.slots)
     gone: dict[str, int] = {}
     for unit in order:
@@ -355,12 +355,16 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
         if slot.phase == "forward":  # saved by other units so far
             saved = sum(seen.values())
             seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
-            waits = 0 if shared else near
+            # Copies in flight hold `near` bytes, or twice the largest of them
+            large = min(activity.largest.get(slot.unit, 0), gone[slot.unit])
+            down = max(down, min(2 * large, down + large))
+            waits = 0 if shared else down
         else:  # saved before this unit; what later units saved has been read
             if slot.unit in order:
                 del order[order.index(slot.unit) :]
             saved = sum(gone[unit] for unit in order)
-            waits = near
+            # What is fetched ahead: `near` bytes, or one copy
+            waits = max([near, *(activity.largest.get(unit, 0) for unit in order[-1:])])
         left = slot.peak - saved + min(waits, saved)
         slots.append(replace(slot, peak=max(left, slot.logits + slot.gradients)))
     slabs = min(budget, -(-total // SLAB) * SLAB)

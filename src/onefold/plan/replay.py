@@ -25,6 +25,7 @@ from functools import cached_property
 
 import torch
 
+from onefold.device import within
 from onefold.layout import Hop, ShardSpec
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION, MemoryLedger, Pool
 from onefold.plan.states import UnitPlan, outer, resting, units_ahead
@@ -111,7 +112,7 @@ class Replay:
         """
         Args:
             window: bytes of gradients that copies to the host may still read on the device
-                (`onefold.device.copies.WINDOW`); 0: copies are done at once.
+                (`onefold.device.copies.WINDOW`), or twice the largest; 0: copies are done at once.
         """
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
@@ -430,7 +431,7 @@ class Replay:
                 # Copies to the host read them as long as the window allows: the slowest case
                 self.leaving.append(nbytes)
                 self.ledger.add(LEAVING, nbytes)
-                while sum(self.leaving) > self.window:
+                while not within(self.window, sum(self.leaving), self.leaving):
                     self.ledger.add(LEAVING, -self.leaving.pop(0))
 
 

@@ -261,7 +261,7 @@ def bound_of(
     - T: all gradients once they are reduced, with their copies if the masters have another dtype,
       and with the buffers that keep them whole or hold them in a group before. Of gradients that
       leave the device only the largest (or all while they are sent on), and those that copies to
-      the host still read: at most a `window` and the largest, or all.
+      the host still read: at most the largest and a `window` (or twice the largest), or all.
 
     Small units do not count as ahead or in flight (SMALL_TRAFFIC) and add 1 MiB at most.
     """
@@ -286,9 +286,10 @@ def bound_of(
     # Small units may be gathered, and small reductions in flight, beyond those counts
     small = min(sum(gathered), SMALL_TRAFFIC) if prefetch else 0
     small += min(sum(reductions), 3 * SMALL_TRAFFIC) if in_flight else 0
-    read = min(window + max(leaving), sum(leaving)) if window else 0
+    largest = max(leaving)
+    read = min(max(window, 2 * largest) + largest, sum(leaving)) if window else 0
     reducing = max(reductions, default=0) * (in_flight + 2)
-    return rest + ahead + reducing + total + max(leaving) + read + small
+    return rest + ahead + reducing + total + largest + read + small
 
 
 def _reduced(flat: ShardSpec, late: bool, held_in_group: bool) -> tuple[int, int]:
