@@ -120,9 +120,11 @@ def test_small_copies_beside_a_large_one_make_nobody_wait_for_it() -> None:
     copied(clock, side, 10, 1, 1)
     assert clock.waited == []
     copied(clock, side, 10)
-    assert clock.waited == [1], "copies of 22 lines, where the largest has 10"
+    assert clock.waited == [1], "22 lines are in flight, and the largest copy has 10"
     copied(clock, side, 1, 1)
-    assert clock.waited == [1, 2, 3]
+    assert clock.waited == [1]
+    copied(clock, side, 10)
+    assert clock.waited == [1, 2, 3, 4]
 
 
 def test_a_large_copy_that_is_done_leaves_the_window_as_it_was() -> None:
