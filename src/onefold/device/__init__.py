@@ -7,6 +7,7 @@ facts). It knows no modules, no parameters and no collectives.
     place.py      the device and its index, a thread's current device, the random state
     streams.py    streams and events; on a device without streams, work is done when the call returns
     copies.py     CopyStream: copies beside the computation; Reading: numbers that the host reads later
+    host_sums.py  sums in pinned host memory that grow by sums on the device
     pinned.py     pinned host memory
     facts.py      bytes allocated and free, names of devices
 
@@ -22,6 +23,7 @@ from onefold.device.facts import (
     free_memory,
     memory_figures,
 )
+from onefold.device.host_sums import HostSums, chunk_for
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
 from onefold.device.place import (
     available,
@@ -52,6 +54,7 @@ __all__ = [
     "Clock",
     "CopyStream",
     "HostBuffers",
+    "HostSums",
     "MemoryFigures",
     "Reading",
     "Stream",
@@ -59,6 +62,7 @@ __all__ = [
     "available",
     "backend_name",
     "capturing",
+    "chunk_for",
     "clocked",
     "current_stream",
     "default_device",

@@ -125,11 +125,14 @@ class CopyStream:
         if self.stream is None:
             into.copy_(source)
             return None
+        return self._launch(lambda: into.copy_(source, non_blocking=True))
+
+    def _launch(self, work: Callable[[], object]) -> Any:
         with self._lock:
             self._begun += 1
             self.stream.wait_stream(self.current())
             with use_stream(self.stream):
-                into.copy_(source, non_blocking=True)
+                work()
                 return self.stream.record_event()
 
     def copy(
@@ -138,13 +141,25 @@ class CopyStream:
         """Start a copy, and hold both tensors as [Note: nothing is freed under a copy] says. `done`
         is called when the device's tensor is released. Returns: a Ticket, or None.
         """
+        return self.run(lambda: into.copy_(source, non_blocking=True), (into, source), done)
+
+    def run(
+        self,
+        work: Callable[[], object],
+        tensors: tuple[torch.Tensor, ...],
+        done: Callable[[], None] | None = None,
+    ) -> Any:
+        """As `copy`, for other work on `tensors`. `work` queues it on the copy stream, which is
+        current while it runs.
+        """
+        if self.stream is None:
+            work()
+            if done is not None:
+                done()
+            return None
         with self._lock:
-            ticket = self.start(into, source)
-            if ticket is None:
-                if done is not None:
-                    done()
-                return None
-            flying = _Flying(ticket, (into, source), self.current(), done, self._begun)
+            ticket = self._launch(work)
+            flying = _Flying(ticket, tensors, self.current(), done, self._begun)
             self._largest = max(self._largest, flying.nbytes)
             self._holding.append(flying)
             self._held += flying.nbytes

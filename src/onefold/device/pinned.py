@@ -161,6 +161,7 @@ class HostBuffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
+        self._storages: set[int] = set()
         # Optimizer steps in the backward pass take buffers in a thread of their own
         self._lock = threading.Lock()
 
@@ -177,11 +178,17 @@ class HostBuffers:
                     return known[:].view(dtype)
             fresh = host_empty(nbytes, torch.uint8, self.device)
             self._known[nbytes].append(fresh)
+            self._storages.add(fresh.untyped_storage()._cdata)
             return fresh[:].view(dtype)
+
+    def holds(self, t: torch.Tensor) -> bool:
+        """Return whether `t` lies in one of these buffers."""
+        return t.untyped_storage()._cdata in self._storages
 
     def close(self) -> None:
         """Forget all buffers: free ones are freed now, the others with their last tensor."""
         self._known.clear()
+        self._storages.clear()
 
 
 def owners_of(t: torch.Tensor) -> int:

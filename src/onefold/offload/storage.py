@@ -9,8 +9,14 @@
 
 `HostStorage` is here, `NvmeStorage` in nvme_storage.py.
 
+[Note: the device adds] The sum of a later micro-batch is added to the gradient on the host by the
+device: chunks of the host's sum go up into a small buffer, are added, and come down to the same
+place (device/host_sums.py). The host would have to wait for each copy, and would add more slowly.
+The bits are those of an addition on the host.
+
 [Note: who moves what]
-- Down: the reducer copies a unit's summed gradient down as soon as it has it.
+- Down: the reducer copies a unit's summed gradient down as soon as it has it. The device adds those
+  of later micro-batches: see [Note: the device adds].
 - Step: offload/step.py steps masters on the host in place and masters on NVMe chunk by chunk. It
   then passes the new masters to `stepped`.
 - Up: `put` fills this rank's part of a gather buffer. If the data is on a disk, `fetch` starts the
@@ -20,6 +26,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,6 +77,8 @@ class OffloadStorage(Storage):
         self.tiers, self.transfers, self.device = tiers, resources.transfers, resources.device
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
+        on_host = tiers.gradients is not Tier.NVME
+        self.adds_on_device = on_host and self.transfers.down.asynchronous
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -159,30 +168,78 @@ class OffloadStorage(Storage):
         return Tier.HOST
 
     def settle_gradient(self, total: torch.Tensor) -> None:
-        if (
-            self.gradients_on_disk
-            or total.dtype != self.flat.dtypes.master
-            or any(e.param.grad is not None for e in self.flat.entries)
-        ):
+        if self.gradients_on_disk or any(e.param.grad is not None for e in self.flat.entries):
             self.transfers.down.wait()
 
-    def bring_down(self, total: torch.Tensor) -> torch.Tensor:
-        """Return a summed gradient in host memory: `total` itself if the device is the CPU."""
-        nbytes = total.numel() * total.element_size()
+    def add_gradient(
+        self, total: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        parts = joined(pairs, total) if all(map(self._may_add, pairs)) else None
+        if parts is None:
+            return False
+        nbytes = sum(nbytes_of(low) for low, _ in parts)
+        self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
-        if total.device.type == "cpu":
-            return total
-        low = self.transfers.pinned.empty(total.numel(), total.dtype)
-        self.transfers.device.add(LEAVING, nbytes)
-        self.transfers.down.copy(
-            low, total, done=partial(self.transfers.device.add, LEAVING, -nbytes)
+        self.transfers.sums.add(parts, total, done=self._leaving(total))
+        return True
+
+    def _may_add(self, pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        before, _ = pair
+        return (
+            before.dtype == self.flat.dtypes.master
+            and before.is_contiguous()
+            and (self.transfers.pinned.holds(before) or not before.numel())
         )
+
+    def _leaving(self, total: torch.Tensor) -> Callable[[], None]:
+        """Count `total` as gradients on their way; returns what counts it no longer."""
+        device, nbytes = self.transfers.device, nbytes_of(total)
+        device.add(LEAVING, nbytes)
+        return partial(device.add, LEAVING, -nbytes)
+
+    def bring_down(self, total: torch.Tensor) -> torch.Tensor:
+        """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
+        the masters' dtype.
+        """
+        if total.device.type == "cpu":
+            self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
+            return total
+        low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
+        self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
+        copy = self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
+        copy(low, total, done=self._leaving(total))
         return low
 
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
         # The gradient is on the device and its parameter is not. So show a tensor without elements:
         # it has a shape, and the user can drop it.
         return storageless(entry.param, what)
+
+
+def joined(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], total: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return `pairs` as few long ones: neighbours are joined, with the padding between them, if
+    they are as far apart in both memories.
+
+    Args:
+        pairs: (contiguous tensor, its elements of `total`), in the order of their addresses.
+    """
+    out: list[tuple[torch.Tensor, torch.Tensor]] = []
+    start = stop = shift = 0  # the last one: elements [start, stop) of `total`
+    first: torch.Tensor | None = None
+    for low, part in pairs:
+        if not part.numel():
+            continue
+        a = part.storage_offset() - total.storage_offset()
+        here = low.storage_offset() - a
+        if first is not None and storage_of(low) == storage_of(first) and here == shift:
+            out.pop()
+        else:
+            first, start, shift = low, a, here
+        stop = a + part.numel()
+        out.append((first.as_strided((stop - start,), (1,), start + shift), total[start:stop]))
+    return out
 
 
 class HostStorage(OffloadStorage):

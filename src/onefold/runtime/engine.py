@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group
+from onefold.device import chunk_for
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
@@ -210,6 +211,8 @@ class Engine:
                 for category, nbytes in flat.gather.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
         if self.offloaded_flats:  # no more elements than the largest of them needs
+            own = (f.storage.numel * f.dtypes.master.itemsize for f in self.offloaded_flats)
+            self.transfers.sums.chunk = chunk_for(max(own))
             self.transfers.chunk = min(
                 self.recipe.chunk,
                 round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),

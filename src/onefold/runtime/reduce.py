@@ -461,7 +461,7 @@ class Reducer:
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # The sums were added to gradients that were there, and are freed
-            self._ledger(flat).add(GRADIENTS, -nbytes_of(total))
+            self._ledger(flat).add(GRADIENTS, -nbytes_of(total if r.total is None else r.total))
         if r.gathering is None and not _all_of(r, r.filled):
             self.summed.append(r)  # another rank may have used the remaining entries
 
@@ -489,9 +489,11 @@ class Reducer:
 
         Returns True if some `.grad` is a view of the sums now, or may become one.
         """
-        assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
+        if storage.adds_on_device and not kept and self._add_on_device(r, which):
+            return True
         self._bring_down(r)
+        assert r.total is not None
         in_backward = self.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
@@ -528,17 +530,39 @@ class Reducer:
             self.steps.landed(flat)
         return kept
 
+    def _add_on_device(self, r: Reduction, which: list[bool]) -> bool:
+        """Let the device add the sums to gradients that are all on another tier, and give them up.
+        Returns False if it cannot.
+        """
+        flat, total = r.flat, r.total
+        assert total is not None
+        shares = flat.shares(r.result_range)
+        grads = [get_grad(entry.param) for entry in shares.here]
+        if r.down or not grads or any(grad is None for grad in grads):
+            return False
+        in_backward = self.steps.takes(flat, which)
+        parts = total.split_with_sizes(shares.sizes)[1::2]
+        if not flat.storage.add_gradient(total, list(zip(grads, parts, strict=True))):
+            return False
+        r.down = True
+        self.memory.add(GRADIENTS, -nbytes_of(total))
+        for entry in shares.elsewhere:
+            entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
+        if in_backward:
+            self.steps.landed(flat)
+        return True
+
     def _bring_down(self, r: Reduction) -> None:
         """Move the sums off the device, once, if their optimizer is not on it."""
         assert r.total is not None
         storage = r.flat.storage
         if not r.down:
             r.down = True
-            here, there, nbytes = self.memory, self._ledger(r.flat), nbytes_of(r.total)
+            here, there = self.memory, self._ledger(r.flat)
             if there is not here:
-                here.add(GRADIENTS, -nbytes)
+                here.add(GRADIENTS, -nbytes_of(r.total))
                 r.total = storage.bring_down(r.total)
-                there.add(GRADIENTS, nbytes)
+                there.add(GRADIENTS, nbytes_of(r.total))
         storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:

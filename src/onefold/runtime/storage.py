@@ -44,6 +44,7 @@ class Storage(ABC):
         on_disk: masters and states are in files. gradients_on_disk: gradients too.
         encoded: frozen weights are stored as a codec writes them.
         reads_ahead: a gather begins with a read from disk, which is to be started early.
+        adds_on_device: the device adds to gradients that are on another tier (`add_gradient`).
     """
 
     offloaded: bool = False
@@ -52,6 +53,7 @@ class Storage(ABC):
     gradients_on_disk: bool = False
     encoded: bool = False
     reads_ahead: bool = False
+    adds_on_device: bool = False
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -189,6 +191,20 @@ class Storage(ABC):
         copy of it that is under way.
         """
         return total
+
+    def add_gradient(
+        self, total: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        """Add `total`, a summed gradient on the device, to gradients on another tier, without the
+        host. Called only if `adds_on_device`.
+
+        Args:
+            pairs: (`.grad` of an entry, its elements of `total`), in the order of their addresses,
+                with nothing but padding between them.
+
+        Returns: False if the host has to add: `bring_down` comes next.
+        """
+        return False
 
     def settle_gradient(self, total: torch.Tensor) -> None:
         """Wait for `total`, which `bring_down` has returned, if the host is about to read it."""

@@ -9,12 +9,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from onefold.comm import TrafficLedger
-from onefold.device import CopyStream, HostBuffers, Ticket
-from onefold.memory import STAGING, MemoryLedger, Pool
+from onefold.device import CopyStream, HostBuffers, HostSums, Ticket
+from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool
 from onefold.memory.tier_error import TierError
 from onefold.recipe import Recipe
 from onefold.runtime.capabilities import Region, Store, Transfer
@@ -32,6 +33,7 @@ class Transfers:
         moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe,
             with the seconds waited for them.
         down, up: the copy streams to the host and to the device, which work at the same time.
+        sums: adds gradients to those on the host, on the device.
         pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused.
             chunk: elements moved at a time, and the size of the pool's buffers.
         broken: why nothing may go on, if the disk failed in the middle of a step; else None.
@@ -53,6 +55,7 @@ class Transfers:
             CopyStream(device, name="copies down"),
             CopyStream(device, name="copies up"),
         )
+        self.sums = HostSums(self.down, taken=partial(memory.add, LEAVING))
         self.pinned = HostBuffers(device)
         self.pool = Pool(
             torch.device("cpu"),
@@ -127,6 +130,11 @@ class Transfers:
             ):
                 self.pool.give(self._rising.popleft()[1])
 
+    def gradients_are_down(self) -> None:
+        """Wait until the gradients that the user finds on the host are complete."""
+        self.down.wait()
+        self.sums.release()
+
     def buffer(
         self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,7 +184,7 @@ class Transfers:
     def close(self) -> None:
         """Let go of buffers and files."""
         self.risen(all_of_them=True)
-        self.down.wait()
+        self.gradients_are_down()
         self.pinned.close()
         self.forget_writes()
         self.pool.drain()
