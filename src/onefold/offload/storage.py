@@ -177,7 +177,7 @@ class OffloadStorage(Storage):
         parts = joined(pairs, total) if all(map(self._may_add, pairs)) else None
         if parts is None:
             return False
-        nbytes = sum(nbytes_of(low) for low, _ in parts)
+        nbytes = total.numel() * self.flat.dtypes.master.itemsize
         self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
         self.transfers.sums.add(parts, total, done=self._leaving(total))

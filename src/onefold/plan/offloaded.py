@@ -105,9 +105,19 @@ def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
 
 
 def offloaded_bytes(
-    units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw"
+    units: Sequence[UnitPlan],
+    recipe: Recipe,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+    streams: bool = False,
 ) -> OffloadedBytes:
-    """Return what the recipe keeps off the device, in steps of `micro_batches`."""
+    """Return what the recipe keeps off the device, in steps of `micro_batches`.
+
+    Args:
+        streams: the device has streams. Then gradients come down in the masters' dtype, and the
+            device adds those of later micro-batches ([Note: the device adds] in
+            offload/storage.py). Else the host casts and adds.
+    """
     pairs = [(u, f) for u in units for f in u.flats if f.tiers is not None]
     flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
@@ -116,12 +126,13 @@ def offloaded_bytes(
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
         rest[tier][category] += nbytes
-    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, in_backward))
+    again = reductions > 1
+    passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
     peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
     return OffloadedBytes(
         {tier: filled(held) for tier, held in rest.items()},
         {tier: filled(held) for tier, held in peak.items()},
-        _carried(pairs, recipe, micro_batches, optimizer),
+        _carried(pairs, recipe, micro_batches, optimizer, streams),
         stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots),
     )
 
@@ -185,7 +196,12 @@ def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
 
 
 def _passing(
-    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, in_backward: bool
+    flats: Sequence[ShardSpec],
+    recipe: Recipe,
+    optimizer: str,
+    again: bool,
+    in_backward: bool,
+    streams: bool,
 ) -> dict[str, int]:
     """Return the host's bytes of gradients and of data on its way when their sum is largest.
 
@@ -199,12 +215,12 @@ def _passing(
         and not in_backward
     )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
-    # Sums land beside the kept gradients if those are a copy, on NVMe, or of earlier micro-batches
+    # Sums land beside the kept gradients if those are on NVMe, or if the host casts or adds
     beside = max(
         (
-            f.own * f.landed.itemsize
+            f.own * (f.dtypes.master if streams else f.landed).itemsize
             for f in trained
-            if on_disk or again or f.landed != f.dtypes.master
+            if on_disk or (not streams and (again or f.landed != f.dtypes.master))
         ),
         default=0,
     )
@@ -215,7 +231,7 @@ def _passing(
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
     # The first step runs after the backward pass, and makes the moments
     if in_backward:
-        first = _passing(flats, recipe, optimizer, again, in_backward=False)
+        first = _passing(flats, recipe, optimizer, again, in_backward=False, streams=streams)
         made = sum(
             nbytes
             for f in trained
@@ -273,17 +289,24 @@ def _carried(
     recipe: Recipe,
     micro_batches: int,
     optimizer: str,
+    streams: bool,
 ) -> tuple[Carried, ...]:
     """Return what a step moves: one entry for each move and phase."""
     sums = Counter[tuple[Move, TierPhase]]()
     for unit, flat in pairs:
-        for c in _moves(unit, flat, recipe, micro_batches, optimizer) if flat.own else ():
+        moves = _moves(unit, flat, recipe, micro_batches, optimizer, streams)
+        for c in moves if flat.own else ():
             sums[c.move, c.phase] += c.nbytes  # type: ignore[assignment]
     return tuple(Carried(move, n, phase) for (move, phase), n in sums.items() if n)
 
 
 def _moves(
-    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, optimizer: str
+    unit: UnitPlan,
+    flat: ShardSpec,
+    recipe: Recipe,
+    micro_batches: int,
+    optimizer: str,
+    streams: bool,
 ) -> Iterable[Carried]:
     """Yield what a step moves of one flat buffer."""
     assert flat.tiers is not None
@@ -298,9 +321,12 @@ def _moves(
     if not flat.trainable:
         return
     reductions = reductions_of(flat, recipe, micro_batches)
-    yield Carried("down", reductions * own * flat.landed.itemsize, "backward")
+    landed = master if streams else own * flat.landed.itemsize
+    yield Carried("down", reductions * landed, "backward")
     in_backward = recipe.step_in_backward and reductions == 1
     on_disk = flat.tiers.gradients is Tier.NVME and not in_backward
+    if streams and not on_disk:
+        yield Carried("up", (reductions - 1) * master, "backward")
     if on_disk:
         yield Carried("written", reductions * master, "backward")
         yield Carried("read", (reductions - 1) * master, "backward")

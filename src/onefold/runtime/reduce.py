@@ -542,10 +542,11 @@ class Reducer:
             return False
         in_backward = self.steps.takes(flat, which)
         parts = total.split_with_sizes(shares.sizes)[1::2]
+        self.memory.add(GRADIENTS, -nbytes_of(total))
         if not flat.storage.add_gradient(total, list(zip(grads, parts, strict=True))):
+            self.memory.add(GRADIENTS, nbytes_of(total))
             return False
         r.down = True
-        self.memory.add(GRADIENTS, -nbytes_of(total))
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         if in_backward:
