@@ -33,12 +33,13 @@ def test_the_device_adds_to_host_sums_what_the_host_would(dtype: torch.dtype, ch
         down, sums, pinned = sums_of(chunk)
         low, expected = pinned.empty(3000, torch.float32), torch.zeros(3000)
         low.zero_()
+        steps = []
         with virtual.no_synchronization():
             for i in range(4):  # each finds what the one before has sent to the same memory
-                step = drawn(3000, i).to(dtype)
-                expected += step
+                steps.append(pinned.empty(3000, dtype).copy_(drawn(3000, i)))
+                expected += steps[-1]
                 whole = torch.empty(3000, dtype=dtype, device="virtual")
-                virtual.cpu_alias(whole).copy_(step)
+                whole.copy_(steps[-1], non_blocking=True)
                 parts = [(low[:1000], whole[:1000]), (low[1024:], whole[1024:])]
                 sums.add(parts, whole)
                 del whole, parts

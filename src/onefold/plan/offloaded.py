@@ -34,7 +34,7 @@ from typing import Literal
 
 from onefold import layout
 from onefold.layout import ShardSpec, round_up
-from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.activations import NEAR
 from onefold.offload.arena import SLAB
 from onefold.offload.in_backward import WAITING
@@ -129,6 +129,8 @@ def offloaded_bytes(
     again = reductions > 1
     passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
     peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
+    if streams:
+        rest[HOST][IDLE] = passing[STAGING]  # pinned, and therefore kept
     return OffloadedBytes(
         {tier: filled(held) for tier, held in rest.items()},
         {tier: filled(held) for tier, held in peak.items()},
@@ -227,7 +229,11 @@ def _passing(
     stay = 0 if on_disk or in_backward else sum(kept)
     arriving = beside + (sum(kept[: WAITING + 1]) if in_backward else stay)
     step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
-    backward = _backward_staging(flats, recipe, on_disk) + (step if in_backward else 0)
+    backward = _backward_staging(flats, recipe, on_disk, streams)
+    if streams:  # buffers are pinned, and each phase finds those of the other
+        backward = step = backward + step
+    elif in_backward:
+        backward += step
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
     # The first step runs after the backward pass, and makes the moments
     if in_backward:
@@ -242,7 +248,9 @@ def _passing(
     return filled(max(phases, key=lambda held: sum(held.values())))
 
 
-def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool) -> int:
+def _backward_staging(
+    flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool, streams: bool
+) -> int:
     """Return the bytes of gradients that wait for the disk, and of units that are read from it."""
     read = sorted(
         f.own * f.dtypes.compute.itemsize
@@ -252,6 +260,9 @@ def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool)
     ahead = 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
     waiting = (WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0
+    if streams:  # pinned buffers of one size do not make way for those of another
+        sizes = Counter(read)
+        return sum(nbytes * min(many, ahead) for nbytes, many in sizes.items()) + waiting
     return sum(read[::-1][:ahead]) + waiting
 
 

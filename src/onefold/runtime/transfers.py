@@ -187,6 +187,6 @@ class Transfers:
         self.gradients_are_down()
         self.pinned.close()
         self.forget_writes()
-        self.pool.drain()
+        self.pool.close()
         if self._store is not None:
             self._store.close()
