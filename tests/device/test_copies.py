@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,15 +40,15 @@ def test_a_copy_larger_than_the_window_is_waited_for_by_nobody() -> None:
 @virtual.alone
 def test_copies_larger_than_the_window_hold_two_of_them() -> None:
     device = torch.device("virtual:0")
+    held: list[int] = []
     for seed in range(10):
         virtual.reset(seed)
         down, pinned = CopyStream(device, window=LINE), HostBuffers(device)
-        held: list[int] = []
         for i in range(12):
             source = torch.full((3 * 1024,), float(i), device=device)
             low = pinned.empty(3 * 1024, torch.float32)
             held.append(i)
-            down.copy(low, source, done=lambda i=i: held.remove(i))
+            down.copy(low, source, done=partial(held.remove, i))
             assert len(held) <= 2 and i in held, (seed, i, held)
             del source, low
         down.wait()

@@ -9,6 +9,7 @@ facts). It knows no modules, no parameters and no collectives.
     copies.py     CopyStream: copies beside the computation; Reading: numbers that the host reads later
     host_sums.py  sums in pinned host memory that grow by sums on the device
     pinned.py     pinned host memory
+    threads.py    how many threads of the host work on what is stored there
     facts.py      bytes allocated and free, names of devices
 
 CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and torch.Event. On a
@@ -49,6 +50,7 @@ from onefold.device.streams import (
     synchronize,
     use_stream,
 )
+from onefold.device.threads import host_threads, using_threads
 
 __all__ = [
     "Clock",
@@ -73,6 +75,7 @@ __all__ = [
     "has_streams",
     "host_empty",
     "host_pages",
+    "host_threads",
     "memory_figures",
     "new_event",
     "new_stream",
@@ -84,6 +87,7 @@ __all__ = [
     "simulated",
     "synchronize",
     "use_stream",
+    "using_threads",
     "with_index",
     "within",
 ]

@@ -1,8 +1,8 @@
 """Sums in pinned host memory that grow by sums on the device.
 
-    copies up     [h0 ][h1 ]      [h2 ]         chunks of the host's sum, in two buffers in turn
-    copies down        [+][v0 ]   [+][v1 ]      added on the device, and copied down again
-    computing     f0     f1     f2     f3       waits for none of it; nor does the host
+copies up     [h0 ][h1 ]      [h2 ]         chunks of the host's sum, in two buffers in turn
+copies down        [+][v0 ]   [+][v1 ]      added on the device, and copied down again
+computing     f0     f1     f2     f3       waits for none of it; nor does the host
 """
 
 from __future__ import annotations

@@ -158,6 +158,7 @@ class Pool:
         try:
             buffer = free.pop()  # another thread may have taken the last one
             self.ledger.add(IDLE, -nbytes_of(buffer))
+            self._given.pop(id(buffer), None)
         except IndexError:
             if self.pinned is None:
                 self.drain()  # before allocating

@@ -168,7 +168,12 @@ class InBackwardStepper:
         try:
             # Torch function is disabled in this thread only. The main thread still sees parameters
             # with whole shapes.
-            with use_stream(computing), disable_torch_function(), torch.no_grad():
+            with (
+                use_stream(computing),
+                disable_torch_function(),
+                torch.no_grad(),
+                engine.transfers.host_threads(beside=True),
+            ):
                 engine.masters.about_to_write()
                 if arrived is not None:
                     arrived.synchronize()

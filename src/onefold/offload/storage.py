@@ -14,6 +14,11 @@ device: chunks of the host's sum go up into a small buffer, are added, and come 
 place (device/host_sums.py). The host would have to wait for each copy, and would add more slowly.
 The bits are those of an addition on the host.
 
+[Note: norms on the device] A device with streams measures gradients before they leave it, if the
+last clipping asked for 2-norms. Otherwise, or if `.grad` may have been written to since, clipping
+brings the gradients up again to measure them. So norms have the same bits as without offloading,
+at any number of the host's threads. On a CPU nothing leaves: clipping measures gradients itself.
+
 [Note: who moves what]
 - Down: the reducer copies a unit's summed gradient down as soon as it has it. The device adds those
   of later micro-batches: see [Note: the device adds].
@@ -26,7 +31,7 @@ The bits are those of an addition on the host.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -79,6 +84,11 @@ class OffloadStorage(Storage):
         self.shown: torch.Tensor
         on_host = tiers.gradients is not Tier.NVME
         self.adds_on_device = on_host and self.transfers.down.asynchronous
+        self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
+        # What is to be measured: (index of the entry, its elements of a sum on the device)
+        self._parts: list[tuple[int, torch.Tensor]] = []
+        # 2-norms by the index of the entry, and which values in host memory they are of
+        self._measured: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -180,7 +190,16 @@ class OffloadStorage(Storage):
         nbytes = total.numel() * self.flat.dtypes.master.itemsize
         self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
-        self.transfers.sums.add(parts, total, done=self._leaving(total))
+        measured, self._parts = self._parts, []
+        norms = torch.empty(len(measured), dtype=total.dtype, device=total.device)
+
+        def measure() -> None:
+            norms.copy_(torch.stack(torch._foreach_norm([part for _, part in measured], 2.0)))
+
+        then = measure if measured else None
+        self.transfers.sums.add(parts, total, then, done=self._leaving(total))
+        for low, _ in parts[:1]:
+            self._note(measured, norms.unbind(), low)
         return True
 
     def _may_add(self, pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
@@ -204,16 +223,68 @@ class OffloadStorage(Storage):
         if total.device.type == "cpu":
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
             return total
+        measured, self._parts = self._parts, []
+        norms = torch._foreach_norm([part for _, part in measured], 2.0) if measured else ()
         low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
         self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
         copy = self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
         copy(low, total, done=self._leaving(total))
+        self._note(measured, norms, low)
         return low
+
+    def measure(self, total: torch.Tensor, span: tuple[int, int], entries: list[Entry]) -> None:
+        self._parts = []
+        # 16-bit sums are measured as gradients in the masters' dtype
+        if not self.transfers.measures or total.dtype != self.flat.dtypes.master:
+            return
+        for entry in entries:
+            a, b = (entry.slot.start + at - span[0] for at in entry.accounted())
+            if a < b:
+                self._parts.append((entry.index, total[a:b]))
+
+    def _note(
+        self,
+        measured: list[tuple[int, torch.Tensor]],
+        norms: Sequence[torch.Tensor],
+        low: torch.Tensor,
+    ) -> None:
+        """Keep the `norms` of gradients that are in the memory of `low` now."""
+        for (index, _), norm in zip(measured, norms, strict=True):
+            self._measured[index] = norm, _identity(low)
+
+    def norm_before_it_left(self, entry: Entry, low: torch.Tensor) -> torch.Tensor | None:
+        """Return the 2-norm of the gradient of `entry`, which is in the memory of `low`, if the
+        device has measured these values.
+        """
+        norm, of = self._measured.get(entry.index, (None, None))
+        return norm if of == _identity(low) else None
+
+    def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
+        grad = entry.param.grad
+        assert grad is not None
+        if p == 2 and (norm := self.norm_before_it_left(entry, grad)) is not None:
+            return norm
+        first, (a, b) = entry.held()[0], entry.accounted()
+        return self.norm_on_device(grad.reshape(-1)[a - first : b - first], p)
+
+    def norm_on_device(self, part: torch.Tensor, p: float) -> torch.Tensor:
+        """Return the p-norm of `part`, in host memory, as the device computes it."""
+        up = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
+        self.transfers.up.order(self.transfers.up.copy(up, part))
+        return torch._foreach_norm([up], p)[0]
+
+    def gradient_seen(self, entry: Entry) -> None:
+        self._measured.pop(entry.index, None)
 
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
         # The gradient is on the device and its parameter is not. So show a tensor without elements:
         # it has a shape, and the user can drop it.
         return storageless(entry.param, what)
+
+
+def _identity(values: torch.Tensor) -> tuple[int, int]:
+    """Return numbers that change when a tensor is written to, or lies in other memory."""
+    return storage_of(values), values._version
 
 
 def joined(

@@ -105,7 +105,9 @@ class Activity:
         done, forward = _flops(model, dims, seq, size.tokens, recomputed)
         movable = {block.name: size.kept(whole) for block, whole in blocks}
         largest = {
-            block.name: min(movable[block.name], size.tokens * max(dims.hidden, dims.ffn) * element_bytes)
+            block.name: min(
+                movable[block.name], size.tokens * max(dims.hidden, dims.ffn) * element_bytes
+            )
             for block, _ in blocks
         }
         # Smaller tensors are not moved to the host

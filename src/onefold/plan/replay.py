@@ -441,9 +441,9 @@ class Replay:
         else:
             self.ledger.add(GRADIENTS, -nbytes)
             if flat.tiers is not None and self.window:
-                self._leave(flat, nbytes)
+                self._go_down(flat, nbytes)
 
-    def _leave(self, flat: ShardSpec, nbytes: int) -> None:
+    def _go_down(self, flat: ShardSpec, nbytes: int) -> None:
         """Copies to the host read sums as long as the window allows: the slowest case."""
         if not self.adding and adds_on_device(flat, id(flat) in self.has_gone):
             self.adding = 2 * sums_chunk([unit.plan for unit in self.units])

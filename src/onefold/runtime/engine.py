@@ -96,7 +96,9 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         offloaded = offloaded_units(specs, recipe, self.world_size)
-        self.transfers = Transfers(recipe, self.rank, device, memory, capabilities.store)
+        self.transfers = Transfers(
+            recipe, self.rank, device, memory, capabilities.store, self.world_size
+        )
         self.pool = Pool(
             device,
             self.memory,

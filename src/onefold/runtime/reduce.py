@@ -38,7 +38,7 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
+from onefold.runtime.flat import Flat, Shares
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.reductions import Reduction, broadcast_back
@@ -490,15 +490,17 @@ class Reducer:
         Returns True if some `.grad` is a view of the sums now, or may become one.
         """
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
-        if storage.adds_on_device and not kept and self._add_on_device(r, which):
-            return True
-        self._bring_down(r)
         assert r.total is not None
-        in_backward = self.steps.takes(flat, which)
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
+        if storage.measures_gradients and self.progress.sync and not r.down:
+            storage.measure(r.total, r.result_range, meant)
+        if storage.adds_on_device and not kept and self._add_on_device(r, shares, which):
+            return True
+        self._bring_down(r)
+        in_backward = self.steps.takes(flat, which)
         try:
             if not in_backward and storage.take_gradient(r.total, r.result_range, meant):
                 return kept
@@ -530,13 +532,12 @@ class Reducer:
             self.steps.landed(flat)
         return kept
 
-    def _add_on_device(self, r: Reduction, which: list[bool]) -> bool:
+    def _add_on_device(self, r: Reduction, shares: Shares, which: list[bool]) -> bool:
         """Let the device add the sums to gradients that are all on another tier, and give them up.
         Returns False if it cannot.
         """
         flat, total = r.flat, r.total
         assert total is not None
-        shares = flat.shares(r.result_range)
         grads = [get_grad(entry.param) for entry in shares.here]
         if r.down or not grads or any(grad is None for grad in grads):
             return False
@@ -547,8 +548,6 @@ class Reducer:
             self.memory.add(GRADIENTS, nbytes_of(total))
             return False
         r.down = True
-        for entry in shares.elsewhere:
-            entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         if in_backward:
             self.steps.landed(flat)
         return True

@@ -45,6 +45,7 @@ class Storage(ABC):
         encoded: frozen weights are stored as a codec writes them.
         reads_ahead: a gather begins with a read from disk, which is to be started early.
         adds_on_device: the device adds to gradients that are on another tier (`add_gradient`).
+        measures_gradients: norms of gradients come from `gradient_norm`.
     """
 
     offloaded: bool = False
@@ -54,6 +55,7 @@ class Storage(ABC):
     encoded: bool = False
     reads_ahead: bool = False
     adds_on_device: bool = False
+    measures_gradients: bool = False
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -221,11 +223,19 @@ class Storage(ABC):
         """
         return False
 
+    def measure(self, total: torch.Tensor, span: tuple[int, int], entries: list[Entry]) -> None:
+        """Measure `total`, sums on the device over the addresses `span`, which `bring_down` or
+        `add_gradient` is about to take. They are complete gradients of `entries`.
+        """
+
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """Return the p-norm, a 0-dim tensor, of the part of the gradient of `entry` that this rank
-        accounts for. Only for storage with `gradients_on_disk`.
+        accounts for. Only for storage that `measures_gradients`.
         """
-        raise AssertionError("gradients are stored in memory")
+        raise AssertionError("gradients are stored where their parameters are")
+
+    def gradient_seen(self, entry: Entry) -> None:
+        """Note that the user has looked at `.grad`, and may write to it."""
 
     def gradients_finite(self) -> bool:
         """Whether all gradients on disk are finite numbers."""

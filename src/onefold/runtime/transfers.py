@@ -14,7 +14,14 @@ from functools import partial
 import torch
 
 from onefold.comm import TrafficLedger
-from onefold.device import CopyStream, HostBuffers, HostSums, Ticket
+from onefold.device import (
+    CopyStream,
+    HostBuffers,
+    HostSums,
+    Ticket,
+    host_threads,
+    using_threads,
+)
 from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool
 from onefold.memory.tier_error import TierError
 from onefold.recipe import Recipe
@@ -36,6 +43,10 @@ class Transfers:
         sums: adds gradients to those on the host, on the device.
         pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused.
             chunk: elements moved at a time, and the size of the pool's buffers.
+        measures: measure gradients before they leave the device: the last clipping asked for what
+            can be measured there.
+        threads: how many of the host's threads work on what is stored there; None before the first
+            such work.
         broken: why nothing may go on, if the disk failed in the middle of a step; else None.
     """
 
@@ -46,8 +57,9 @@ class Transfers:
         device: torch.device,
         memory: MemoryLedger,
         make: Callable[[Recipe, int, bool], Store],
+        world_size: int = 1,
     ) -> None:
-        self._make = make
+        self._make, self._world_size = make, world_size
         self.recipe, self.rank, self.device = recipe, rank, memory
         self.host, self.disk = MemoryLedger(), MemoryLedger()
         self.moved = TrafficLedger()
@@ -64,6 +76,8 @@ class Transfers:
             pinned=device if self.up.asynchronous else None,
         )
         self.chunk = recipe.chunk
+        self.measures = False
+        self.threads: int | None = None
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
@@ -129,6 +143,18 @@ class Transfers:
                 all_of_them or (ticket := self._rising[0][0]) is None or ticket.query()
             ):
                 self.pool.give(self._rising.popleft()[1])
+
+    def host_threads(self, beside: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this thread's operators on the host use this rank's share of
+        the cores (onefold/cores.py). On a CPU it changes nothing: the model computes there too.
+
+        `beside`: leave a core to the thread that launches kernels meanwhile.
+        """
+        if not self.up.asynchronous:
+            return contextlib.nullcontext()
+        if self.threads is None:
+            self.threads = host_threads(self._world_size)
+        return using_threads(max(1, self.threads - 1) if beside else self.threads)
 
     def gradients_are_down(self) -> None:
         """Wait until the gradients that the user finds on the host are complete."""

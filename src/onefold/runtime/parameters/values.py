@@ -50,6 +50,8 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
+    if entry is not None and (storage := getattr(entry.flat, "storage", None)) is not None:
+        storage.gradient_seen(entry)
     if entry is not None and entry.unreduced is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
         return dress(grad.detach(), spec)
