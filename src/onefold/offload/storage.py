@@ -269,6 +269,8 @@ class OffloadStorage(Storage):
 
     def norm_on_device(self, part: torch.Tensor, p: float) -> torch.Tensor:
         """Return the p-norm of `part`, in host memory, as the device computes it."""
+        if not self.transfers.pinned.holds(part):
+            return torch._foreach_norm([part.to(self.device)], p)[0]
         up = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
         self.transfers.up.order(self.transfers.up.copy(up, part))
         return torch._foreach_norm([up], p)[0]

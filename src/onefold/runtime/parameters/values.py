@@ -39,9 +39,12 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     all ranks.
     """
     grad, spec = get_grad(param), spec_of(param)
+    entry = param.__dict__["_onefold_entry"]()
+    storage = getattr(entry.flat, "storage", None) if entry is not None else None
+    if storage is not None:
+        storage.gradient_seen(entry)
     if spec is None:
         return grad
-    entry = param.__dict__["_onefold_entry"]()
     if grad is None:
         if entry is None or not entry.graded_elsewhere:
             return None
@@ -50,8 +53,6 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
-    if entry is not None and (storage := getattr(entry.flat, "storage", None)) is not None:
-        storage.gradient_seen(entry)
     if entry is not None and entry.unreduced is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
         return dress(grad.detach(), spec)
