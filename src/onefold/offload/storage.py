@@ -304,8 +304,8 @@ def joined(
     for low, part in pairs:
         if not part.numel():
             continue
-        a = part.storage_offset() - total.storage_offset()
-        here = low.storage_offset() - a
+        a = int(part.storage_offset() - total.storage_offset())
+        here = int(low.storage_offset()) - a
         if first is not None and storage_of(low) == storage_of(first) and here == shift:
             out.pop()
         else:
