@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import onefold
+import onefold.offload.step
 import virtual
 from models import TinyGPT, tokens_of
 
@@ -183,8 +184,6 @@ def stepped_with(threads: int) -> tuple[dict[str, Tensor], list[float], set[int]
 
 @virtual.alone
 def test_steps_on_the_host_have_the_same_bits_at_any_number_of_threads() -> None:
-    import onefold.offload.step
-
     before = torch.get_num_threads()
     weights, norms, inside = stepped_with(1)
     for threads in (2, 4):
