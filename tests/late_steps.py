@@ -57,6 +57,7 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("blocks.1" not in name)
     model = onefold.shard(model, trial.recipe(folder), device=device)
+    onefold.engine_of(model).transfers.sums.chunk = 4096  # several chunks of so small a model
     store: Any = onefold.engine_of(model).activations.store
     if store is not None:  # of so small a model nothing would go down
         store.smallest, store.window, store.ahead = 256, 8192, 8192
@@ -67,7 +68,7 @@ def train(trial: Trial, device: str, folder: str) -> tuple[list[float], dict[str
     losses: list[Tensor] = []
     saving: Any = None
     for step in range(trial.steps):
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none="zeroes" not in trial.how)
         for micro in range(2 if "accumulates" in trial.how else 1):
             batch = tokens_of(100 * step + 10 * micro + rank).to(device)
             if micro == 0 and "accumulates" in trial.how:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import virtual
 from models import TinyGPT, tokens_of
 from ranks import run_ranks
 
@@ -128,3 +129,36 @@ def test_a_write_under_the_copy_fails_the_save_instead_of_mixing_two_moments(
 @pytest.mark.parametrize("how", ["by hand", "full_params"])
 def test_a_write_that_is_seen_waits_for_the_copy(how: str, tmp_path: Path) -> None:
     assert run_ranks(2, written_meanwhile, str(tmp_path / "c"), how) == [("", True), ("", True)]
+
+
+@virtual.alone
+def test_a_background_save_pins_in_the_background_and_keeps_its_stream(tmp_path: Path) -> None:
+    import onefold
+    from onefold.checkpoint import copying
+
+    torch.manual_seed(0)
+    model: Any = onefold.shard(TinyGPT(), onefold.Recipe.zero(3), device="virtual")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(tokens_of(0).to("virtual")).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    pinned: list[tuple[int, bool]] = []  # bytes, in the calling thread
+    streams: list[Any] = []
+    empty, new_stream = copying.empty, copying.new_stream
+
+    def noted(numel: int, *rest: Any, **named: Any) -> torch.Tensor:
+        pinned.append((numel, threading.current_thread() is threading.main_thread()))
+        return empty(numel, *rest, **named)
+
+    def counted(*given: Any) -> Any:
+        streams.append(new_stream(*given))
+        return streams[-1]
+
+    copying.empty, copying.new_stream = noted, counted  # type: ignore[assignment]
+    for number in range(3):
+        onefold.save_async(tmp_path / str(number), model=model, optimizer=optimizer).wait()
+    whole = 3 * 4 * sum(t.numel() for t in onefold.full_state_dict(model).values())
+    assert sum(nbytes for nbytes, _ in pinned) >= whole
+    assert sum(nbytes for nbytes, calling in pinned if calling) < whole // 10, pinned
+    assert len([nbytes for nbytes, _ in pinned if nbytes >= whole]) == 1, f"pinned again: {pinned}"
+    assert len(streams) == 1

@@ -52,6 +52,10 @@ ALONE = {
     "bf16, all on the host, checkpointed": of(
         3, "frozen", precision="bf16", build=Checkpointed, **HOST
     ),
+    "all on the host, added up on the device": of(3, "clips accumulates zeroes", **HOST),
+    "bf16, added up and stepped in the backward pass": of(
+        3, "elsewhere accumulates", precision="bf16", **HOST, step_in_backward=True
+    ),
     "states on NVMe": of(0, "clips writes", offload_optimizer="nvme", chunk=65536),
     "bf16, all on NVMe": of(3, "evaluates", precision="bf16", **DISK),
     "activations on the host": of(0, offload_activations="cpu"),
@@ -71,6 +75,10 @@ TOGETHER = {
         of(1, "evaluates writes decays", precision="bf16", offload_optimizer="cpu"),
     ),
     "stage 3, all on the host": (2, of(3, "saves writes decays", precision="bf16", **HOST)),
+    "stage 2, added up on the device": (
+        2,
+        of(2, "clips accumulates", precision="bf16", offload_optimizer="cpu"),
+    ),
     "stage 3, stepped in the backward pass": (
         2,
         of(3, precision="bf16", **HOST, step_in_backward=True),

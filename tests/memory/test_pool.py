@@ -2,6 +2,7 @@
 
 import torch
 
+import onefold.memory.pool
 from onefold.memory import GATHERED, GRADIENTS, IDLE, MemoryLedger, Pool, empty
 from onefold.memory.pool import LARGE
 
@@ -71,3 +72,45 @@ def test_a_large_buffer_frees_its_mapping_with_its_last_reader():
     assert mapped() - before >= LARGE
     del view
     assert mapped() - before < LARGE // 2
+
+
+def test_a_pinned_pool_keeps_its_buffers_when_another_size_is_asked_for(monkeypatch):
+    made = []
+
+    def plain(numel, dtype, device, paged=False):
+        made.append(numel)
+        return torch.empty(numel, dtype=dtype)
+
+    monkeypatch.setattr(onefold.memory.pool, "host_empty", plain)
+    p = Pool(CPU, MemoryLedger(), pinned=torch.device("cuda"))
+    for _ in range(5):  # five steps
+        for numel in (100, 200, 100):
+            a, b = (p.take(numel, torch.float32, GATHERED) for _ in range(2))
+            p.give(a)
+            p.give(b)
+            del a, b
+        p.drain()
+    assert sorted(made) == [100, 100, 200, 200]
+    assert p.ledger.now() == {IDLE: 4 * 600}
+    p.close()
+    assert p.ledger.now() == {}
+
+
+def test_a_pinned_pool_frees_what_no_step_takes_any_more(monkeypatch):
+    monkeypatch.setattr(
+        onefold.memory.pool,
+        "host_empty",
+        lambda numel, dtype, device, paged=False: torch.empty(numel, dtype=dtype),
+    )
+    p = Pool(CPU, MemoryLedger(), pinned=torch.device("cuda"))
+    once = p.take(1000, torch.float32, GATHERED)
+    p.give(once)
+    del once
+    seen = []
+    for _ in range(4):
+        often = p.take(10, torch.float32, GATHERED)
+        p.give(often)
+        del often
+        p.drain()
+        seen.append(p.ledger.now()[IDLE])
+    assert seen == [4040, 4040, 40, 40]

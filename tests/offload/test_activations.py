@@ -470,6 +470,21 @@ def test_on_the_way_down_the_device_holds_the_window_at_most(window: int) -> Non
     y.sum().backward()
 
 
+def test_a_tensor_larger_than_the_window_goes_down_while_the_forward_pass_goes_on() -> None:
+    store = store_of(window=1000)
+    side = late(store)
+    x = features_of(1, 16, 16).requires_grad_()
+    with saving(store):
+        y = x
+        for i in range(20):
+            y = y.sin()  # saves 1,024 bytes
+            held = store.ledger.now().get(ACTIVATIONS_MOVING, 0)
+            assert len(side.late) > 0, f"tensor {i}: the copy just begun was waited for"
+            assert held <= 2 * 1024, f"tensor {i}: {held} bytes are held for copies of 1,024"
+    y.sum().backward()
+    assert side.problems == []
+
+
 def test_what_is_read_first_stays_where_it_is_from_the_second_pass_on() -> None:
     store = store_of(window=2 * 1024)
     side = late(store)

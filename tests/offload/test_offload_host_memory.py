@@ -49,12 +49,12 @@ def slowest_case(arrivals: dict[str, int]) -> None:
         arrivals["landed"] += 1
         landed(self, flat)
 
-    def patient(self: InBackwardStepper, flat: Any, computing: Any) -> None:
+    def patient(self: InBackwardStepper, flat: Any, *where: Any) -> None:
         arrivals["stepped"] += 1
         wanted, until = min(arrivals["stepped"] + WAITING, arrivals["of"]), time.monotonic() + 60
         while arrivals["landed"] < wanted and time.monotonic() < until:
             time.sleep(0.0005)
-        step(self, flat, computing)
+        step(self, flat, *where)
 
     InBackwardStepper.landed, InBackwardStepper._step = counted, patient  # type: ignore[method-assign]
 

@@ -79,7 +79,7 @@ def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_lea
     numel, link = shape.numel, there.host_link()
     assert found["optimizer"].moved == {
         "up": pytest.approx(2 * numel, rel=0.01),
-        "down": pytest.approx(2 * numel, rel=0.01),
+        "down": pytest.approx(4 * numel, rel=0.01),  # cast to fp32 on the device
     }
     # Gathered in both passes, but for what the forward pass ends with and the backward pass begins
     # with; and not after the step.
@@ -93,7 +93,7 @@ def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_lea
             0 < hidden <= moving + account.tiers["host update"]
             and account.seconds["io"] <= moving - hidden + 1e-9
         )
-    assert found["optimizer"].tiers["link"] == pytest.approx(4 * numel / link, rel=0.01)
+    assert found["optimizer"].tiers["link"] == pytest.approx(6 * numel / link, rel=0.01)
     behind = Job(seq=8192, options=(("offload_optimizer", "cpu"), ("step_in_backward", True)))
     later = evaluate(shape, own, there, behind, Scheme(3)).account
     assert (

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
+import virtual
 from models import TinyGPT, tokens_of
-from onefold.memory import MOMENTS
+from onefold.device.copies import WINDOW
+from onefold.memory import LEAVING, MOMENTS
 from onefold.observe.memory import moments_by_tier
 from onefold.offload import preflight
 from onefold.offload.activations import NEAR
@@ -239,3 +241,69 @@ def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_w
     assert kept - (1 << 32) <= peaks[1 << 32] <= kept - (1 << 32) + 2 * NEAR, (kept, peaks)
     one = whole.saved // shape.transformer.layers
     assert peaks[1 << 62] < kept / 2 and peaks[1 << 62] >= one
+
+
+#: What runs on a device with streams: (stage, precision, micro-batches, options).
+ON_STREAMS: list[tuple[int, str, int, dict[str, Any]]] = [
+    (0, "bf16", 2, {"offload_optimizer": "cpu"}),
+    (2, "fp32", 1, {"offload_optimizer": "cpu"}),
+    (2, "bf16", 3, {"offload_optimizer": "cpu"}),
+    (3, "bf16", 3, {"offload_optimizer": "cpu", "offload_param": "cpu"}),
+    (3, "fp32", 2, {"offload_optimizer": 0.5}),
+    (3, "bf16", 2, {"offload_optimizer": "cpu", "step_in_backward": True}),
+]
+
+
+@virtual.alone
+@pytest.mark.parametrize("case", range(len(ON_STREAMS)))
+def test_a_plan_of_a_device_with_streams_bounds_what_it_holds(case: int) -> None:
+    stage, precision, micro_batches, tiers = ON_STREAMS[case]
+    recipe = Recipe.zero(stage, precision=precision, **tiers)
+    made = model()
+    units = units_of(model_shape(made), recipe, 1, 0)
+    module = onefold.shard(made, recipe, device="virtual")
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-3)
+    engine = onefold.engine_of(module)
+    for step in range(3):
+        engine.memory.reset_peak()
+        engine.transfers.moved.reset()
+        for k in range(micro_batches):
+            with contextlib.nullcontext() if k + 1 == micro_batches else onefold.no_sync(module):
+                module(tokens_of(10 * step + k).to("virtual")).float().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    planned = offloaded_bytes(units, recipe, micro_batches, streams=True)
+    assert engine.transfers.moved.by_move() == planned.moved
+    assert LEAVING not in engine.memory.now()
+    peak, bound = engine.memory.peak(), bound_of(units, recipe, micro_batches, WINDOW)
+    assert sum(peak.values()) <= bound, (peak, bound)
+    replayed = Replay(units, recipe, WINDOW).run(micro_batches).peak
+    assert sum(replayed.values()) <= bound, (replayed, bound)
+    assert peak.get(LEAVING, 0) <= replayed.get(LEAVING, 0), (peak, replayed)
+
+
+def test_copies_larger_than_the_window_are_planned_two_at_a_time() -> None:
+    recipe = Recipe.zero(2, precision="fp32", offload_optimizer="cpu")
+    units = units_of(model_shape(model()), recipe, 1, 0)
+    own = sorted(f.own * 4 for u in units for f in u.flats if f.trainable)
+    held = {
+        window: max(m.held.get(LEAVING, 0) for m in Replay(units, recipe, window).run(1).moments)
+        for window in (1, 1 << 40)
+    }
+    assert held == {1: 2 * own[-1], 1 << 40: 3 * own[-1]}, own
+
+
+def test_large_activations_on_their_way_are_planned_two_at_a_time() -> None:
+    shape = architecture("llama-3-8b")
+    assert shape.transformer is not None
+    whole = Activity.from_dims(shape, shape.transformer, 8, 8192, 2, "none", "llama")
+    piece = 8 * 8192 * shape.transformer.ffn * 2
+    assert piece > NEAR and max(whole.largest[u] for u in whole.largest if u != "(root)") == piece
+    at_once = on_host(whole, 1 << 62, shared=True).activity
+    late = on_host(whole, 1 << 62, shared=False).activity
+    more = [
+        b.peak - a.peak
+        for a, b in zip(at_once.slots, late.slots, strict=True)
+        if a.phase == "forward" and a.unit != "(root)"
+    ]
+    assert max(more) == 2 * piece, (max(more), piece)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from onefold.cores import physical_cores
 from onefold.processes import host
-from onefold.processes.host import child_environment, from_slurm, joins, physical_cores
+from onefold.processes.host import child_environment, from_slurm, joins
 from onefold.processes.signals import CONTROL
 from onefold.train.config import resolve
 from onefold.train.launch import ranks_to_start, torchrun_arguments

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from onefold.cores import physical_cores
 from onefold.memory.host import free_host_memory
 from onefold.observe.memory import resident_memory
 from onefold.plan.api import USABLE
-from onefold.processes.host import physical_cores
 from onefold.train.choose import Asked, choose
 from onefold.train.prepare import (
     lr_factor,

@@ -7,6 +7,9 @@ Master weights and optimizer states do not change between two optimizer steps, s
 thread copies them. A forward pass may change buffers and random generators, so these are copied
 before the call returns.
 
+The first save takes the host memory for the copy, pinned if the device has streams. Pinning 12 GB
+takes seconds, so the background thread does it.
+
 [Note: nobody writes under the copy] Every write through the engine (a step, a load,
 full_params(write=True)) waits for the copy first. The user's own writes change the tensors' version
 counters. The save then raises an error; otherwise the copy would mix old and new values.
@@ -30,9 +33,41 @@ from onefold.memory import empty, nbytes_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.storage import OnDisk
 
-_buffers: weakref.WeakKeyDictionary[Engine, torch.Tensor] = weakref.WeakKeyDictionary()
 #: Kinds of items that do not change between two steps.
 _STILL = ("parameter", "state")
+
+
+class _Kept:
+    """What the saves of one engine use again: a stream, and host buffers for the items that are
+    still between two steps (True) and for the others (False).
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = None
+        self._buffers: dict[bool, torch.Tensor] = {}
+
+    @property
+    def stream(self) -> Any:
+        """The stream of the background copies; None on a device without streams. Torch gives out
+        only some 32 different streams, so one is kept.
+        """
+        if self._stream is None:
+            self._stream = new_stream(self._device, "saves")
+        return self._stream
+
+    def buffer(self, still: bool, nbytes: int) -> torch.Tensor:
+        """Return host memory of at least `nbytes`, pinned for a device with streams."""
+        buffer = self._buffers.get(still)
+        if buffer is None or buffer.numel() < nbytes:
+            self._buffers.pop(still, None)
+            pinned = self._device if has_streams(self._device) else None
+            host = torch.device("cpu")
+            buffer = self._buffers[still] = empty(nbytes, torch.uint8, host, pinned=pinned)
+        return buffer
+
+
+_kept: weakref.WeakKeyDictionary[Engine, _Kept] = weakref.WeakKeyDictionary()
 
 
 class Copying:
@@ -43,7 +78,7 @@ class Copying:
     def __init__(self, engine: Engine, parts: RankState) -> None:
         self._parts, self.waited, self._done = parts, 0.0, threading.Event()
         self._device = engine.device
-        self._buffer, self._places = _buffer_for(engine, parts)
+        self._kept = _kept.setdefault(engine, _Kept(engine.device))
         self._copies: dict[int, PieceToWrite] = {}
         self._event: Any = None
         still = [
@@ -53,23 +88,29 @@ class Copying:
         ]
         self._versions = {i: _version(parts.tensors[i].tensor) for i in still}
         with torch.no_grad():
-            for i in sorted(set(range(len(parts.tensors))) - set(still)):
-                self._copy(i)
+            self._copy(sorted(set(range(len(parts.tensors))) - set(still)), still=False)
         # The background copies wait for this event: for the copies above, and for writes to masters
         # and states that are still queued on the training's stream.
         computing = current_stream(self._device)
         self._event = computing.record_event() if computing is not None else None
 
-    def _copy(self, i: int) -> None:
-        part = self._parts.tensors[i]
-        # State on disk is there because memory is scarce: no copy. It is written to the checkpoint
-        # before the training goes on.
-        if isinstance(part.tensor, OnDisk):
-            self._copies[i] = part
-            return
-        at, nbytes = self._places[i], nbytes_of(part.tensor)
-        copy = self._buffer[at : at + nbytes].view(part.tensor.dtype)
-        self._copies[i] = replace(part, tensor=copy.copy_(part.tensor, non_blocking=True))
+    def _copy(self, which: list[int], still: bool) -> None:
+        """Start to copy the parts with these numbers."""
+        places, total = {}, 0
+        for i in which:
+            tensor = self._parts.tensors[i].tensor
+            # State on disk is there because memory is scarce: no copy. It is written to the
+            # checkpoint before the training goes on.
+            if isinstance(tensor, OnDisk):
+                self._copies[i] = self._parts.tensors[i]
+            else:
+                places[i] = (tensor, total)
+                total += round_up(nbytes_of(tensor), 64)
+        buffer = self._kept.buffer(still, total)
+        for i, (tensor, at) in places.items():
+            copy = buffer[at : at + nbytes_of(tensor)].view(tensor.dtype)
+            copy.copy_(tensor, non_blocking=True)
+            self._copies[i] = replace(self._parts.tensors[i], tensor=copy)
 
     def run(self) -> RankState:
         """Copy the rest, in any thread. Returns the copied parts.
@@ -77,13 +118,12 @@ class Copying:
         """
         try:
             with torch.no_grad():
-                # Entering a stream also selects its device: no further guard is needed
-                stream = new_stream(self._device)
+                # Entering a stream also selects its device, for which the buffer is pinned
+                stream = self._kept.stream
                 if stream is not None:
                     stream.wait_event(self._event)
                 with use_stream(stream):
-                    for i in self._versions:
-                        self._copy(i)
+                    self._copy(list(self._versions), still=True)
                 if stream is not None:
                     stream.synchronize()  # covers the first copies too, which the event waited for
             now = {i: _version(self._parts.tensors[i].tensor) for i in self._versions}
@@ -107,25 +147,6 @@ class Copying:
             begun = time.perf_counter()
             self._done.wait()
             self.waited += time.perf_counter() - begun
-
-
-def _buffer_for(engine: Engine, parts: RankState) -> tuple[torch.Tensor, list[int]]:
-    """Return (a host buffer, kept for later saves; the offset of each part in it, in bytes)."""
-    places, total = [], 0
-    for part in parts.tensors:
-        places.append(total)
-        if not isinstance(part.tensor, OnDisk):
-            total += round_up(nbytes_of(part.tensor), 64)
-    buffer = _buffers.get(engine)
-    if buffer is None or buffer.numel() < total:
-        _buffers.pop(engine, None)
-        buffer = _buffers[engine] = empty(
-            total,
-            torch.uint8,
-            torch.device("cpu"),
-            pinned=engine.device if has_streams(engine.device) else None,
-        )
-    return buffer, places
 
 
 def _version(tensor: Any) -> int:

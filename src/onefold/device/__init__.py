@@ -7,14 +7,16 @@ facts). It knows no modules, no parameters and no collectives.
     place.py      the device and its index, a thread's current device, the random state
     streams.py    streams and events; on a device without streams, work is done when the call returns
     copies.py     CopyStream: copies beside the computation; Reading: numbers that the host reads later
+    host_sums.py  sums in pinned host memory that grow by sums on the device
     pinned.py     pinned host memory
+    threads.py    how many threads of the host work on what is stored there
     facts.py      bytes allocated and free, names of devices
 
 CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and torch.Event. On a
 CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
-from onefold.device.copies import CopyStream, Reading, Ticket
+from onefold.device.copies import CopyStream, Reading, Ticket, within
 from onefold.device.facts import (
     MemoryFigures,
     device_count,
@@ -22,6 +24,7 @@ from onefold.device.facts import (
     free_memory,
     memory_figures,
 )
+from onefold.device.host_sums import HostSums, chunk_for
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
 from onefold.device.place import (
     available,
@@ -49,11 +52,13 @@ from onefold.device.streams import (
     synchronize,
     use_stream,
 )
+from onefold.device.threads import host_threads, using_threads
 
 __all__ = [
     "Clock",
     "CopyStream",
     "HostBuffers",
+    "HostSums",
     "MemoryFigures",
     "Reading",
     "Stream",
@@ -61,6 +66,7 @@ __all__ = [
     "available",
     "backend_name",
     "capturing",
+    "chunk_for",
     "clocked",
     "current_stream",
     "default_device",
@@ -72,6 +78,7 @@ __all__ = [
     "has_streams",
     "host_empty",
     "host_pages",
+    "host_threads",
     "memory_figures",
     "new_event",
     "new_stream",
@@ -84,5 +91,7 @@ __all__ = [
     "simulated",
     "synchronize",
     "use_stream",
+    "using_threads",
     "with_index",
+    "within",
 ]

@@ -7,15 +7,20 @@
 the stream on which it was allocated, and knows nothing of the copy stream. So the copy holds its
 device tensor until the host has seen that the copy is done, or until the computing stream waits for
 the copy: work that gets the memory next then runs after it. At most `window` bytes are held like
-this; beyond them the computing stream, not the host, waits for the oldest copy. Host memory has no
-stream order, so the host tensor is held until the copy is done.
+this, or twice the largest copy in flight, whichever is more. Beyond them the computing stream, not
+the host, waits for the oldest copy. Host memory has no stream order, so the host tensor is held
+until the copy is done.
+
+[Note: two of the largest] With a bound below two copies the computing stream would wait for the
+copy that has just begun, and nothing would overlap with it. With two, a copy runs while the source
+of the next one is computed.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +29,22 @@ from onefold.device.pinned import host_empty
 from onefold.device.streams import current_stream, has_streams, new_stream, use_stream
 
 #: Bytes of device memory that copies in flight may hold before the computing stream waits for the
-#: oldest: some milliseconds of transfer.
+#: oldest: some milliseconds of transfer. `within` says what holds for larger copies.
 WINDOW = 128 << 20
 #: Windows of host memory that copies in flight may hold before the host waits for the oldest.
 HOST_WINDOWS = 8
+#: The same in copies of the largest size so far, if fewer of them fill the windows.
+HOST_COPIES = 4
+
+
+def within(window: int, held: int, sizes: Iterable[int]) -> bool:
+    """Return whether copies in flight may hold `held` bytes of device memory.
+
+    Args:
+        window: bytes. 0 holds nothing: the computing stream waits for every copy.
+        sizes: the bytes of each copy in flight. See [Note: two of the largest].
+    """
+    return held <= window or (window > 0 and held <= 2 * max(sizes, default=0))
 
 
 class Ticket(Protocol):
@@ -38,11 +55,11 @@ class Ticket(Protocol):
 
 
 class _Flying:
-    """A copy in flight. `here` are its tensors on the device, `host` those on the host. `stream` is
-    the computing stream from which it was started.
+    """A copy in flight, the `number`-th of its stream. `here` are its tensors on the device, `host`
+    those on the host. `stream` is the computing stream from which it was started.
     """
 
-    __slots__ = ("done", "here", "host", "nbytes", "stream", "ticket")
+    __slots__ = ("done", "here", "host", "nbytes", "number", "stream", "ticket")
 
     def __init__(
         self,
@@ -50,8 +67,9 @@ class _Flying:
         ends: tuple[torch.Tensor, ...],
         stream: Any,
         done: Callable[[], None] | None,
+        number: int,
     ) -> None:
-        self.ticket, self.stream, self.done = ticket, stream, done
+        self.ticket, self.stream, self.done, self.number = ticket, stream, done, number
         self.here: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type != "cpu")
         self.host: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type == "cpu")
         self.nbytes = max(t.numel() * t.element_size() for t in ends)
@@ -76,7 +94,7 @@ class CopyStream:
     def __init__(self, device: torch.device, window: int = WINDOW, name: str = "copies") -> None:
         """
         Args:
-            window: bytes. See [Note: nothing is freed under a copy].
+            window: bytes; 0 holds nothing. See [Note: nothing is freed under a copy].
             name: what a simulation calls the stream.
         """
         self.device, self.window = device, window
@@ -84,8 +102,9 @@ class CopyStream:
         self.stream = new_stream(device, name)
         self._holding: deque[_Flying] = deque()  # copies that hold device memory
         self._landing: deque[_Flying] = deque()  # copies that hold host memory only
-        self._held = self._on_host = 0
-        self._idle = True
+        self._held = self._on_host = self._largest = 0
+        # Copies begun so far, and how many of them `wait` has seen done
+        self._begun = self._finished = 0
         # Optimizer steps in the backward pass copy from a thread of their own
         self._lock = threading.RLock()
 
@@ -106,11 +125,15 @@ class CopyStream:
         if self.stream is None:
             into.copy_(source)
             return None
-        self._idle = False
-        self.stream.wait_stream(self.current())
-        with use_stream(self.stream):
-            into.copy_(source, non_blocking=True)
-            return self.stream.record_event()
+        return self._launch(lambda: into.copy_(source, non_blocking=True))
+
+    def _launch(self, work: Callable[[], object]) -> Any:
+        with self._lock:
+            self._begun += 1
+            self.stream.wait_stream(self.current())
+            with use_stream(self.stream):
+                work()
+                return self.stream.record_event()
 
     def copy(
         self, into: torch.Tensor, source: torch.Tensor, done: Callable[[], None] | None = None
@@ -118,33 +141,64 @@ class CopyStream:
         """Start a copy, and hold both tensors as [Note: nothing is freed under a copy] says. `done`
         is called when the device's tensor is released. Returns: a Ticket, or None.
         """
+        return self.run(lambda: into.copy_(source, non_blocking=True), (into, source), done)
+
+    def run(
+        self,
+        work: Callable[[], object],
+        tensors: tuple[torch.Tensor, ...],
+        done: Callable[[], None] | None = None,
+    ) -> Any:
+        """As `copy`, for other work on `tensors`. `work` queues it on the copy stream, which is
+        current while it runs.
+        """
+        if self.stream is None:
+            work()
+            if done is not None:
+                done()
+            return None
         with self._lock:
-            ticket = self.start(into, source)
-            if ticket is None:
-                if done is not None:
-                    done()
-                return None
-            flying = _Flying(ticket, (into, source), self.current(), done)
+            ticket = self._launch(work)
+            flying = _Flying(ticket, tensors, self.current(), done, self._begun)
+            self._largest = max(self._largest, flying.nbytes)
             self._holding.append(flying)
             self._held += flying.nbytes
             self._on_host += flying.nbytes
             self._let_go()
+            too_early = self._land()
+        if too_early is not None:
+            too_early.synchronize()
+            with self._lock:
+                self._land()
         return ticket
 
     def _let_go(self) -> None:
-        while self._holding and (self._held > self.window or self._holding[0].ticket.query()):
+        """Release device memory of copies that are done, and of the oldest ones beyond the window,
+        for which the computing stream waits.
+        """
+        while self._holding and (self._holding[0].ticket.query() or not self._within_window()):
             first = self._holding.popleft()
             first.stream.wait_event(first.ticket)  # free if the copy is done
             self._held -= first.nbytes
             first.let_go()
             self._landing.append(first)
-        while self._landing:
-            first = self._landing[0]
-            if not first.ticket.query():
-                if self._on_host <= HOST_WINDOWS * self.window:
-                    break
-                first.ticket.synchronize()
+
+    def _within_window(self) -> bool:
+        return within(self.window, self._held, (flying.nbytes for flying in self._holding))
+
+    def _land(self) -> Ticket | None:
+        """Release host memory of copies that are done. Returns the ticket of the copy that the host
+        has to wait for, because copies in flight hold too much of its memory; None for no wait.
+        """
+        while self._landing and self._landing[0].ticket.query():
             self._on_host -= self._landing.popleft().nbytes
+        beyond = self._on_host - max(HOST_WINDOWS * self.window, HOST_COPIES * self._largest)
+        ticket: Ticket | None = None
+        for flying in self._landing:
+            if beyond <= 0:
+                break
+            ticket, beyond = flying.ticket, beyond - flying.nbytes
+        return ticket
 
     def order(self, ticket: Any, stream: Any = None) -> None:
         """Make `stream` (None: the current one) wait for the copy before it runs later work. The
@@ -166,20 +220,27 @@ class CopyStream:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
-        """Wait on the host until every copy so far is done. Returns at once if there was none since
-        the last call.
+        """Wait on the host until every copy begun so far is done. Returns at once if `wait` has
+        seen them all done.
         """
-        if self._idle:
-            return
         with self._lock:
-            self.stream.synchronize()
-            self._idle = True
-            holding = list(self._holding)
-            self._held = self._on_host = 0
-            self._holding.clear()
-            self._landing.clear()
-        for each in holding:
-            each.let_go()
+            begun = self._begun
+            if begun == self._finished:
+                return
+            ticket = self.stream.record_event()
+        # Another thread may begin copies meanwhile
+        ticket.synchronize()
+        with self._lock:
+            self._finished = max(self._finished, begun)
+            done = [flying for flying in self._holding if flying.number <= begun]
+            for flying in done:
+                self._holding.popleft()
+                self._held -= flying.nbytes
+                self._on_host -= flying.nbytes
+            while self._landing and self._landing[0].number <= begun:
+                self._on_host -= self._landing.popleft().nbytes
+        for flying in done:
+            flying.let_go()
 
 
 class Reading:

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
+import sys
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +27,61 @@ HUGE_PAGE = 2 << 20
 SMALL = 1 << 20
 
 
+class _Pages(mmap.mmap):
+    """Anonymous memory in whole pages, which may be pinned.
+
+    [Note: unpinned, then unmapped] An mmap frees its pages before the callbacks of weak references
+    to it run. The driver would then unpin a range that is gone, or that another mapping has taken.
+    `__del__` of a subclass runs before.
+
+    [Note: pinned pages stay out of forks] A fork would copy all pinned pages into the child. On
+    older kernels the parent's next write would move a page away from the device, whose copies then
+    read old values. So the child does not get these pages. Its objects live as long as it does: to
+    free one would unmap whatever the child has put into that range.
+    """
+
+    _unpin: Callable[[], object] | None = None
+
+    def pin(self, address: int, device: torch.device) -> None:
+        """Pin the pages, which begin at `address`.
+
+        Raises:
+            RuntimeError: torch or the driver cannot pin them.
+        """
+        runtime = _runtime(device)
+        if runtime is None:
+            raise RuntimeError(f"torch cannot pin memory in place for {device.type!r} devices.")
+        _pinned.add(self)
+        if hasattr(mmap, "MADV_DONTFORK"):
+            with contextlib.suppress(OSError):
+                self.madvise(mmap.MADV_DONTFORK)
+        code = int(runtime.cudaHostRegister(address, len(self), 0))
+        if code:
+            raise RuntimeError(
+                f"the driver pinned no {len(self):,} bytes of host memory: cudaHostRegister ended"
+                f" with error {code}"
+            )
+        self._unpin = partial(runtime.cudaHostUnregister, address)
+
+    def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # At the interpreter's exit the driver may be gone, and its mappings with it
+        if self._unpin is not None and not exiting():
+            self._unpin()
+
+
+_pinned: weakref.WeakSet[_Pages] = weakref.WeakSet()
+_of_parent: list[_Pages] = []
+
+
+def _keep_in_child() -> None:
+    """See [Note: pinned pages stay out of forks]."""
+    _of_parent.extend(_pinned)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_in_child)
+
+
 def host_pages(
     nbytes: int, huge: bool, device: torch.device | None = None, paged: bool = False
 ) -> torch.Tensor:
@@ -31,7 +90,7 @@ def host_pages(
 
     Args:
         huge: ask the system for huge pages.
-        device: pin the pages for this device.
+        device: pin the pages for this device. A process that is forked later does not have them.
         paged: the storage extends to the end of the last page, as a direct transfer moves whole
             pages.
 
@@ -43,34 +102,13 @@ def host_pages(
     # The kernel aligns a mapping for huge pages only if its length is a multiple of them
     page = HUGE_PAGE if huge else mmap.PAGESIZE
     whole = -(-nbytes // page) * page
-    mapping = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = _Pages(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge:
         with contextlib.suppress(OSError):
             mapping.madvise(mmap.MADV_HUGEPAGE)
     if device is not None:
-        pin(torch.frombuffer(mapping, dtype=torch.uint8), device, mapping)
+        mapping.pin(torch.frombuffer(mapping, dtype=torch.uint8).data_ptr(), device)
     return torch.frombuffer(mapping, dtype=torch.uint8, count=whole if paged else nbytes)[:nbytes]
-
-
-def pin(pages: torch.Tensor, device: torch.device, owner: object) -> None:
-    """Pin whole pages in place. They are unpinned when `owner`, which holds them, is freed.
-
-    Raises:
-        RuntimeError: torch or the driver cannot pin them.
-    """
-    runtime = _runtime(device)
-    if runtime is None:
-        raise RuntimeError(f"torch cannot pin memory in place for {device.type!r} devices.")
-    address, nbytes = pages.data_ptr(), pages.numel()
-    code = int(runtime.cudaHostRegister(address, nbytes, 0))
-    if code:
-        raise RuntimeError(
-            f"the driver pinned no {nbytes:,} bytes of host memory: cudaHostRegister ended with"
-            f" error {code}"
-        )
-    # Unpin before the memory is freed, but not at the interpreter's exit: the driver may be gone by
-    # then, and its mappings with it.
-    weakref.finalize(owner, runtime.cudaHostUnregister, address).atexit = False
 
 
 def can_pin_in_place(device: torch.device) -> bool:
@@ -123,6 +161,7 @@ class HostBuffers:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
+        self._storages: set[int] = set()
         # Optimizer steps in the backward pass take buffers in a thread of their own
         self._lock = threading.Lock()
 
@@ -139,11 +178,17 @@ class HostBuffers:
                     return known[:].view(dtype)
             fresh = host_empty(nbytes, torch.uint8, self.device)
             self._known[nbytes].append(fresh)
+            self._storages.add(fresh.untyped_storage()._cdata)
             return fresh[:].view(dtype)
+
+    def holds(self, t: torch.Tensor) -> bool:
+        """Return whether `t` lies in one of these buffers."""
+        return t.untyped_storage()._cdata in self._storages
 
     def close(self) -> None:
         """Forget all buffers: free ones are freed now, the others with their last tensor."""
         self._known.clear()
+        self._storages.clear()
 
 
 def owners_of(t: torch.Tensor) -> int:

@@ -129,7 +129,12 @@ class MemoryLedger:
 
 
 class Pool:
-    """Flat one-dimensional buffers on one device. See [Note: nobody reads a reused buffer]."""
+    """Flat one-dimensional buffers on one device. See [Note: nobody reads a reused buffer].
+
+    Idle buffers are freed when one of another size is needed, and by `drain`. Pinned buffers are
+    kept, because pinning takes longer than what they are used for: `drain` frees those that were
+    idle since the call before the last.
+    """
 
     def __init__(
         self,
@@ -141,6 +146,9 @@ class Pool:
         self.device, self.ledger, self.paged, self.pinned = device, ledger, paged, pinned
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._taken: dict[int, tuple[str, str]] = {}
+        # Of idle pinned buffers: how many times `drain` had been called when they were given back
+        self._given: dict[int, int] = {}
+        self._drained = 0
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
         """Return a buffer of `numel` elements with undefined contents, and enter it in the ledger
@@ -150,8 +158,10 @@ class Pool:
         try:
             buffer = free.pop()  # another thread may have taken the last one
             self.ledger.add(IDLE, -nbytes_of(buffer))
+            self._given.pop(id(buffer), None)
         except IndexError:
-            self.drain()  # free all idle buffers before allocating
+            if self.pinned is None:
+                self.drain()  # before allocating
             buffer = empty(numel, dtype, self.device, self.paged, self.pinned)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, nbytes_of(buffer), unit)
@@ -172,10 +182,26 @@ class Pool:
         if owners_of(buffer) <= 1:
             self._free[buffer.numel(), buffer.dtype].append(buffer)
             self.ledger.add(IDLE, nbytes_of(buffer))
+            if self.pinned is not None:
+                self._given[id(buffer)] = self._drained
 
     def drain(self) -> None:
+        """Free every idle buffer; of pinned ones those that nobody has taken for a while."""
+        if self.pinned is None:
+            self.close()
+            return
+        self._drained += 1
+        for idle in self._free.values():
+            old = [b for b in idle if self._given[id(b)] < self._drained - 2]
+            for buffer in old:
+                del self._given[id(buffer)]
+                self.ledger.add(IDLE, -nbytes_of(buffer))
+            idle[:] = [b for b in idle if id(b) in self._given]
+
+    def close(self) -> None:
         """Free every idle buffer."""
         self._free.clear()
+        self._given.clear()
         self.ledger.set(IDLE, 0)
 
 

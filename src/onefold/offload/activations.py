@@ -22,7 +22,7 @@ another.
 that allocated it. So the store holds memory that a copy reads or writes until the copy is done, or
 until the computing stream has been told to wait for the copy. Either way the next user of the
 memory comes after the copy, and the host never waits. At most `window` bytes are held for copies
-down.
+down, or twice the largest of them ([Note: two of the largest] in device/copies.py).
 
 saved.py holds what autograd keeps in place of a tensor. arena.py manages the host memory. The copy
 stream is part of the room device.
@@ -32,13 +32,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.device import CopyStream, Ticket, capturing, with_index
+from onefold.device import CopyStream, Ticket, capturing, with_index, within
 from onefold.memory.pool import MemoryLedger, empty
 from onefold.offload.arena import Arena
 from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
@@ -85,7 +85,7 @@ class ActivationStore:
             host: counts all bytes of the store on the host.
             moved: called for each copy with "up" or "down" and its bytes.
             smallest: storages of fewer bytes stay on the device.
-            window: bytes on the device that copies down may hold.
+            window: bytes on the device that copies down may hold; 0 holds nothing.
             ahead: bytes to prefetch before they are read (above 0: one copy at least).
                 `window` and `ahead` default to 128 MiB, or an eighth of a small budget.
         """
@@ -285,13 +285,16 @@ class ActivationStore:
             first = self._descending[0]
             if (
                 first.descending
-                and self._in_window <= self.window
                 and not (first.ticket is None or first.ticket.query())
+                and within(self.window, self._in_window, self._sizes())
             ):
                 break
             self._descending.popleft()
             if first.descending:
                 self._let_go(first)
+
+    def _sizes(self) -> Iterator[int]:
+        return (copy.nbytes for copy in self._descending if copy.descending)
 
     def _watch(self, t: torch.Tensor) -> torch.Tensor:
         """See [Note: versions] in saved.py."""

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-from onefold.device import current_stream, use_stream
+from onefold.device import Ticket, current_stream, use_stream
 from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
@@ -135,7 +135,8 @@ class InBackwardStepper:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="onefold step")
         here = current_stream(engine.device) if engine is not None else None
-        self._flying.append(self._thread.submit(partial(self._step, flat, here)))
+        arrived = engine.transfers.down.mark() if engine is not None else None
+        self._flying.append(self._thread.submit(partial(self._step, flat, here, arrived)))
 
     def _owe(self, flat: Flat) -> None:
         engine = self._engine()
@@ -153,11 +154,13 @@ class InBackwardStepper:
                     " leave step_in_backward out."
                 )
 
-    def _step(self, flat: Flat, computing: Any) -> None:
+    def _step(self, flat: Flat, computing: Any, arrived: Ticket | None) -> None:
         """Step `flat`. Runs in the thread.
 
-        `computing`: the stream of the backward pass. Device memory is read and written in its
-        order.
+        Args:
+            computing: the stream of the backward pass. Device memory is read and written in its
+                order.
+            arrived: the gradients are in host memory. Those of later units may be on their way.
         """
         engine = self._engine()
         if engine is None or engine.progress.failure is not None:
@@ -165,9 +168,15 @@ class InBackwardStepper:
         try:
             # Torch function is disabled in this thread only. The main thread still sees parameters
             # with whole shapes.
-            with use_stream(computing), disable_torch_function(), torch.no_grad():
+            with (
+                use_stream(computing),
+                disable_torch_function(),
+                torch.no_grad(),
+                engine.transfers.host_threads(beside=True),
+            ):
                 engine.masters.about_to_write()
-                engine.transfers.down.wait()
+                if arrived is not None:
+                    arrived.synchronize()
                 for optimizer in {
                     id(o): o for e in flat.entries if (o := self._owner(e)) is not None
                 }.values():

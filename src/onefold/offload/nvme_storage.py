@@ -55,8 +55,8 @@ class NvmeStorage(OffloadStorage):
     on_disk = True
 
     def __init__(self, flat: Flat, tiers: Tiers, resources: Resources) -> None:
-        super().__init__(flat, tiers, resources)
         self.gradients_on_disk = tiers.gradients is Tier.NVME
+        super().__init__(flat, tiers, resources)
         self.reads_ahead = tiers.parameters is Tier.NVME
         self.regions: dict[str, Region] = {}
         self.written: set[tuple[str, int]] = set()
@@ -244,6 +244,10 @@ class NvmeStorage(OffloadStorage):
 
     # -- gradients ---------------------------------------------------------------------------------
 
+    @property
+    def _on_cpu(self) -> bool:
+        return not self.transfers.down.asynchronous
+
     def take_gradient(
         self, total: torch.Tensor, span: tuple[int, int], wanted: list[Entry]
     ) -> bool:
@@ -291,7 +295,9 @@ class NvmeStorage(OffloadStorage):
             if entry.param.grad is None:
                 x, y = (entry.slot.start + at for at in entry.accounted())
                 # Clipping will ask for the norm. Now the gradient is still in memory.
-                if x < y and total.dtype == region.dtype:
+                if (norm := self.norm_before_it_left(entry, total)) is not None:
+                    self.norms[entry.index] = norm
+                elif self._on_cpu and x < y and total.dtype == region.dtype:
                     self.norms[entry.index] = torch._foreach_norm(
                         [total[x - span[0] : y - span[0]]], 2.0
                     )[0]
@@ -300,12 +306,16 @@ class NvmeStorage(OffloadStorage):
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """See `Storage`. Reads the gradient again unless `norms` has the answer."""
+        if not self.gradients_on_disk:
+            return super().gradient_norm(entry, p)
         if p != 2 or self.scale is not None or entry.index not in self.norms:
             first, (a, b) = entry.slot.start - self.flat.owned[0], entry.accounted()
             part = self.part("gradient", first + a, first + b)
             if self.scale is not None:
                 part.mul_(self.scale)
-            norm = torch._foreach_norm([part], p)[0]
+            norm = (
+                torch._foreach_norm([part], p)[0] if self._on_cpu else self.norm_on_device(part, p)
+            )
             if p != 2 or self.scale is not None:
                 return norm
             self.norms[entry.index] = norm

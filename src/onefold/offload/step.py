@@ -89,16 +89,17 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     error: BaseException | None = None
     groups = groups_of(optimizer)
     try:
-        for flat in (flat for unit in engine.units for flat in unit.flats):
-            if not flat.storage.on_disk:
-                mine = [e for e in flat.entries if id(e) in ready]
-                step_flat(optimizer, engine, flat, mine, groups)
-                if flat.storage.offloaded and engine.recipe.step_in_backward:
-                    # As in all later steps. The moments just created need the memory.
-                    engine.write_counters.all_of(mine)
-                    drop_stepped_gradients(engine, flat, mine)
-        disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
-        _Stepping(optimizer, engine, ready).run(disk)
+        with engine.transfers.host_threads():
+            for flat in (flat for unit in engine.units for flat in unit.flats):
+                if not flat.storage.on_disk:
+                    mine = [e for e in flat.entries if id(e) in ready]
+                    step_flat(optimizer, engine, flat, mine, groups)
+                    if flat.storage.offloaded and engine.recipe.step_in_backward:
+                        # As in all later steps. The moments just created need the memory.
+                        engine.write_counters.all_of(mine)
+                        drop_stepped_gradients(engine, flat, mine)
+            disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
+            _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
     if engine.on_disk:

@@ -9,8 +9,19 @@
 
 `HostStorage` is here, `NvmeStorage` in nvme_storage.py.
 
+[Note: the device adds] The sum of a later micro-batch is added to the gradient on the host by the
+device: chunks of the host's sum go up into a small buffer, are added, and come down to the same
+place (device/host_sums.py). The host would have to wait for each copy, and would add more slowly.
+The bits are those of an addition on the host.
+
+[Note: norms on the device] A device with streams measures gradients before they leave it, if the
+last clipping asked for 2-norms. Otherwise, or if `.grad` may have been written to since, clipping
+brings the gradients up again to measure them. So norms have the same bits as without offloading,
+at any number of the host's threads. On a CPU nothing leaves: clipping measures gradients itself.
+
 [Note: who moves what]
-- Down: the reducer copies a unit's summed gradient down as soon as it has it.
+- Down: the reducer copies a unit's summed gradient down as soon as it has it. The device adds those
+  of later micro-batches: see [Note: the device adds].
 - Step: offload/step.py steps masters on the host in place and masters on NVMe chunk by chunk. It
   then passes the new masters to `stepped`.
 - Up: `put` fills this rank's part of a gather buffer. If the data is on a disk, `fetch` starts the
@@ -20,6 +31,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -70,6 +82,13 @@ class OffloadStorage(Storage):
         self.tiers, self.transfers, self.device = tiers, resources.transfers, resources.device
         self.rest: torch.Tensor | None = None
         self.shown: torch.Tensor
+        on_host = tiers.gradients is not Tier.NVME
+        self.adds_on_device = on_host and self.transfers.down.asynchronous
+        self.measures_gradients = self.gradients_on_disk or self.transfers.down.asynchronous
+        # What is to be measured: (index of the entry, its elements of a sum on the device)
+        self._parts: list[tuple[int, torch.Tensor]] = []
+        # 2-norms by the index of the entry, and which values in host memory they are of
+        self._measured: dict[int, tuple[torch.Tensor, tuple[int, int]]] = {}
 
     # -- building ----------------------------------------------------------------------------------
 
@@ -159,30 +178,141 @@ class OffloadStorage(Storage):
         return Tier.HOST
 
     def settle_gradient(self, total: torch.Tensor) -> None:
-        if (
-            self.gradients_on_disk
-            or total.dtype != self.flat.dtypes.master
-            or any(e.param.grad is not None for e in self.flat.entries)
-        ):
+        if self.gradients_on_disk or any(e.param.grad is not None for e in self.flat.entries):
             self.transfers.down.wait()
 
-    def bring_down(self, total: torch.Tensor) -> torch.Tensor:
-        """Return a summed gradient in host memory: `total` itself if the device is the CPU."""
-        nbytes = total.numel() * total.element_size()
+    def add_gradient(
+        self, total: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        parts = joined(pairs, total) if all(map(self._may_add, pairs)) else None
+        if parts is None:
+            return False
+        nbytes = total.numel() * self.flat.dtypes.master.itemsize
+        self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
-        if total.device.type == "cpu":
-            return total
-        low = self.transfers.pinned.empty(total.numel(), total.dtype)
-        self.transfers.device.add(LEAVING, nbytes)
-        self.transfers.down.copy(
-            low, total, done=partial(self.transfers.device.add, LEAVING, -nbytes)
+        measured, self._parts = self._parts, []
+        norms = torch.empty(len(measured), dtype=total.dtype, device=total.device)
+
+        def measure() -> None:
+            norms.copy_(torch.stack(torch._foreach_norm([part for _, part in measured], 2.0)))
+
+        then = measure if measured else None
+        self.transfers.sums.add(parts, total, then, done=self._leaving(total))
+        for low, _ in parts[:1]:
+            self._note(measured, norms.unbind(), low)
+        return True
+
+    def _may_add(self, pair: tuple[torch.Tensor, torch.Tensor]) -> bool:
+        before, _ = pair
+        return (
+            before.dtype == self.flat.dtypes.master
+            and before.is_contiguous()
+            and (self.transfers.pinned.holds(before) or not before.numel())
         )
+
+    def _leaving(self, total: torch.Tensor) -> Callable[[], None]:
+        """Count `total` as gradients on their way; returns what counts it no longer."""
+        device, nbytes = self.transfers.device, nbytes_of(total)
+        device.add(LEAVING, nbytes)
+        return partial(device.add, LEAVING, -nbytes)
+
+    def bring_down(self, total: torch.Tensor) -> torch.Tensor:
+        """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
+        the masters' dtype.
+        """
+        if total.device.type == "cpu":
+            self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
+            return total
+        measured, self._parts = self._parts, []
+        norms = torch._foreach_norm([part for _, part in measured], 2.0) if measured else ()
+        low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
+        self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
+        copy = self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
+        copy(low, total, done=self._leaving(total))
+        self._note(measured, norms, low)
         return low
+
+    def measure(self, total: torch.Tensor, span: tuple[int, int], entries: list[Entry]) -> None:
+        self._parts = []
+        # 16-bit sums are measured as gradients in the masters' dtype
+        if not self.transfers.measures or total.dtype != self.flat.dtypes.master:
+            return
+        for entry in entries:
+            a, b = (entry.slot.start + at - span[0] for at in entry.accounted())
+            if a < b:
+                self._parts.append((entry.index, total[a:b]))
+
+    def _note(
+        self,
+        measured: list[tuple[int, torch.Tensor]],
+        norms: Sequence[torch.Tensor],
+        low: torch.Tensor,
+    ) -> None:
+        """Keep the `norms` of gradients that are in the memory of `low` now."""
+        for (index, _), norm in zip(measured, norms, strict=True):
+            self._measured[index] = norm, _identity(low)
+
+    def norm_before_it_left(self, entry: Entry, low: torch.Tensor) -> torch.Tensor | None:
+        """Return the 2-norm of the gradient of `entry`, which is in the memory of `low`, if the
+        device has measured these values.
+        """
+        norm, of = self._measured.get(entry.index, (None, None))
+        return norm if of == _identity(low) else None
+
+    def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
+        grad = entry.param.grad
+        assert grad is not None
+        if p == 2 and (norm := self.norm_before_it_left(entry, grad)) is not None:
+            return norm
+        first, (a, b) = entry.held()[0], entry.accounted()
+        return self.norm_on_device(grad.reshape(-1)[a - first : b - first], p)
+
+    def norm_on_device(self, part: torch.Tensor, p: float) -> torch.Tensor:
+        """Return the p-norm of `part`, in host memory, as the device computes it."""
+        if not self.transfers.pinned.holds(part):
+            return torch._foreach_norm([part.to(self.device)], p)[0]
+        up = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
+        self.transfers.up.order(self.transfers.up.copy(up, part))
+        return torch._foreach_norm([up], p)[0]
+
+    def gradient_seen(self, entry: Entry) -> None:
+        self._measured.pop(entry.index, None)
 
     def show_gradient(self, entry: Entry, part: torch.Tensor, what: str) -> torch.Tensor:
         # The gradient is on the device and its parameter is not. So show a tensor without elements:
         # it has a shape, and the user can drop it.
         return storageless(entry.param, what)
+
+
+def _identity(values: torch.Tensor) -> tuple[int, int]:
+    """Return numbers that change when a tensor is written to, or lies in other memory."""
+    return storage_of(values), values._version
+
+
+def joined(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], total: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return `pairs` as few long ones: neighbours are joined, with the padding between them, if
+    they are as far apart in both memories.
+
+    Args:
+        pairs: (contiguous tensor, its elements of `total`), in the order of their addresses.
+    """
+    out: list[tuple[torch.Tensor, torch.Tensor]] = []
+    start = stop = shift = 0  # the last one: elements [start, stop) of `total`
+    first: torch.Tensor | None = None
+    for low, part in pairs:
+        if not part.numel():
+            continue
+        a = int(part.storage_offset() - total.storage_offset())
+        here = int(low.storage_offset()) - a
+        if first is not None and storage_of(low) == storage_of(first) and here == shift:
+            out.pop()
+        else:
+            first, start, shift = low, a, here
+        stop = a + part.numel()
+        out.append((first.as_strided((stop - start,), (1,), start + shift), total[start:stop]))
+    return out
 
 
 class HostStorage(OffloadStorage):

@@ -3,7 +3,8 @@
 [Note: the norm's order] At every stage each rank computes the norms of its own intervals (at stage
 0 too, where it holds all gradients) and adds their powers in fp64. Then the ranks' sums are added
 in rank order. So the norm has the same bits at every stage. It costs one pass over 1/N of the
-gradients and one exchange of 8 bytes.
+gradients and one exchange of 8 bytes. Gradients are measured by the model's device, also if they
+are stored on the host: see [Note: norms on the device] in offload/storage.py.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from onefold.runtime.storage import Storage
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
-    """Return the parts of all gradients that this rank accounts for. A gradient on NVMe is
-    represented by its entry.
+    """Return the parts of all gradients that this rank accounts for. A gradient that its storage
+    measures (on NVMe, or off a device with streams) is represented by its entry.
     """
     parts: list[torch.Tensor | Entry] = []
     for entry in engine.entries:
@@ -31,7 +32,7 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
         if grad is None:
             continue
         a, b = entry.accounted()
-        if flat.storage.gradients_on_disk:
+        if flat.storage.measures_gradients:
             if a < b:
                 parts.append(entry)
             continue
@@ -67,6 +68,7 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
     with disable_torch_function(), torch.no_grad():
         engine.optimizer_is_stepping()
         total = _total_norm(engine, own_gradients(engine), p)
+        engine.transfers.measures = p == 2
         engine.residuals.forget_if(~torch.isfinite(total))
         if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
@@ -82,8 +84,9 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
         if (host or on_disk) and (engine.group.fake or scale.item() != 1.0):
             scale = scale.cpu()
-            for on_one in host:
-                torch._foreach_mul_(on_one, scale)
+            with engine.transfers.host_threads():
+                for on_one in host:
+                    torch._foreach_mul_(on_one, scale)
             for storage in on_disk:
                 storage.scale_gradients(scale)
         return total.to(torch.float32)
@@ -132,7 +135,9 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     for group in by_device(t for t in parts if isinstance(t, torch.Tensor)):
         found |= zip(map(id, group), torch._foreach_norm(group, p), strict=True)
     each = [
-        found[id(part)] if isinstance(part, torch.Tensor) else _norm_on_disk(part, p)
+        found[id(part)]
+        if isinstance(part, torch.Tensor)
+        else part.flat.storage.gradient_norm(part, p)
         for part in parts
     ]
     if not each:
@@ -147,7 +152,3 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
         mine, CollectiveContext("control", "(gradient norm)", engine.step, "optimizer")
     )
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
-
-
-def _norm_on_disk(entry: Entry, p: float) -> torch.Tensor:
-    return entry.flat.storage.gradient_norm(entry, p)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -66,9 +67,11 @@ class GradScaler(torch.amp.GradScaler):
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
             for on_one in by_device(grads):
                 here = torch.zeros((), dtype=torch.float32, device=on_one[0].device)
-                torch._amp_foreach_non_finite_check_and_unscale_(
-                    on_one, here, inv_scale.to(here.device)
-                )
+                on_host = on_one[0].device.type == "cpu"
+                with engine.transfers.host_threads() if on_host else nullcontext():
+                    torch._amp_foreach_non_finite_check_and_unscale_(
+                        on_one, here, inv_scale.to(here.device)
+                    )
                 found += here.to(engine.device)
             for storage in on_disk:
                 found += not storage.gradients_finite()

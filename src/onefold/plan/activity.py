@@ -43,7 +43,7 @@ class Activity:
         forward_flops: of the forward pass alone.
         kernels: what runs; None where only dimensions are known.
         movable: bytes of large saved tensors by unit, which the host may hold until the backward
-            pass.
+            pass. largest: the bytes of the largest of them.
     """
 
     slots: tuple[Slot, ...]
@@ -55,6 +55,7 @@ class Activity:
     notes: tuple[str, ...] = ()
     kernels: Kernels | None = None
     movable: Mapping[str, int] = field(default_factory=dict)
+    largest: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_trace(cls, trace: ActivationTrace) -> Activity:
@@ -69,6 +70,7 @@ class Activity:
             notes=trace.notes,
             kernels=trace.kernels,
             movable={u.name: u.movable for u in trace.units if u.movable},
+            largest={u.name: u.largest for u in trace.units if u.movable},
         )
 
     @classmethod
@@ -102,6 +104,12 @@ class Activity:
         recomputed = sum(not whole for _, whole in blocks) / max(len(blocks), 1)
         done, forward = _flops(model, dims, seq, size.tokens, recomputed)
         movable = {block.name: size.kept(whole) for block, whole in blocks}
+        largest = {
+            block.name: min(
+                movable[block.name], size.tokens * max(dims.hidden, dims.ffn) * element_bytes
+            )
+            for block, _ in blocks
+        }
         # Smaller tensors are not moved to the host
         large = size.tokens * dims.hidden * element_bytes >= SMALLEST
         return cls(
@@ -112,6 +120,7 @@ class Activity:
             forward,
             "formula",
             movable=movable | {"(root)": size.logits} if large else {},
+            largest=largest | {"(root)": size.logits} if large else {},
         )
 
 
@@ -235,13 +244,15 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
     such difference, and the saved bytes are divided among the blocks.
     """
     if len(blocks) == len(names):
-        renamed = {
-            _renamed(unit, blocks, names): nbytes for unit, nbytes in activity.movable.items()
-        }
+        movable, largest = (
+            {_renamed(unit, blocks, names): nbytes for unit, nbytes in of.items()}
+            for of in (activity.movable, activity.largest)
+        )
         return replace(
             activity,
             slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots),
-            movable=renamed,
+            movable=movable,
+            largest=largest,
         )
     index = {name: i for i, name in enumerate(blocks)}
     each = _each(activity, index)
@@ -266,11 +277,13 @@ def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -
                 out += [_lifted(replace(s, unit=names[i]), step) for s in _of(runs, source, phase)]
         if block == last:
             lift = more if forward else 0
-    movable = {unit: nbytes for unit, nbytes in activity.movable.items() if unit not in index}
-    movable |= {
-        name: activity.movable.get(blocks[_like(i, len(blocks))], 0) for i, name in enumerate(names)
-    }
-    return replace(activity, slots=tuple(out), saved=activity.saved + more, movable=movable)
+    movable, largest = (
+        {unit: nbytes for unit, nbytes in of.items() if unit not in index}
+        | {name: of.get(blocks[_like(i, len(blocks))], 0) for i, name in enumerate(names)}
+        for of in (activity.movable, activity.largest)
+    )
+    saved = activity.saved + more
+    return replace(activity, slots=tuple(out), saved=saved, movable=movable, largest=largest)
 
 
 def _renamed(unit: str, blocks: Sequence[str], names: Sequence[str]) -> str:

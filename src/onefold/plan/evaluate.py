@@ -268,7 +268,7 @@ def _engine(
         rest=at_rest(units, optimizer),
         bound=bound_of(units, recipe, few, window),
         stepped=sum(f.local(slot) for f in here for slot in f.layout.slots),
-        offloaded=offloaded_bytes(units, recipe, micro_batches, optimizer),
+        offloaded=offloaded_bytes(units, recipe, micro_batches, optimizer, streams=window > 0),
         legs=tuple(legs_of(units, recipe, micro_batches)),
         wire=wire(units, recipe, micro_batches),
         coded=coded_bytes(units, recipe, micro_batches),

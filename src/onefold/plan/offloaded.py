@@ -34,7 +34,7 @@ from typing import Literal
 
 from onefold import layout
 from onefold.layout import ShardSpec, round_up
-from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.activations import NEAR
 from onefold.offload.arena import SLAB
 from onefold.offload.in_backward import WAITING
@@ -105,9 +105,19 @@ def moved_by(carried: Iterable[Carried]) -> dict[str, int]:
 
 
 def offloaded_bytes(
-    units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, optimizer: str = "adamw"
+    units: Sequence[UnitPlan],
+    recipe: Recipe,
+    micro_batches: int = 1,
+    optimizer: str = "adamw",
+    streams: bool = False,
 ) -> OffloadedBytes:
-    """Return what the recipe keeps off the device, in steps of `micro_batches`."""
+    """Return what the recipe keeps off the device, in steps of `micro_batches`.
+
+    Args:
+        streams: the device has streams. Then gradients come down in the masters' dtype, and the
+            device adds those of later micro-batches ([Note: the device adds] in
+            offload/storage.py). Else the host casts and adds.
+    """
     pairs = [(u, f) for u in units for f in u.flats if f.tiers is not None]
     flats = [f for _, f in pairs]
     reductions = max((reductions_of(f, recipe, micro_batches) for f in flats), default=1)
@@ -116,12 +126,15 @@ def offloaded_bytes(
     rest = {HOST: Counter[str](), NVME: Counter[str]()}
     for tier, category, nbytes in (row for f in flats for row in _resting(f, optimizer)):
         rest[tier][category] += nbytes
-    passing = Counter(_passing(flats, recipe, optimizer, reductions > 1, in_backward))
+    again = reductions > 1
+    passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
     peak = {HOST: rest[HOST] + passing, NVME: rest[NVME]}
+    if streams:
+        rest[HOST][IDLE] = passing[STAGING]  # pinned, and therefore kept
     return OffloadedBytes(
         {tier: filled(held) for tier, held in rest.items()},
         {tier: filled(held) for tier, held in peak.items()},
-        _carried(pairs, recipe, micro_batches, optimizer),
+        _carried(pairs, recipe, micro_batches, optimizer, streams),
         stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots),
     )
 
@@ -185,7 +198,12 @@ def chunk_of(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
 
 
 def _passing(
-    flats: Sequence[ShardSpec], recipe: Recipe, optimizer: str, again: bool, in_backward: bool
+    flats: Sequence[ShardSpec],
+    recipe: Recipe,
+    optimizer: str,
+    again: bool,
+    in_backward: bool,
+    streams: bool,
 ) -> dict[str, int]:
     """Return the host's bytes of gradients and of data on its way when their sum is largest.
 
@@ -199,23 +217,27 @@ def _passing(
         and not in_backward
     )
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
-    # Sums land beside the kept gradients if those are a copy, on NVMe, or of earlier micro-batches
+    # Sums land beside the kept gradients if those are on NVMe, or if the host casts or adds
     beside = max(
         (
-            f.own * f.landed.itemsize
+            f.own * (f.dtypes.master if streams else f.landed).itemsize
             for f in trained
-            if on_disk or again or f.landed != f.dtypes.master
+            if on_disk or (not streams and (again or f.landed != f.dtypes.master))
         ),
         default=0,
     )
     stay = 0 if on_disk or in_backward else sum(kept)
     arriving = beside + (sum(kept[: WAITING + 1]) if in_backward else stay)
     step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
-    backward = _backward_staging(flats, recipe, on_disk) + (step if in_backward else 0)
+    backward = _backward_staging(flats, recipe, on_disk, streams)
+    if streams:  # buffers are pinned, and each phase finds those of the other
+        backward = step = backward + step
+    elif in_backward:
+        backward += step
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
     # The first step runs after the backward pass, and makes the moments
     if in_backward:
-        first = _passing(flats, recipe, optimizer, again, in_backward=False)
+        first = _passing(flats, recipe, optimizer, again, in_backward=False, streams=streams)
         made = sum(
             nbytes
             for f in trained
@@ -226,7 +248,9 @@ def _passing(
     return filled(max(phases, key=lambda held: sum(held.values())))
 
 
-def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool) -> int:
+def _backward_staging(
+    flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool, streams: bool
+) -> int:
     """Return the bytes of gradients that wait for the disk, and of units that are read from it."""
     read = sorted(
         f.own * f.dtypes.compute.itemsize
@@ -236,6 +260,9 @@ def _backward_staging(flats: Sequence[ShardSpec], recipe: Recipe, on_disk: bool)
     ahead = 2 + recipe.units_ahead(any(f.topology.two_levels for f in flats))
     master = max((f.dtypes.master.itemsize for f in flats), default=0)
     waiting = (WRITES + 1) * chunk_of(flats, recipe) * master if on_disk else 0
+    if streams:  # pinned buffers of one size do not make way for those of another
+        sizes = Counter(read)
+        return sum(nbytes * min(many, ahead) for nbytes, many in sizes.items()) + waiting
     return sum(read[::-1][:ahead]) + waiting
 
 
@@ -273,17 +300,24 @@ def _carried(
     recipe: Recipe,
     micro_batches: int,
     optimizer: str,
+    streams: bool,
 ) -> tuple[Carried, ...]:
     """Return what a step moves: one entry for each move and phase."""
     sums = Counter[tuple[Move, TierPhase]]()
     for unit, flat in pairs:
-        for c in _moves(unit, flat, recipe, micro_batches, optimizer) if flat.own else ():
+        moves = _moves(unit, flat, recipe, micro_batches, optimizer, streams)
+        for c in moves if flat.own else ():
             sums[c.move, c.phase] += c.nbytes  # type: ignore[assignment]
     return tuple(Carried(move, n, phase) for (move, phase), n in sums.items() if n)
 
 
 def _moves(
-    unit: UnitPlan, flat: ShardSpec, recipe: Recipe, micro_batches: int, optimizer: str
+    unit: UnitPlan,
+    flat: ShardSpec,
+    recipe: Recipe,
+    micro_batches: int,
+    optimizer: str,
+    streams: bool,
 ) -> Iterable[Carried]:
     """Yield what a step moves of one flat buffer."""
     assert flat.tiers is not None
@@ -298,9 +332,12 @@ def _moves(
     if not flat.trainable:
         return
     reductions = reductions_of(flat, recipe, micro_batches)
-    yield Carried("down", reductions * own * flat.landed.itemsize, "backward")
+    landed = master if streams else own * flat.landed.itemsize
+    yield Carried("down", reductions * landed, "backward")
     in_backward = recipe.step_in_backward and reductions == 1
     on_disk = flat.tiers.gradients is Tier.NVME and not in_backward
+    if streams and not on_disk:
+        yield Carried("up", (reductions - 1) * master, "backward")
     if on_disk:
         yield Carried("written", reductions * master, "backward")
         yield Carried("read", (reductions - 1) * master, "backward")
@@ -343,7 +380,7 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
     Args:
         shared: the device is a CPU: copies to the host finish at once.
     """
-    near = min(NEAR, budget // 8)
+    near = down = min(NEAR, budget // 8)
     order = _in_order(activity.slots)
     gone: dict[str, int] = {}
     for unit in order:
@@ -355,12 +392,16 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
         if slot.phase == "forward":  # saved by other units so far
             saved = sum(seen.values())
             seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
-            waits = 0 if shared else near
+            # Copies in flight hold `near` bytes, or twice the largest of them
+            large = min(activity.largest.get(slot.unit, 0), gone[slot.unit])
+            down = max(down, min(2 * large, down + large))
+            waits = 0 if shared else down
         else:  # saved before this unit; what later units saved has been read
             if slot.unit in order:
                 del order[order.index(slot.unit) :]
             saved = sum(gone[unit] for unit in order)
-            waits = near
+            # What is fetched ahead: `near` bytes, or one copy
+            waits = max([near, *(activity.largest.get(unit, 0) for unit in order[-1:])])
         left = slot.peak - saved + min(waits, saved)
         slots.append(replace(slot, peak=max(left, slot.logits + slot.gradients)))
     slabs = min(budget, -(-total // SLAB) * SLAB)

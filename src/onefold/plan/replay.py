@@ -25,9 +25,17 @@ from functools import cached_property
 
 import torch
 
+from onefold.device import within
 from onefold.layout import Hop, ShardSpec
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, REDUCTION, MemoryLedger, Pool
-from onefold.plan.states import UnitPlan, outer, resting, units_ahead
+from onefold.plan.states import (
+    UnitPlan,
+    adds_on_device,
+    outer,
+    resting,
+    sums_chunk,
+    units_ahead,
+)
 from onefold.recipe import Recipe
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
@@ -111,7 +119,7 @@ class Replay:
         """
         Args:
             window: bytes of gradients that copies to the host may still read on the device
-                (`onefold.device.copies.WINDOW`); 0: copies are done at once.
+                (`onefold.device.copies.WINDOW`), or twice the largest; 0: copies are done at once.
         """
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
@@ -134,6 +142,9 @@ class Replay:
         self.grads: dict[int, torch.Tensor] = {}
         self.held_sums: dict[int, torch.Tensor] = {}
         self.has_grad: set[int] = set()
+        # By id: buffers that have a gradient on the host. The bytes in which the device adds to it
+        self.has_gone: set[int] = set()
+        self.adding = 0
         self.unused: set[int] = set()  # units that are gathered and not yet used
         for unit in units:
             for flat in unit.flats:
@@ -165,6 +176,7 @@ class Replay:
         self._moment(micro_batches - 1, "step", "(optimizer)")
         self.ledger.set(GRADIENTS, 0)
         self.has_grad.clear()
+        self.has_gone.clear()
         return self
 
     # -- forward -----------------------------------------------------------------------------------
@@ -300,6 +312,8 @@ class Replay:
         self.ledger.add(GRADIENTS, -self.summed)
         while self.leaving:  # the host waits for them
             self.ledger.add(LEAVING, -self.leaving.pop(0))
+        self.ledger.add(LEAVING, -self.adding)
+        self.adding = 0
         for unit in self.units:
             if unit.gathered:
                 self._release(unit)
@@ -427,11 +441,18 @@ class Replay:
         else:
             self.ledger.add(GRADIENTS, -nbytes)
             if flat.tiers is not None and self.window:
-                # Copies to the host read them as long as the window allows: the slowest case
-                self.leaving.append(nbytes)
-                self.ledger.add(LEAVING, nbytes)
-                while sum(self.leaving) > self.window:
-                    self.ledger.add(LEAVING, -self.leaving.pop(0))
+                self._go_down(flat, nbytes)
+
+    def _go_down(self, flat: ShardSpec, nbytes: int) -> None:
+        """Copies to the host read sums as long as the window allows: the slowest case."""
+        if not self.adding and adds_on_device(flat, id(flat) in self.has_gone):
+            self.adding = 2 * sums_chunk([unit.plan for unit in self.units])
+            self.ledger.add(LEAVING, self.adding)
+        self.has_gone.add(id(flat))
+        self.leaving.append(nbytes)
+        self.ledger.add(LEAVING, nbytes)
+        while not within(self.window, sum(self.leaving), self.leaving):
+            self.ledger.add(LEAVING, -self.leaving.pop(0))
 
 
 def backwards(units: list[Unit]) -> list[Unit]:

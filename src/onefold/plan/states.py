@@ -49,11 +49,12 @@ from functools import lru_cache
 import torch
 
 from onefold.comm.topology import flat_over, inner_of, nodes_of
+from onefold.device import chunk_for
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
-from onefold.recipe import Recipe
+from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 from onefold.runtime.placement import offloaded_of_sizes
@@ -270,7 +271,8 @@ def bound_of(
     - T: all gradients once they are reduced, with their copies if the masters have another dtype,
       and with the buffers that keep them whole or hold them in a group before. Of gradients that
       leave the device only the largest (or all while they are sent on), and those that copies to
-      the host still read: at most a `window` and the largest, or all.
+      the host still read: at most the largest and a `window` (or twice the largest), or all. Two
+      chunks in which the device adds or casts them.
 
     Small units do not count as ahead or in flight (SMALL_TRAFFIC) and add 1 MiB at most.
     """
@@ -295,9 +297,28 @@ def bound_of(
     # Small units may be gathered, and small reductions in flight, beyond those counts
     small = min(sum(gathered), SMALL_TRAFFIC) if prefetch else 0
     small += min(sum(reductions), 3 * SMALL_TRAFFIC) if in_flight else 0
-    read = min(window + max(leaving), sum(leaving)) if window else 0
+    largest = max(leaving)
+    read = min(max(window, 2 * largest) + largest, sum(leaving)) if window else 0
+    if window and any(adds_on_device(f, again) for own in flats for f in own):
+        read += 2 * sums_chunk(units)
     reducing = max(reductions, default=0) * (in_flight + 2)
-    return rest + ahead + reducing + total + max(leaving) + read + small
+    return rest + ahead + reducing + total + largest + read + small
+
+
+def adds_on_device(flat: ShardSpec, again: bool) -> bool:
+    """Return whether gradients on their way to the host pass through buffers on a device with
+    streams: they are added to those on the host (`again`), or cast.
+    """
+    if flat.tiers is None:
+        return False
+    on_host = flat.tiers.gradients is not Tier.NVME
+    return (again and on_host) or flat.landed != flat.dtypes.master
+
+
+def sums_chunk(units: Sequence[UnitPlan]) -> int:
+    """Return the bytes of each of the two such buffers."""
+    flats = (f for u in units for f in u.flats if f.tiers is not None)
+    return chunk_for(max((f.own * f.dtypes.master.itemsize for f in flats), default=0))
 
 
 def _reduced(flat: ShardSpec, late: bool, held_in_group: bool) -> tuple[int, int]:

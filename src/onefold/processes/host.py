@@ -4,14 +4,12 @@ GPUs.
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from onefold.cores import physical_cores
 from onefold.processes.signals import CONTROL
 from onefold.wording import TrainError
 
@@ -19,8 +17,6 @@ from onefold.wording import TrainError
 LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Device files of GPU drivers: NVIDIA (two), AMD, NVIDIA Jetson, Windows under WSL.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
-_CGROUP = Path("/sys/fs/cgroup")
-_CPU = Path("/sys/devices/system/cpu")
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -61,25 +57,6 @@ def joins(environment: Mapping[str, str]) -> bool:
             " start its own ranks."
         )
     return True
-
-
-def physical_cores() -> int:
-    """Return the number of physical cores that this process may use, at least 1, within the
-    cgroup's quota.
-    """
-    allowed = getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count() or 1))(0)
-    cores = set()
-    for cpu in allowed:
-        siblings = _CPU / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    count = len(cores)
-    with contextlib.suppress(OSError, ValueError):  # no cgroup, or a quota of "max"
-        quota, period = (_CGROUP / "cpu.max").read_text().split()
-        count = min(count, math.ceil(float(quota) / float(period)))
-    return max(1, count)
 
 
 def gpus_here() -> int:

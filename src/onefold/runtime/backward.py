@@ -114,7 +114,7 @@ class Backward:
             progress.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
-            transfers.down.wait()  # the copies down that the user finds in `.grad` are complete
+            transfers.gradients_are_down()
             memory.look()
             transfers.host.look()
             for unit in reduce.units:
@@ -137,7 +137,7 @@ class Backward:
             self.steps.join()
             progress.backward_open = False
             self.resources.pool.drain()
-            self.resources.transfers.down.wait()
+            self.resources.transfers.gradients_are_down()
             self.resources.memory.look()
             self.resources.transfers.host.look()
             for unit in reduce.units:

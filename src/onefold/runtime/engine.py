@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group
+from onefold.device import chunk_for
 from onefold.layout import round_up
 from onefold.memory import GRADIENTS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
@@ -99,7 +100,9 @@ class Engine:
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
         offloaded = offloaded_units(specs, recipe, self.world_size)
-        self.transfers = Transfers(recipe, self.rank, device, memory, capabilities.store)
+        self.transfers = Transfers(
+            recipe, self.rank, device, memory, capabilities.store, self.world_size
+        )
         self.pool = Pool(
             device,
             self.memory,
@@ -214,6 +217,8 @@ class Engine:
                 for category, nbytes in flat.gather.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
         if self.offloaded_flats:  # no more elements than the largest of them needs
+            own = (f.storage.numel * f.dtypes.master.itemsize for f in self.offloaded_flats)
+            self.transfers.sums.chunk = chunk_for(max(own))
             self.transfers.chunk = min(
                 self.recipe.chunk,
                 round_up(max(f.owned[1] - f.owned[0] for f in self.offloaded_flats), SECTOR),

@@ -38,7 +38,7 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
+from onefold.runtime.flat import Flat, Shares
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.reductions import Reduction, broadcast_back
@@ -461,7 +461,7 @@ class Reducer:
             self.summed.append(r)
         elif not self._hand_over(r, r.filled):
             # The sums were added to gradients that were there, and are freed
-            self._ledger(flat).add(GRADIENTS, -nbytes_of(total))
+            self._ledger(flat).add(GRADIENTS, -nbytes_of(total if r.total is None else r.total))
         if r.gathering is None and not _all_of(r, r.filled):
             self.summed.append(r)  # another rank may have used the remaining entries
 
@@ -489,14 +489,18 @@ class Reducer:
 
         Returns True if some `.grad` is a view of the sums now, or may become one.
         """
-        assert r.total is not None
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
-        self._bring_down(r)
-        in_backward = self.steps.takes(flat, which)
+        assert r.total is not None
         shares = flat.shares(r.result_range)
         for entry in shares.elsewhere:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
         meant = [entry for entry in shares.here if which[entry.index]]
+        if storage.measures_gradients and self.progress.sync and not r.down:
+            storage.measure(r.total, r.result_range, meant)
+        if storage.adds_on_device and not kept and self._add_on_device(r, shares, which):
+            return True
+        self._bring_down(r)
+        in_backward = self.steps.takes(flat, which)
         try:
             if not in_backward and storage.take_gradient(r.total, r.result_range, meant):
                 return kept
@@ -528,17 +532,37 @@ class Reducer:
             self.steps.landed(flat)
         return kept
 
+    def _add_on_device(self, r: Reduction, shares: Shares, which: list[bool]) -> bool:
+        """Let the device add the sums to gradients that are all on another tier, and give them up.
+        Returns False if it cannot.
+        """
+        flat, total = r.flat, r.total
+        assert total is not None
+        grads = [get_grad(entry.param) for entry in shares.here]
+        if r.down or not grads or any(grad is None for grad in grads):
+            return False
+        in_backward = self.steps.takes(flat, which)
+        parts = total.split_with_sizes(shares.sizes)[1::2]
+        self.memory.add(GRADIENTS, -nbytes_of(total))
+        if not flat.storage.add_gradient(total, list(zip(grads, parts, strict=True))):
+            self.memory.add(GRADIENTS, nbytes_of(total))
+            return False
+        r.down = True
+        if in_backward:
+            self.steps.landed(flat)
+        return True
+
     def _bring_down(self, r: Reduction) -> None:
         """Move the sums off the device, once, if their optimizer is not on it."""
         assert r.total is not None
         storage = r.flat.storage
         if not r.down:
             r.down = True
-            here, there, nbytes = self.memory, self._ledger(r.flat), nbytes_of(r.total)
+            here, there = self.memory, self._ledger(r.flat)
             if there is not here:
-                here.add(GRADIENTS, -nbytes)
+                here.add(GRADIENTS, -nbytes_of(r.total))
                 r.total = storage.bring_down(r.total)
-                there.add(GRADIENTS, nbytes)
+                there.add(GRADIENTS, nbytes_of(r.total))
         storage.settle_gradient(r.total)
 
     def _ledger(self, flat: Flat) -> MemoryLedger:

@@ -44,6 +44,8 @@ class Storage(ABC):
         on_disk: masters and states are in files. gradients_on_disk: gradients too.
         encoded: frozen weights are stored as a codec writes them.
         reads_ahead: a gather begins with a read from disk, which is to be started early.
+        adds_on_device: the device adds to gradients that are on another tier (`add_gradient`).
+        measures_gradients: norms of gradients come from `gradient_norm`.
     """
 
     offloaded: bool = False
@@ -52,6 +54,8 @@ class Storage(ABC):
     gradients_on_disk: bool = False
     encoded: bool = False
     reads_ahead: bool = False
+    adds_on_device: bool = False
+    measures_gradients: bool = False
 
     def __init__(self, flat: Flat) -> None:
         self.flat = flat
@@ -190,6 +194,20 @@ class Storage(ABC):
         """
         return total
 
+    def add_gradient(
+        self, total: torch.Tensor, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        """Add `total`, a summed gradient on the device, to gradients on another tier, without the
+        host. Called only if `adds_on_device`.
+
+        Args:
+            pairs: (`.grad` of an entry, its elements of `total`), in the order of their addresses,
+                with nothing but padding between them.
+
+        Returns: False if the host has to add: `bring_down` comes next.
+        """
+        return False
+
     def settle_gradient(self, total: torch.Tensor) -> None:
         """Wait for `total`, which `bring_down` has returned, if the host is about to read it."""
 
@@ -205,11 +223,19 @@ class Storage(ABC):
         """
         return False
 
+    def measure(self, total: torch.Tensor, span: tuple[int, int], entries: list[Entry]) -> None:
+        """Measure `total`, sums on the device over the addresses `span`, which `bring_down` or
+        `add_gradient` is about to take. They are complete gradients of `entries`.
+        """
+
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """Return the p-norm, a 0-dim tensor, of the part of the gradient of `entry` that this rank
-        accounts for. Only for storage with `gradients_on_disk`.
+        accounts for. Only for storage that `measures_gradients`.
         """
-        raise AssertionError("gradients are stored in memory")
+        raise AssertionError("gradients are stored where their parameters are")
+
+    def gradient_seen(self, entry: Entry) -> None:
+        """Note that the user has looked at `.grad`, and may write to it."""
 
     def gradients_finite(self) -> bool:
         """Whether all gradients on disk are finite numbers."""

@@ -9,12 +9,20 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from onefold.comm import TrafficLedger
-from onefold.device import CopyStream, HostBuffers, Ticket
-from onefold.memory import STAGING, MemoryLedger, Pool
+from onefold.device import (
+    CopyStream,
+    HostBuffers,
+    HostSums,
+    Ticket,
+    host_threads,
+    using_threads,
+)
+from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool
 from onefold.memory.tier_error import TierError
 from onefold.recipe import Recipe
 from onefold.runtime.capabilities import Region, Store, Transfer
@@ -32,8 +40,13 @@ class Transfers:
         moved: bytes "up" to the device and "down" to the host, "read" from and "written" to NVMe,
             with the seconds waited for them.
         down, up: the copy streams to the host and to the device, which work at the same time.
+        sums: adds gradients to those on the host, on the device.
         pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused.
             chunk: elements moved at a time, and the size of the pool's buffers.
+        measures: measure gradients before they leave the device: the last clipping asked for what
+            can be measured there.
+        threads: how many of the host's threads work on what is stored there; None before the first
+            such work.
         broken: why nothing may go on, if the disk failed in the middle of a step; else None.
     """
 
@@ -44,8 +57,9 @@ class Transfers:
         device: torch.device,
         memory: MemoryLedger,
         make: Callable[[Recipe, int, bool], Store],
+        world_size: int = 1,
     ) -> None:
-        self._make = make
+        self._make, self._world_size = make, world_size
         self.recipe, self.rank, self.device = recipe, rank, memory
         self.host, self.disk = MemoryLedger(), MemoryLedger()
         self.moved = TrafficLedger()
@@ -53,6 +67,7 @@ class Transfers:
             CopyStream(device, name="copies down"),
             CopyStream(device, name="copies up"),
         )
+        self.sums = HostSums(self.down, taken=partial(memory.add, LEAVING))
         self.pinned = HostBuffers(device)
         self.pool = Pool(
             torch.device("cpu"),
@@ -61,6 +76,8 @@ class Transfers:
             pinned=device if self.up.asynchronous else None,
         )
         self.chunk = recipe.chunk
+        self.measures = False
+        self.threads: int | None = None
         self.broken: str | None = None
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
@@ -127,6 +144,23 @@ class Transfers:
             ):
                 self.pool.give(self._rising.popleft()[1])
 
+    def host_threads(self, beside: bool = False) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which this thread's operators on the host use this rank's share of
+        the cores (onefold/cores.py). On a CPU it changes nothing: the model computes there too.
+
+        `beside`: leave a core to the thread that launches kernels meanwhile.
+        """
+        if not self.up.asynchronous:
+            return contextlib.nullcontext()
+        if self.threads is None:
+            self.threads = host_threads(self._world_size)
+        return using_threads(max(1, self.threads - 1) if beside else self.threads)
+
+    def gradients_are_down(self) -> None:
+        """Wait until the gradients that the user finds on the host are complete."""
+        self.down.wait()
+        self.sums.release()
+
     def buffer(
         self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,9 +210,9 @@ class Transfers:
     def close(self) -> None:
         """Let go of buffers and files."""
         self.risen(all_of_them=True)
-        self.down.wait()
+        self.gradients_are_down()
         self.pinned.close()
         self.forget_writes()
-        self.pool.drain()
+        self.pool.close()
         if self._store is not None:
             self._store.close()

@@ -273,7 +273,8 @@ class Span:
 @dataclass(frozen=True)
 class Read:
     """The reading of a log: spans in order, saved bytes by unit, and sums at the end of the forward
-    pass. `movable`: saved bytes by unit in storages large enough to be worth offloading.
+    pass. `movable`: saved bytes by unit in storages large enough to be worth offloading; `largest`:
+    the bytes of the largest of these storages.
     """
 
     spans: tuple[Span, ...]
@@ -281,6 +282,7 @@ class Read:
     saved_logits: int
     end_of_forward: int
     movable: dict[str, int] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
 
 
 def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
@@ -293,6 +295,7 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
     spans: list[Span] = []
     saved: dict[str, int] = {}
     movable: dict[str, int] = {}
+    largest: dict[str, int] = {}
     saved_keys: set[int] = set()
     now = now_gradients = now_logits = turn = 0
     ran = [0, 0, 0, 0, 0]
@@ -317,9 +320,9 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
         elif e.what == "save" and e.key not in saved_keys:
             saved_keys.add(e.key)
             saved[e.name] = saved.get(e.name, 0) + size_of[e.key]
-            movable[e.name] = movable.get(e.name, 0) + (
-                size_of[e.key] if size_of[e.key] >= SMALLEST and turn == 0 else 0
-            )
+            size = size_of[e.key] if size_of[e.key] >= SMALLEST and turn == 0 else 0
+            movable[e.name] = movable.get(e.name, 0) + size
+            largest[e.name] = max(largest.get(e.name, 0), size)
         elif e.what == "flops":
             ran[0] += nbytes[at]
         elif e.what == "product":
@@ -338,7 +341,8 @@ def read(log: Log, sizes: Iterable[int] | None = None) -> Read:
             begin, peak, ran = now, (now, now_gradients, now_logits), [0, 0, 0, 0, 0]
         arrived = e.key if e.what == "arrive" else -1
     cut()
-    return Read(tuple(spans), saved, sum(size_of[k] for k in saved_keys & wide), turn, movable)
+    logits = sum(size_of[k] for k in saved_keys & wide)
+    return Read(tuple(spans), saved, logits, turn, movable, largest)
 
 
 def _reused(entries: list[Entry], size_of: dict[int, int]) -> tuple[set[int], set[int]]:

@@ -286,7 +286,8 @@ def written_out(read: Read, repetition: Repetition) -> Read | None:
         *whole(backward, reversed(every)),
     )
     end = read.end_of_forward + step * periods
-    return Read(spans, by_unit(read.saved), read.saved_logits, end, by_unit(read.movable))
+    saved, movable, largest = map(by_unit, (read.saved, read.movable, read.largest))
+    return Read(spans, saved, read.saved_logits, end, movable, largest)
 
 
 def _moved(span: Span, by: int, r: Repetition, known: dict[str, int], blocks: int) -> Span:

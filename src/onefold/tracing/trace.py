@@ -62,7 +62,8 @@ class UnitTrace:
         name: the engine's name of it; "(root)" for everything outside other units, with the loss.
         saved: bytes that autograd keeps for backward. Each storage counts in the unit that saves it
             first.
-        movable: the part of `saved` in storages large enough to be offloaded to the host.
+        movable: the part of `saved` in storages large enough to be offloaded to the host. largest:
+            the bytes of the largest of these storages.
         forward_flops, backward_flops: of matrix products, as torch counts them. Recomputation
             counts as backward.
     """
@@ -72,6 +73,7 @@ class UnitTrace:
     forward_flops: int
     backward_flops: int
     movable: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,7 @@ def _trace_of(
             flops[name, "forward"],
             flops[name, "backward"],
             found.movable.get(name, 0),
+            found.largest.get(name, 0),
         )
         for name in recording.names
     )

@@ -22,10 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from onefold.cores import physical_cores
 from onefold.data.sources import needs_hub
 from onefold.models.names import kind_of
 from onefold.processes.claim import Claim
-from onefold.processes.host import child_environment, gpus_here, physical_cores
+from onefold.processes.host import child_environment, gpus_here
 from onefold.processes.signals import (
     FINAL,
     GRACE,

@@ -39,9 +39,12 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     all ranks.
     """
     grad, spec = get_grad(param), spec_of(param)
+    entry = param.__dict__["_onefold_entry"]()
+    storage = getattr(entry.flat, "storage", None) if entry is not None else None
+    if storage is not None:
+        storage.gradient_seen(entry)
     if spec is None:
         return grad
-    entry = param.__dict__["_onefold_entry"]()
     if grad is None:
         if entry is None or not entry.graded_elsewhere:
             return None
