@@ -329,6 +329,7 @@ class Flat:
         """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""
         if buffer is None:
             for entry in self.entries:
+                entry.compute.__class__ = Whole  # it may be released already
                 point(entry.compute, entry.released)
                 entry.compute.__class__ = Released
             return
