@@ -36,7 +36,7 @@ import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
-from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.parameters import gradient_hooks
@@ -385,18 +385,17 @@ class Reducer:
         """
         while self._is_due():
             self._land(self.under_way.pop(0))
-        while len(self.on_next_hop) > self.in_flight:
+        while len(self.on_next_hop) > self.in_flight or _are_large(self.on_next_hop):
             self._land(self.on_next_hop.pop(0))
 
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest reduction: too many are under way, or it has a further hop
-        and another unit has been launched since.
+        """Whether to wait for the oldest reduction: too many are under way, in number or in bytes,
+        or it has a further hop and another unit has been launched since.
         """
         if len(self.under_way) > self.in_flight:
-            return (
-                not self.in_flight
-                or sum(nbytes_of(r.buffer) for r in self.under_way) > SMALL_TRAFFIC
-            )
+            return not self.in_flight or sum(r.sent_bytes for r in self.under_way) > SMALL_TRAFFIC
+        if _are_large(self.under_way):
+            return True
         return (
             bool(self.under_way)
             and not self.under_way[0].is_last
@@ -406,6 +405,8 @@ class Reducer:
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
             self._store_aside(unit)
+        if self.group.run_ahead is not None:
+            self.group.run_ahead.comes(unit.index, "backward")
         unit.launched = True
         for flat in unit.flats:
             for run in flat.runs:
@@ -637,6 +638,15 @@ class Reducer:
                         entry.param.grad = None
                     entry.filled, entry.unreduced = False, None
                     set_grad(entry.compute, None)
+
+
+def _are_large(flying: list[Reduction]) -> bool:
+    """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes."""
+    return (
+        len(flying) > 1
+        and 2 * sum(r.sent_bytes for r in flying) > LARGE_TRAFFIC
+        and flying[0].unit is not flying[-1].unit
+    )
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:

@@ -94,6 +94,13 @@ class Reduction:
         """No further hop follows."""
         return self.at + 1 == len(self.flat.hops)
 
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of `span` in the dtype of the wire: the same on all ranks, unlike those of
+        `buffer`, which is wider where this rank has added up gradients.
+        """
+        return (self.span[1] - self.span[0]) * self.flat.dtypes.wire.itemsize
+
     def next_hop(self) -> None:
         """Make the sums of this hop the buffer that the next hop sends."""
         assert self.total is not None
@@ -125,9 +132,8 @@ class Sending(ABC):
 
     def land(self) -> None:
         """Wait for the parts, add them up, and set `total` and `result_range` of the reduction."""
-        pending, self.pending, pool = self.pending, None, self.by.pool
-        assert pending is not None
-        pending.wait()
+        pool = self.by.pool
+        self.wait()
         self.give_sent()
         total = self.sum()
         receive_buffer, self.receive_buffer = self.receive_buffer, None
@@ -137,6 +143,12 @@ class Sending(ABC):
         buffer, self.r.buffer = self.r.buffer, total
         pool.give(buffer)
         self.r.total = total
+
+    def wait(self) -> None:
+        """Wait for the parts."""
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        pending.wait()
 
     def give_sent(self) -> None:
         """Give back the buffer that was sent."""
