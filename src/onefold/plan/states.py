@@ -293,7 +293,14 @@ def bound_of(
     read = min(window + max(leaving), sum(leaving)) if window else 0
     reduction = max(reductions, default=0)
     # The bytes of a reduction for each byte that its first hop sends and receives
-    each = max((_on_its_way(f, late) / (2 * f.numel * f.dtypes.wire.itemsize) for own in flats for f in own), default=0)
+    each = max(
+        (
+            _on_its_way(f, late) / (2 * f.numel * f.dtypes.wire.itemsize)
+            for own in flats
+            for f in own
+        ),
+        default=0,
+    )
     hops = max((len(f.hops) for own in flats for f in own), default=0)
     beyond = reduction + hops * math.ceil(each * LARGE_TRAFFIC)
     reducing = 2 * reduction + min(in_flight * reduction, beyond)

@@ -1,0 +1,31 @@
+"""benchmarks/in_flight.py: the rows differ as their names say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import in_flight
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
+)
+
+
+def test_the_timeline_shows_what_a_bound_in_bytes_and_a_stream_for_sums_change(
+    tmp_path: Path,
+) -> None:
+    command = ["--models", "llama-3-8b", "--tokens", "2048", "--output", str(tmp_path)]
+    assert in_flight.main(command) == 0
+    found = json.loads((tmp_path / "in_flight.json").read_text())["rows"]
+    rows = {row["row"]: row for row in found}
+    assert list(rows) == list(in_flight.ROWS)
+    for bounded, unbounded in (("bytes", "counts"), ("both", "beside")):
+        saved = rows[unbounded]["reduction_bytes"] - rows[bounded]["reduction_bytes"]
+        assert saved > 800e6, (bounded, saved)  # what a block sends and receives
+    for beside, in_turn in (("beside", "counts"), ("both", "bytes")):
+        assert rows[beside]["engine_s"] < rows[in_turn]["engine_s"] - 5e-3
+        assert rows[beside]["step_s"] < rows[in_turn]["step_s"]
