@@ -91,8 +91,9 @@ def planned(nbytes: int, options: dict[str, Any]) -> dict[str, int]:
         if step == 2:
             engine.memory.now()
             engine.memory.reset_peak()
-        for _ in range(2):
+        with onefold.no_sync(model):
             model(torch.randn(3, WIDTH)).float().square().mean().backward()
+        model(torch.randn(3, WIDTH)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     units = units_of(model_shape(layers(), (nn.Linear,)), recipe, 4, engine.rank)
@@ -109,11 +110,11 @@ def test_the_plan_counts_the_bytes_of_large_units_as_the_ledger_does(
 ) -> None:
     options |= {"prefetch": 3, "in_flight": 3}
     peaks = []
-    for nbytes in (0, 4 * UNIT, 1 << 30):
+    for nbytes in (0, 2 * UNIT, 1 << 30):
         for rank, seen in enumerate(run_ranks(4, planned, nbytes, options)):
             assert seen["peak"] == seen["planned"] <= seen["bound"], (nbytes, rank, seen)
         peaks.append(seen["peak"])
-    assert peaks[0] < peaks[1] < peaks[2], peaks
+    assert peaks[0] < peaks[1] <= peaks[2], peaks
 
 
 def test_what_is_in_flight_counts_by_its_bytes_on_the_wire_on_every_rank() -> None:

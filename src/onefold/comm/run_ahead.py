@@ -53,6 +53,7 @@ class RunAhead:
         """
         self.device, self.timeout, self.lost = device, timeout, lost
         self.polls = 0
+        self._gave_up = False  # the group is broken: its next move raises
         # (event, the device's waits that were queued before it and after the event before)
         self._marks: deque[tuple[Any, list[_Wait]]] = deque()
         self._waits: list[_Wait] = []
@@ -71,7 +72,7 @@ class RunAhead:
         Raises:
             StallError: the device waits for a collective for longer than the timeout.
         """
-        if (unit, phase) == self._last and not again:
+        if self._gave_up or ((unit, phase) == self._last and not again):
             return
         self._last = unit, phase
         if capturing(self.device):  # the work runs at each replay, and nobody may ask for it now
@@ -89,5 +90,6 @@ class RunAhead:
         while not reached(mark, self.timeout):
             for context, before, behind in waits:
                 if before.query() and not behind.query():
+                    self._gave_up = True
                     raise self.lost(context, self.timeout)
             # Else the device computes, however long: no other rank is late
