@@ -48,19 +48,23 @@ class RowsSending(Sending):
         self.target: torch.Tensor | None = None
         self.added: Any = None
 
-    def begin_sum(self) -> None:
-        """Take memory for the sum, and queue it. See [Note: sums beside the computation]."""
-        by, group = self.by, self.by.group
-        self.total, self.target = by.target(self.r)
-        if group.summing is None:
-            return
-        # What had the memory of the sum before may still run on the current stream
-        group.summing.wait_stream(current_stream(group.device))
-        with use_stream(group.summing):
-            assert self.pending is not None
-            self.pending.wait()
-            self._add()
-            self.added = group.summing.record_event()
+    def take_total(self) -> None:
+        """Take memory for the sums. Called before the launch: the parts wait for what had that
+        memory before, and the sum for the parts.
+        """
+        self.total, self.target = self.by.target(self.r)
+
+    def launched(self, pending: Pending) -> Sending:
+        """Note that the parts are on their way, and queue the sum behind them. See [Note: sums
+        beside the computation].
+        """
+        self.pending, summing = pending, self.by.group.summing
+        if summing is not None:
+            with use_stream(summing):
+                pending.wait()
+                self._add()
+                self.added = summing.record_event()
+        return self
 
     def wait(self) -> None:
         if self.added is None:
@@ -124,7 +128,8 @@ class RowsReduce(Reduce):
             sent[a:].copy_(r.buffer[b:])
         into = pool.take(room.received, wire, REDUCTION, r.unit.name)
         sending.receive_buffer = into
-        sending.pending = self.group.scatter_parts(
+        sending.take_total()
+        pending = self.group.scatter_parts(
             sent,
             cut,
             into.view(room.rows, room.part),
@@ -133,8 +138,7 @@ class RowsReduce(Reduce):
             context.move,
             addresses=r.run,
         )
-        sending.begin_sum()
-        return sending
+        return sending.launched(pending)
 
 
 class BackendReduce(RowsReduce):
@@ -148,12 +152,12 @@ class BackendReduce(RowsReduce):
         sent = sending.on_the_wire()
         into = self.pool.take(cut.own, sent.dtype, REDUCTION, r.unit.name)
         sending.receive_buffer = into
+        sending.take_total()
         mean = self.flat.early_scale == 1
-        sending.pending = self.group.reduce_scatter(
+        pending = self.group.reduce_scatter(
             sent, cut, into, context, self.flat.index, context.move, mean, r.run
         )
-        sending.begin_sum()
-        return sending
+        return sending.launched(pending)
 
 
 class BackendAllReduce(Reduce):
