@@ -117,6 +117,25 @@ def test_the_plan_counts_the_bytes_of_large_units_as_the_ledger_does(
     assert peaks[0] < peaks[1] <= peaks[2], peaks
 
 
+@pytest.mark.parametrize("rule", [reduce._are_large, replay._are_large], ids=["engine", "plan"])
+def test_a_small_unit_behind_a_large_one_is_no_reason_to_wait_for_that(
+    rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (reduce, replay):
+        monkeypatch.setattr(module, "SMALL_TRAFFIC", 10)
+        monkeypatch.setattr(module, "LARGE_TRAFFIC", 1000)
+
+    def flying(*reductions: tuple[str, int]) -> bool:
+        return bool(rule([SimpleNamespace(unit=u, sent_bytes=n) for u, n in reductions]))
+
+    assert not flying(("head", 900)) and not flying(("head", 900), ("head", 900))
+    assert not flying(("head", 900), ("norm", 10))
+    assert flying(("head", 900), ("norm", 10), ("block", 100))
+    assert flying(("head", 900), ("block", 100), ("block", 5))
+    assert not flying(("block 1", 250), ("block 0", 250))
+    assert flying(("block 1", 250), ("block 0", 251))
+
+
 def test_what_is_in_flight_counts_by_its_bytes_on_the_wire_on_every_rank() -> None:
     """A buffer in which a rank has added up gradients is wider than those of other ranks: what is
     due must not depend on it.
@@ -141,7 +160,8 @@ def test_reductions_of_llama_3_70b_hold_two_pairs_of_buffers_at_most(
         return max(m.held.get(REDUCTION, 0) for m in Replay(units, recipe).run().moments)
 
     pairs = [2 * sum(2 * f.numel for f in u.flats if f.trainable) for u in units]
-    assert most() <= max(a + b for a, b in zip(pairs, pairs[1:], strict=False)) < 8.1e9
+    small = sum(pair for pair in pairs if pair < 1 << 20)  # the norm behind the blocks
+    assert most() <= max(a + b for a, b in zip(pairs, pairs[1:], strict=False)) + small < 8.1e9
     block = pairs[2]
     assert 2 * block < 6.9e9 and block > LARGE_TRAFFIC
     monkeypatch.setattr(replay, "LARGE_TRAFFIC", 1 << 60)

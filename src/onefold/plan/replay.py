@@ -454,14 +454,13 @@ def _landed_bytes(r: Reduction) -> int:
 
 
 def _are_large(flying: list[Reduction]) -> bool:
-    """Return whether reductions of several units are in flight, with more than LARGE_TRAFFIC
-    bytes.
+    """Return whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes,
+    and the last of them is not small.
     """
-    return (
-        len(flying) > 1
-        and 2 * sum(r.sent_bytes for r in flying) > LARGE_TRAFFIC
-        and flying[0].unit != flying[-1].unit
-    )
+    if len(flying) < 2 or 2 * sum(r.sent_bytes for r in flying) <= LARGE_TRAFFIC:
+        return False
+    newest = sum(r.sent_bytes for r in flying if r.unit == flying[-1].unit)
+    return flying[0].unit != flying[-1].unit and newest > SMALL_TRAFFIC
 
 
 def backwards(units: list[Unit]) -> list[Unit]:

@@ -641,12 +641,13 @@ class Reducer:
 
 
 def _are_large(flying: list[Reduction]) -> bool:
-    """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes."""
-    return (
-        len(flying) > 1
-        and 2 * sum(r.sent_bytes for r in flying) > LARGE_TRAFFIC
-        and flying[0].unit is not flying[-1].unit
-    )
+    """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes. A small
+    unit that follows a large one (a norm behind a head) is no reason to wait for that one.
+    """
+    if len(flying) < 2 or 2 * sum(r.sent_bytes for r in flying) <= LARGE_TRAFFIC:
+        return False
+    newest = sum(r.sent_bytes for r in flying if r.unit is flying[-1].unit)
+    return flying[0].unit is not flying[-1].unit and newest > SMALL_TRAFFIC
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:
