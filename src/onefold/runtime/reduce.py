@@ -392,15 +392,12 @@ class Reducer:
         """Whether to wait for the oldest reduction: too many are under way, in number or in bytes,
         or it has a further hop and another unit has been launched since.
         """
-        if len(self.under_way) > self.in_flight:
-            return not self.in_flight or sum(r.sent_bytes for r in self.under_way) > SMALL_TRAFFIC
-        if _are_large(self.under_way):
-            return True
-        return (
-            bool(self.under_way)
-            and not self.under_way[0].is_last
-            and self.under_way[0].unit is not self.under_way[-1].unit
-        )
+        flying = self.under_way
+        if len(flying) > self.in_flight:
+            return not self.in_flight or sum([r.sent_bytes for r in flying]) > SMALL_TRAFFIC
+        if len(flying) < 2 or flying[0].unit is flying[-1].unit:
+            return False
+        return not flying[0].is_last or _are_large(flying)
 
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
@@ -644,9 +641,9 @@ def _are_large(flying: list[Reduction]) -> bool:
     """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes. A small
     unit that follows a large one (a norm behind a head) is no reason to wait for that one.
     """
-    if len(flying) < 2 or 2 * sum(r.sent_bytes for r in flying) <= LARGE_TRAFFIC:
+    if len(flying) < 2 or 2 * sum([r.sent_bytes for r in flying]) <= LARGE_TRAFFIC:
         return False
-    newest = sum(r.sent_bytes for r in flying if r.unit is flying[-1].unit)
+    newest = sum([r.sent_bytes for r in flying if r.unit is flying[-1].unit])
     return flying[0].unit is not flying[-1].unit and newest > SMALL_TRAFFIC
 
 

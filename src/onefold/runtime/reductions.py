@@ -32,7 +32,7 @@ it adds up.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -59,6 +59,8 @@ class Reduction:
         sending: the hop that is under way.
         total: the sums of a landed hop, over `result_range`. down: they have left the device.
         gathering: the exchange of sums with the other ranks that hold them too.
+        sent_bytes: bytes of `span` in the dtype of the wire. They are the same on all ranks, unlike
+            those of `buffer`, which is wider where this rank has added up gradients.
     """
 
     unit: Unit
@@ -73,6 +75,13 @@ class Reduction:
     result_range: tuple[int, int] = (0, 0)
     gathering: Pending | None = None
     down: bool = False
+    sent_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        self.sent_bytes = (self.span[1] - self.span[0]) * self.flat.dtypes.wire.itemsize
 
     @property
     def hop(self) -> Hop:
@@ -94,18 +103,12 @@ class Reduction:
         """No further hop follows."""
         return self.at + 1 == len(self.flat.hops)
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of `span` in the dtype of the wire: the same on all ranks, unlike those of
-        `buffer`, which is wider where this rank has added up gradients.
-        """
-        return (self.span[1] - self.span[0]) * self.flat.dtypes.wire.itemsize
-
     def next_hop(self) -> None:
         """Make the sums of this hop the buffer that the next hop sends."""
         assert self.total is not None
         own = self.own
         self.buffer, self.total, self.span, self.at = self.total, None, own, self.at + 1
+        self._count_bytes()
 
 
 class Sending(ABC):
