@@ -3,7 +3,9 @@ pageable memory, at any stage.
 
 Steps run as rank 0 of several on torch's fake process group, on the virtual device (tests/virtual),
 where each wait of the host raises at its place. What the fake group leaves out is not seen: the
-waits of a real backend's messages, and codecs. Steps of `onefold train` are in
+waits of a real backend's messages, and codecs. On native backends the host also asks whether the
+device has come to the unit before the last (comm/run_ahead.py); a device that keeps up has, which
+tests/comm/test_run_ahead.py shows. Steps of `onefold train` are in
 tests/train/test_a_step_late.py.
 """
 
@@ -124,6 +126,55 @@ def _case(*args: Any, **kwargs: Any) -> Any:
 )
 def test_a_step_never_makes_the_host_wait(args: Any, options: Any) -> None:
     steps_without_a_wait(*args, **options)
+
+
+@virtual.alone
+def steps_two_units_ahead(stage: int, ranks: int) -> None:
+    """As `steps_without_a_wait`, with the bound of the host's run-ahead that native backends have:
+    the host asks for events of earlier units, and only for those.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from onefold.comm.run_ahead import AHEAD, RunAhead
+
+    dist.destroy_process_group()
+    dist.init_process_group("cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks)
+    plain, recipe = model_of(False, layer_norm=True), onefold.Recipe.zero(stage)
+    model = onefold.shard(plain, recipe, device="virtual", units=(Block,))
+    engine, optimizer = onefold.engine_of(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = torch.randn(4, WIDTH).to("virtual")
+    ahead = RunAhead(engine.device, 60.0, lambda context, _: AssertionError(str(context)))
+    engine.group.run_ahead = engine.forward.run_ahead = ahead
+    asked: list[int] = []
+    reach = ahead._reach
+
+    def seen(mark: Any, waits: Any) -> None:
+        asked.append(len(ahead._marks))
+        assert mark is ahead._marks[0][0]
+        reach(mark, waits)
+
+    ahead._reach = seen  # type: ignore[method-assign]
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    asked.clear()
+    with virtual.no_synchronization():
+        step()
+    units = len(engine.units)
+    # Each time behind the event that was asked for lie two units, besides what comes now
+    assert set(asked) == {AHEAD + 1} and 2 * units <= len(asked) <= 3 * units, asked
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_host_asks_for_events_of_two_units_before_and_waits_for_nothing_else(
+    stage: int,
+) -> None:
+    steps_two_units_ahead(stage, 4)
 
 
 @virtual.alone

@@ -227,4 +227,6 @@ def test_stage_1_holds_whole_gradients_between_micro_batches_and_stage_2_does_no
         )
         for s in (1, 2)
     )
-    assert one - two > 3 * shape.numel
+    # Of reductions in flight stage 2 has the sums too, in fp32, before it adds them
+    sums = (Recipe.zero(2).in_flight + 1) * max(u.numel for u in shape.units) * 4 / 4
+    assert one - two > 3 * shape.numel - sums

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
+import standin
+import virtual
 from onefold.runtime.parameters.interval import ShardedParameterError
 from ranks import run_ranks
 
@@ -310,3 +312,35 @@ def test_a_mask_made_of_one_ranks_part_is_refused_on_every_rank_at_once(stage: i
             " rank's part" in said
         )
         assert "with onefold.unsharded(model):" in said
+
+
+def two_passes_before_a_backward_pass() -> list[float]:
+    """On the virtual device: a constant that autograd has saved becomes rank 0's again meanwhile."""
+    virtual.start(seed=0)
+    standin.register("cpu", "virtual")
+    torch.manual_seed(0)
+    model = onefold.shard(
+        Scaled().to("virtual"),
+        onefold.Recipe.zero(2, stall_timeout=STALL_TIMEOUT),
+        group=standin.new_group(),
+    )
+    versions = model.scale._version
+    losses = [model(torch.full((2, 4), float(i)).to("virtual")).sum() for i in (1, 2)]
+    torch.stack(losses).sum().backward()
+    assert model.scale._version == versions
+    return model.scale.tolist()
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0 + dist.get_rank()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
+def test_a_constant_on_a_device_may_be_saved_by_autograd_on_every_rank() -> None:
+    assert run_ranks(2, two_passes_before_a_backward_pass) == [[2.0] * 4] * 2

@@ -199,9 +199,10 @@ def test_the_engines_own_kernels_read_and_write_what_the_plan_says(
         + summed_bytes(units, recipe, micro_batches) / SUMMING_ON_A_GPU
     )
     told += micro_batches * ROWS * HIDDEN * (4 + 2)  # the batch is cast
-    assert run(
-        stage=stage, micro_batches=micro_batches, machine=slow
-    ).parts.engine == pytest.approx(told / 1e6, rel=0.05)
+    found = run(stage=stage, micro_batches=micro_batches, machine=slow)
+    beside = sum(s.seconds for s in found.spans if s.stream == "sums" and s.kind == "engine")
+    assert beside > 0
+    assert found.parts.engine + beside == pytest.approx(told / 1e6, rel=0.05)
 
 
 def test_launches_take_the_hosts_time() -> None:

@@ -4,11 +4,22 @@ destroyed.
     gloo      new_group; beside a native backend, connected on demand
     native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
 
-[Note: NCCL's patience] The device waits for NCCL, not the host. So the host notices a missing rank
-only at the end of the backward pass, in the exchange over gloo, and then raises a `StallError`.
-NCCL's own watchdog would end the process without that error. A native communicator therefore has
-twice the stall timeout plus half a minute: the exchange begins at most a pass after the move that
-waits.
+[Note: NCCL's patience] The device waits for NCCL, not the host. The host notices a missing rank two
+units later (comm/run_ahead.py), or at the end of the backward pass, in the exchange over gloo, and
+then raises a `StallError`. NCCL's own watchdog would end the process without that error. A native
+communicator therefore has twice the stall timeout plus half a minute: the host begins to wait at
+most a pass after the move that waits. Only the watchdog helps a script that reads a number of the
+device (`loss.item()`) before either: torch then waits without a limit.
+
+[Note: streams of high priority] The blocks of a collective are few and short, and a computation
+will wait for them. On a stream of normal priority they begin when a multiprocessor has room, which
+products of a large batch may leave in some milliseconds only. So communicators of NCCL run on
+streams of high priority. Other options are those of the parent, or NCCL's own.
+
+[Note: the garbage collector] Destroying a communicator of NCCL waits for its operations, and for the
+other ranks' part in it. Python's garbage collector runs at different points on each rank. So a
+model that the collector frees (one with reference cycles) leaves its native communicators in a
+list; the next call that makes or destroys communicators destroys them, or the end of the process.
 
 [Note: connections on demand] gloo connects every rank to every other when a group is made. Beside a
 native backend it moves small messages only, between each rank and 2·log2(ranks) others. Such a group
@@ -30,11 +41,14 @@ other threads make meanwhile keep torch's names.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import gc
 import itertools
 import os
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -116,10 +130,11 @@ class Communicators:
         self, backend: str, timeout: float, where: str, parent: Any, parts: list[list[int]]
     ) -> Any:
         patience = timedelta(seconds=timeout if backend == "gloo" else 2 * timeout + MARGIN)
+        destroy_left()
         start = time.perf_counter()
         try:
             if backend != "gloo" and self._can_split(parent):
-                made = _split(parent, parts, patience, f"{self.device.type}:{backend}")
+                made = _split(parent, parts, patience, self.device, backend)
             else:
                 # A subset calls new_group without the others, which use_local_synchronization
                 # allows; over all ranks it is collective.
@@ -128,12 +143,18 @@ class Communicators:
                     if len(self.ranks) == dist.get_world_size()
                     else {"use_local_synchronization": True}
                 )
+                if backend == "nccl":
+                    options["pg_options"] = dist.ProcessGroupNCCL.Options(
+                        is_high_priority_stream=True
+                    )
                 made = dist.new_group(self.ranks, backend=backend, timeout=patience, **options)
         except RuntimeError as error:
             raise self.alone(time.perf_counter() - start, where, error) from None
         self._made.append(made)
         if backend != "gloo":
             self.native.append(made)
+            if _follow_collector not in gc.callbacks:
+                gc.callbacks.append(_follow_collector)
         return made
 
     def _can_split(self, parent: Any) -> bool:
@@ -182,16 +203,27 @@ class Communicators:
 
     def close(self) -> None:
         """Destroy all communicators. Local; call it when no collective is in flight."""
-        groups, self._made, self.native = self._made, [], []
-        for group in groups:
-            with contextlib.suppress(Exception):  # already destroyed with the default group
-                dist.destroy_process_group(group)
+        native, groups, self._made, self.native = self.native, self._made, [], []
+        if _COLLECTING.now:
+            _LEFT.extend(native)
+            groups = [group for group in groups if not any(group is each for each in native)]
+        else:
+            destroy_left()
+        _destroy(groups)
 
 
-def _split(parent: Any, parts: list[list[int]], patience: timedelta, backend: str) -> Any:
+def _split(
+    parent: Any, parts: list[list[int]], patience: timedelta, device: torch.device, backend: str
+) -> Any:
     options: dict[str, Any] = {}
     if ":" in str(dist.get_backend(parent)):
-        options["backend"] = backend  # else all backends of the parent are split, gloo's too
+        # Else all backends of the parent are split, gloo's too
+        options["backend"] = f"{device.type}:{backend}"
+    group = dist.distributed_c10d._get_default_group() if parent is None else parent
+    own = getattr(group._get_backend(device), "options", None)
+    if hasattr(own, "is_high_priority_stream"):
+        options["pg_options"] = copy.deepcopy(own)  # torch writes into what it is given
+        options["pg_options"].is_high_priority_stream = True
     return dist.split_group(parent, parts, timeout=patience, **options)
 
 
@@ -209,6 +241,52 @@ def _connecting_on_demand() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name, None)
+
+
+@functools.cache
+def warn_of_one_connection(device: torch.device) -> None:
+    """Warn, once, if all streams of a CUDA device share one queue."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    if device.type == "cuda" and os.environ.get(name) == "1":
+        warnings.warn(
+            f"{name}=1 gives all streams of the device one queue. Gathers and reductions have a"
+            " communicator each, and their order may differ between ranks: in one queue they can"
+            f" wait for each other without end. Unset {name}, or set it to 8 or more, before the"
+            " process starts.",
+            stacklevel=2,
+        )
+
+
+# -- the garbage collector -------------------------------------------------------------------------
+
+
+class _Collecting(threading.local):
+    """Whether Python's garbage collector runs in this thread. See [Note: the garbage collector]."""
+
+    now = False
+
+
+_COLLECTING = _Collecting()
+#: Native communicators of models that the collector freed.
+_LEFT: list[Any] = []
+
+
+def _follow_collector(phase: str, _: Any) -> None:
+    _COLLECTING.now = phase == "start"
+
+
+def destroy_left() -> None:
+    """Destroy the communicators of models that the garbage collector has freed. Local."""
+    if not _COLLECTING.now:
+        left = _LEFT[:]
+        _LEFT.clear()
+        _destroy(left)
+
+
+def _destroy(groups: Sequence[Any]) -> None:
+    for group in groups:
+        with contextlib.suppress(Exception):  # already destroyed with the default group
+            dist.destroy_process_group(group)
 
 
 # -- names -----------------------------------------------------------------------------------------

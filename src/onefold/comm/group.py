@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.comm.communicators import Communicators
+from onefold.comm.communicators import Communicators, warn_of_one_connection
 from onefold.comm.ledger import TrafficLedger
 from onefold.comm.members import backend_of, format_ranks, members, refuse_shared_device
 from onefold.comm.messages import alike, both
 from onefold.comm.moves import Moves
 from onefold.comm.pending import Chains
+from onefold.comm.run_ahead import RunAhead
 from onefold.comm.stall import CollectiveContext, StallError
 from onefold.comm.topology import (
     Nodes,
@@ -34,7 +35,7 @@ from onefold.comm.topology import (
     sides_of,
 )
 from onefold.comm.wire import GLOO, Wire, wire_of
-from onefold.device import device_identity, new_stream
+from onefold.device import device_identity, has_streams, new_stream
 from onefold.layout import Topology
 
 
@@ -81,7 +82,11 @@ class Group(Moves):
         self.chains = Chains()
         # The stream that waits for the first move of a chain. There is one, so that all ranks
         # launch the second moves in one order
-        self.relay = new_stream(device, "relay")
+        self.relay, self.summing = (
+            new_stream(device, "relay", urgent=True),
+            new_stream(device, "sums", urgent=True),
+        )
+        self.run_ahead: RunAhead | None = None
         self._counts: dict[tuple[str, int], int] = {}
         # Checksums of the launches on the communicators of gathers and of reductions
         self._launched = [0, 0]
@@ -120,9 +125,12 @@ class Group(Moves):
         if self.size == 1:
             return
         self._stand_at(self.ranks.index(dist.get_rank()), order, order, self.nodes)
+        if self.native and has_streams(device):
+            self.run_ahead = RunAhead(device, timeout, self._lost_by_device)
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
         elif not self.fake:
+            warn_of_one_connection(device)
             with self.communicators.named():
                 self.gather_group = self.reduce_group = self.communicators.make(
                     self.backend, parent=process_group
@@ -203,6 +211,7 @@ class Group(Moves):
             if level is not None:
                 level.close()
         self.chains.clear()
+        self.run_ahead = None  # it refers to this group
         # The last reference closes the sockets
         self.control_group = self.gather_group = self.reduce_group = None
         self.communicators.close()
@@ -234,12 +243,9 @@ class Level(Group):
             whole.ledger,
             whole.wire,
         )
-        self._counts, self._launched, self.chains, self.relay = (
-            {},
-            [0, 0],
-            whole.chains,
-            whole.relay,
-        )
+        self._counts, self._launched = {}, [0, 0]
+        self.chains, self.relay, self.summing = whole.chains, whole.relay, whole.summing
+        self.run_ahead = whole.run_ahead
         self.ranks, self.nodes = (
             [whole.ranks[p] for p in positions],
             [whole.nodes[p] for p in positions],

@@ -26,6 +26,7 @@ import torch
 from onefold.comm.communicators import Communicators
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chains
+from onefold.comm.run_ahead import RunAhead
 from onefold.comm.stall import CollectiveContext, StallError, stall_error
 from onefold.comm.wire import FAKE, Wire
 from onefold.device import current_stream, has_streams, new_event
@@ -52,6 +53,9 @@ class Standing:
         heard: the last step at whose end all ranks agreed.
         broken: the error that this rank has failed with, or None.
         chains, relay: see [Note: chains go on in order] in comm/pending.py.
+        summing: the stream on which parts are added up; None without streams. See [Note: sums
+            beside the computation] in runtime/native_reductions.py.
+        run_ahead: bounds how far the host runs ahead of the device; None where nothing needs it.
     """
 
     # A bit of the tags: 0 for messages among all ranks, 1 for messages on a level. The two levels
@@ -75,6 +79,8 @@ class Standing:
     broken: StallError | None
     chains: Chains
     relay: Any
+    summing: Any
+    run_ahead: RunAhead | None
     _counts: dict[tuple[str, int], int]
     # Checksums of the launches on the communicators of gathers and of reductions
     _launched: list[int]
@@ -137,9 +143,21 @@ class Standing:
                     work.wait(limit)
                 self.ledger.waited(event, start)
             else:
-                self._wait_on_stream(works, event)
+                self._wait_on_stream(works, context, event)
         except RuntimeError as error:
             raise self._lost(context, time.perf_counter() - start, error) from None
+
+    def wait_for(
+        self, mark: Any, context: CollectiveContext, event: TrafficEvent | None = None
+    ) -> None:
+        """Make the current stream wait for `mark`, an event behind a move that another stream waits
+        for, and record in the ledger how long that took.
+        """
+        if self.broken is not None:
+            raise self.broken
+        stream = current_stream(self.device)
+        with self._timed(stream, context, event):
+            stream.wait_event(mark)
 
     @contextlib.contextmanager
     def launching(self, context: CollectiveContext) -> Iterator[None]:
@@ -161,18 +179,32 @@ class Standing:
         self.give_up()
         return self.broken
 
-    def _wait_on_stream(self, works: list[Any], event: TrafficEvent | None) -> None:
+    def _lost_by_device(self, context: CollectiveContext, waited: float) -> StallError:
+        cause = RuntimeError(f"the device waits for it, and the host asked for {waited:.0f} s")
+        return self._lost(context, waited, cause)
+
+    def _wait_on_stream(
+        self, works: list[Any], context: CollectiveContext, event: TrafficEvent | None
+    ) -> None:
         stream = current_stream(self.device)
-        if stream == self.relay:  # no computation waits, so there is nothing to time
+        # On these no computation waits, so there is nothing to time
+        beside = stream in (self.relay, self.summing)
+        with contextlib.nullcontext() if beside else self._timed(stream, context, event):
             for work in works:
                 work.wait()
-            return
+
+    @contextlib.contextmanager
+    def _timed(
+        self, stream: Any, context: CollectiveContext, event: TrafficEvent | None
+    ) -> Iterator[None]:
+        """Context around a wait of the computing stream: enter in the ledger how long it takes."""
         before, after = new_event(self.device, timing=True), new_event(self.device, timing=True)
         before.record(stream)
-        for work in works:
-            work.wait()
+        yield
         after.record(stream)
         self.ledger.marked(event, before, after)
+        if self.run_ahead is not None:
+            self.run_ahead.waits(context, before, after)
 
     # -- telling messages apart --------------------------------------------------------------------
 

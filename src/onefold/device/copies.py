@@ -91,15 +91,22 @@ class CopyStream:
         stream: that stream; None without streams.
     """
 
-    def __init__(self, device: torch.device, window: int = WINDOW, name: str = "copies") -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        window: int = WINDOW,
+        name: str = "copies",
+        urgent: bool = False,
+    ) -> None:
         """
         Args:
             window: bytes; 0 holds nothing. See [Note: nothing is freed under a copy].
             name: what a simulation calls the stream.
+            urgent: as of `new_stream`.
         """
         self.device, self.window = device, window
         self.asynchronous = has_streams(device)
-        self.stream = new_stream(device, name)
+        self.stream = new_stream(device, name, urgent)
         self._holding: deque[_Flying] = deque()  # copies that hold device memory
         self._landing: deque[_Flying] = deque()  # copies that hold host memory only
         self._held = self._on_host = self._largest = 0

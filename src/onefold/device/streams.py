@@ -12,6 +12,7 @@ uses streams is the same in both cases.
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
@@ -19,6 +20,10 @@ from typing import Any, Protocol
 
 import torch
 
+#: The priority of urgent streams: torch has 0 for normal and -1 for high.
+URGENT = -1
+#: Seconds between two looks at an event that the host waits for.
+POLL = 5e-5
 _streamless: dict[str, bool] = {"cpu": True, "meta": True}
 
 
@@ -102,11 +107,17 @@ def current_stream(device: torch.device) -> Any:
     return torch.accelerator.current_stream(device) if has_streams(device) else None
 
 
-def new_stream(device: torch.device, name: str = "") -> Any:
-    """Return a new stream; None if the device has none. `name` is its name in a simulation."""
+def new_stream(device: torch.device, name: str = "", urgent: bool = False) -> Any:
+    """Return a new stream; None if the device has none. `name` is its name in a simulation.
+
+    `urgent`: its kernels go before waiting blocks of those on streams of normal priority. Right for
+    short work that a computation will wait for: it would else begin behind a long kernel.
+    """
     if (clock := _clock.get()) is not None:
         return clock.new_stream(name)
-    return torch.Stream(device=device) if has_streams(device) else None
+    if not has_streams(device):
+        return None
+    return torch.Stream(device=device, priority=URGENT) if urgent else torch.Stream(device=device)
 
 
 def use_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
@@ -142,6 +153,20 @@ def new_event(device: torch.device, timing: bool = False) -> Any:
     if (clock := _clock.get()) is not None:
         return clock.new_event()
     return torch.Event(device=device, enable_timing=timing)
+
+
+def reached(event: Any, seconds: float) -> bool:
+    """Wait on the host until a recorded event is done, `seconds` at most; return whether it is. The
+    host asks again and again, and so notices a device that is stuck.
+    """
+    if _clock.get() is not None:
+        event.synchronize()
+    end = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > end:
+            return False
+        time.sleep(POLL)
+    return True
 
 
 def seconds_between(first: Any, second: Any) -> float:

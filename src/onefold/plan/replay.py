@@ -37,7 +37,7 @@ from onefold.plan.states import (
     units_ahead,
 )
 from onefold.recipe import Recipe
-from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 
 
@@ -65,6 +65,7 @@ class Reduction:
         sent: the buffer that travels instead of `buffer`, if any.
         into: bytes of a received part that becomes the sum.
         rows: parts in `received` that are added up at once.
+        total: memory for the sum of such parts, taken before they come, if it is sent on.
         whole: the backend makes the whole sum on every rank.
     """
 
@@ -76,6 +77,7 @@ class Reduction:
     received: torch.Tensor | None = None
     into: int = 0
     rows: int = 0
+    total: torch.Tensor | None = None
     whole: bool = False
 
     @property
@@ -89,6 +91,10 @@ class Reduction:
     @property
     def is_last(self) -> bool:
         return self.at + 1 == len(self.flat.hops)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self.hop.span * self.flat.dtypes.wire.itemsize
 
 
 @dataclass
@@ -228,6 +234,8 @@ class Replay:
             nbytes += following.nbytes
             if ahead >= self.ahead and nbytes > SMALL_TRAFFIC:
                 break
+            if ahead and nbytes > LARGE_TRAFFIC:
+                break
             self.passed += 1
             if not following.gathered:
                 self._launch(following)
@@ -332,7 +340,7 @@ class Replay:
                 self._reduce(unit, flat)
             while self._is_due():
                 self._land(self.under_way.pop(0))
-            while len(self.on_next_hop) > self.in_flight:
+            while len(self.on_next_hop) > self.in_flight or _are_large(self.on_next_hop):
                 self._land(self.on_next_hop.pop(0))
         if unit.gathered:
             self._release(unit)
@@ -374,14 +382,20 @@ class Replay:
             self.ledger.add(GRADIENTS, r.hop.span * room.dtype.itemsize)
         elif room.rows:
             r.received = self.pool.take(room.received, room.dtype, REDUCTION)
+        if r.rows and r.is_last:
+            self.ledger.add(GRADIENTS, _landed_bytes(r))
+        elif r.rows:
+            r.total = self.pool.take(r.hop.own, r.flat.dtypes.sums, REDUCTION)
 
     def _is_due(self) -> bool:
-        """Return whether to wait for the oldest reduction: too many are in flight, or it has
-        another hop to go and another unit has been sent since.
+        """Return whether to wait for the oldest reduction: too many are in flight, in number or in
+        bytes, or it has another hop to go and another unit has been sent since.
         """
         sent = self.under_way
         if len(sent) > self.in_flight:
-            return not self.in_flight or sum(r.buffer.nbytes for r in sent) > SMALL_TRAFFIC
+            return not self.in_flight or sum(r.sent_bytes for r in sent) > SMALL_TRAFFIC
+        if _are_large(sent):
+            return True
         return bool(sent) and not sent[0].is_last and sent[0].unit != sent[-1].unit
 
     def _land(self, r: Reduction) -> None:
@@ -395,13 +409,13 @@ class Replay:
             self.ledger.add(REDUCTION, -nbytes)
             self.ledger.add(GRADIENTS, nbytes)
         elif not r.is_last:
-            total = self.pool.take(r.hop.own, sums, REDUCTION)
+            total = r.total if r.rows else self.pool.take(r.hop.own, sums, REDUCTION)
         else:
-            dtype = flat.landed
-            nbytes = (flat.own if flat.broadcast_back else r.hop.own) * dtype.itemsize
-            self.ledger.add(GRADIENTS, 0 if r.whole else nbytes)
-            if dtype != sums and not (r.rows or r.whole):
-                self.pool.give(self.pool.take(r.hop.own, sums, REDUCTION))
+            nbytes = _landed_bytes(r)
+            if not (r.rows or r.whole):
+                self.ledger.add(GRADIENTS, nbytes)
+                if flat.landed != sums:
+                    self.pool.give(self.pool.take(r.hop.own, sums, REDUCTION))
         for buffer in (r.received, sent, r.buffer):
             if buffer is not None:
                 self.pool.give(buffer)
@@ -453,6 +467,21 @@ class Replay:
         self.ledger.add(LEAVING, nbytes)
         while not within(self.window, sum(self.leaving), self.leaving):
             self.ledger.add(LEAVING, -self.leaving.pop(0))
+
+
+def _landed_bytes(r: Reduction) -> int:
+    """Return the bytes of the sums of a last hop, with room for those of other ranks."""
+    return (r.flat.own if r.flat.broadcast_back else r.hop.own) * r.flat.landed.itemsize
+
+
+def _are_large(flying: list[Reduction]) -> bool:
+    """Return whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes,
+    and the last of them is not small.
+    """
+    if len(flying) < 2 or 2 * sum(r.sent_bytes for r in flying) <= LARGE_TRAFFIC:
+        return False
+    newest = sum(r.sent_bytes for r in flying if r.unit == flying[-1].unit)
+    return flying[0].unit != flying[-1].unit and newest > SMALL_TRAFFIC
 
 
 def backwards(units: list[Unit]) -> list[Unit]:

@@ -42,6 +42,7 @@ parameters are offloaded too. plan/offloaded.py counts the other tiers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -55,7 +56,7 @@ from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant import codec
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
 from onefold.runtime.placement import offloaded_of_sizes
 
@@ -259,15 +260,16 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
 def bound_of(
     units: Sequence[UnitPlan], recipe: Recipe, micro_batches: int = 1, window: int = 0
 ) -> int:
-    """Return bytes that the engine's ledger never exceeds:
-    S + G·(ahead + 2) + C + R·(in_flight + 2) + T.
+    """Return bytes that the engine's ledger never exceeds: S + 2G + ahead + C + 2R + in flight + T.
 
     - S: bytes between steps.
-    - G: the largest gathered unit; ahead: how many units are gathered before their use. G counts
-      once more if parameters come from a disk.
+    - G: the largest gathered unit; ahead: as many more as are gathered before their use, of
+      LARGE_TRAFFIC bytes at most, unless it is one. G counts once more if parameters come from a
+      disk.
     - C: the largest sum of gathered units around one another.
     - R: the largest reduction of a unit: on each hop its buffer, the receive buffer, and the send
-      buffer if it is a copy.
+      buffer if it is a copy; in flight: `in_flight` of them, of LARGE_TRAFFIC bytes sent and
+      received at most on each hop, unless it is one.
     - T: all gradients once they are reduced, with their copies if the masters have another dtype,
       and with the buffers that keep them whole or hold them in a group before. Of gradients that
       leave the device only the largest (or all while they are sent on), and those that copies to
@@ -293,16 +295,30 @@ def bound_of(
     leaving = [0, *(leaves for _, leaves in reduced if leaves)]
     every = sum(gathered) if not recipe.reshard_after_forward else 0
     fetched = any(f.gathers_from_disk for u in units for f in u.flats)
-    ahead = max(every, max(gathered, default=0) * (prefetch + 2 + fetched)) + nested
+    largest = max(gathered, default=0)
+    before_use = min(largest * prefetch, max(largest, LARGE_TRAFFIC))
+    ahead = max(every, largest * (2 + fetched) + before_use) + nested
     # Small units may be gathered, and small reductions in flight, beyond those counts
     small = min(sum(gathered), SMALL_TRAFFIC) if prefetch else 0
     small += min(sum(reductions), 3 * SMALL_TRAFFIC) if in_flight else 0
-    largest = max(leaving)
-    read = min(max(window, 2 * largest) + largest, sum(leaving)) if window else 0
+    leaves = max(leaving)
+    read = min(max(window, 2 * leaves) + leaves, sum(leaving)) if window else 0
     if window and any(adds_on_device(f, again) for own in flats for f in own):
         read += 2 * sums_chunk(units)
-    reducing = max(reductions, default=0) * (in_flight + 2)
-    return rest + ahead + reducing + total + largest + read + small
+    reduction = max(reductions, default=0)
+    # The bytes of a reduction for each byte that its first hop sends and receives
+    each = max(
+        (
+            _on_its_way(f, late) / (2 * f.numel * f.dtypes.wire.itemsize)
+            for own in flats
+            for f in own
+        ),
+        default=0,
+    )
+    hops = max((len(f.hops) for own in flats for f in own), default=0)
+    beyond = reduction + hops * math.ceil(each * LARGE_TRAFFIC)
+    reducing = 2 * reduction + min(in_flight * reduction, beyond)
+    return rest + ahead + reducing + total + leaves + read + small
 
 
 def adds_on_device(flat: ShardSpec, again: bool) -> bool:

@@ -48,6 +48,11 @@ from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
 #: beyond the counts `prefetch` and `in_flight`. For so few bytes latency dominates, and waiting for
 #: each in turn would keep the ranks in lockstep.
 SMALL_TRAFFIC = 256 << 10
+#: Bytes that the units gathered ahead may have together, and that reductions in flight may have
+#: together: what they send, and as much that they receive. Beyond them one unit is gathered ahead
+#: and one reduction is in flight, whatever `prefetch` and `in_flight` say. For so many bytes
+#: bandwidth dominates: one more would wait for the same link, and hold its buffers meanwhile.
+LARGE_TRAFFIC = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,9 @@ class Recipe:
         tile: bytes of one gathered weight.
         prefetch: units gathered ahead, on each level. With groups there are two levels, inter-group
             and intra-group, so that each link can carry a unit. Unless it is 0, small units of up
-            to SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`.
+            to SMALL_TRAFFIC bytes together do not count; the same holds for `in_flight`. Units of
+            more than LARGE_TRAFFIC bytes together are gathered one ahead; reductions of as many
+            are in flight one at a time.
         reshard_after_forward: parameters are gathered again in backward (3Ψ on the wire, less those
             of the units that the forward pass uses last); False keeps them gathered (2Ψ).
         sync_buffers: which buffers rank 0 sends, at the same times as DDP: in the first pass, and

@@ -109,10 +109,12 @@ def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -
     if group.rank == 0 or group.fake:
         return
     for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
-        mine = _once(buffer.detach())
-        # On the host, equal buffers are not written to: autograd may have saved a constant for a
-        # backward pass that is still to come.
-        if size and not (buffer.device.type == "cpu" and torch.equal(_as_bytes(mine), part)):
+        # Autograd may have saved a constant for a backward pass that is still to come. On the host
+        # equal buffers are not written to. On a device the host would have to wait to know, so they
+        # are written to without a sign for autograd (`data` has a version counter of its own).
+        on_host = buffer.device.type == "cpu"
+        mine = _once(buffer.detach() if on_host else buffer.data)
+        if size and not (on_host and torch.equal(_as_bytes(mine), part)):
             mine.copy_(part.clone().view(mine.dtype).view(mine.shape))
 
 

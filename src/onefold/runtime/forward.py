@@ -86,6 +86,7 @@ class Forward:
         stack: list[tuple[Unit, bool, bool]],
     ) -> None:
         self.units, self.resources, self.progress = units, resources, resources.progress
+        self.run_ahead = resources.group.run_ahead
         self.gather, self.reduce, self.backward = gather, reduce, backward
         self.copies, self.activations, self.buffers = copies, activations, buffers
         self.unset, self.structure, self.spans = unset, structure, spans
@@ -124,6 +125,8 @@ class Forward:
                 unit.calls += 1
             if self.unset:
                 self.unset.refuse_in(unit)
+            if self.run_ahead is not None:
+                self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
             self.gather.acquire(unit, backward=recompute)
             if recompute:
                 unit.replayed = self.gather.reached
@@ -306,6 +309,8 @@ class Forward:
                 self.backward.reached.append(current_pass)
             with disable_torch_function():
                 self.backward.event()
+                if self.run_ahead is not None:
+                    self.run_ahead.comes(unit.index, "backward")
                 if early and not self.gather.is_done(unit):
                     self.gather.acquire(unit, backward=True)
                 for kept in recorded.by_hand if root and recorded is not None else ():

@@ -35,7 +35,7 @@ import torch
 
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.tier_error import TierError
-from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import Beside
@@ -318,6 +318,8 @@ class Gatherer:
                 continue
             nbytes += unit.gathered_bytes
             if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
+                break
+            if ahead and nbytes > LARGE_TRAFFIC:
                 break
             cursor.at += 1
             if unit.ungathered:

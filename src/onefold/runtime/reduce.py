@@ -36,7 +36,7 @@ import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.tier_error import TierError
-from onefold.recipe.core import SMALL_TRAFFIC
+from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat, Shares
 from onefold.runtime.parameters import gradient_hooks
@@ -385,27 +385,25 @@ class Reducer:
         """
         while self._is_due():
             self._land(self.under_way.pop(0))
-        while len(self.on_next_hop) > self.in_flight:
+        while len(self.on_next_hop) > self.in_flight or _are_large(self.on_next_hop):
             self._land(self.on_next_hop.pop(0))
 
     def _is_due(self) -> bool:
-        """Whether to wait for the oldest reduction: too many are under way, or it has a further hop
-        and another unit has been launched since.
+        """Whether to wait for the oldest reduction: too many are under way, in number or in bytes,
+        or it has a further hop and another unit has been launched since.
         """
-        if len(self.under_way) > self.in_flight:
-            return (
-                not self.in_flight
-                or sum(nbytes_of(r.buffer) for r in self.under_way) > SMALL_TRAFFIC
-            )
-        return (
-            bool(self.under_way)
-            and not self.under_way[0].is_last
-            and self.under_way[0].unit is not self.under_way[-1].unit
-        )
+        flying = self.under_way
+        if len(flying) > self.in_flight:
+            return not self.in_flight or sum([r.sent_bytes for r in flying]) > SMALL_TRAFFIC
+        if len(flying) < 2 or flying[0].unit is flying[-1].unit:
+            return False
+        return not flying[0].is_last or _are_large(flying)
 
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
             self._store_aside(unit)
+        if self.group.run_ahead is not None:
+            self.group.run_ahead.comes(unit.index, "backward")
         unit.launched = True
         for flat in unit.flats:
             for run in flat.runs:
@@ -661,6 +659,16 @@ class Reducer:
                         entry.param.grad = None
                     entry.filled, entry.unreduced = False, None
                     set_grad(entry.compute, None)
+
+
+def _are_large(flying: list[Reduction]) -> bool:
+    """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes. A small
+    unit that follows a large one (a norm behind a head) is no reason to wait for that one.
+    """
+    if len(flying) < 2 or 2 * sum([r.sent_bytes for r in flying]) <= LARGE_TRAFFIC:
+        return False
+    newest = sum([r.sent_bytes for r in flying if r.unit is flying[-1].unit])
+    return flying[0].unit is not flying[-1].unit and newest > SMALL_TRAFFIC
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:

@@ -32,7 +32,7 @@ it adds up.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -59,6 +59,8 @@ class Reduction:
         sending: the hop that is under way.
         total: the sums of a landed hop, over `result_range`. down: they have left the device.
         gathering: the exchange of sums with the other ranks that hold them too.
+        sent_bytes: bytes of `span` in the dtype of the wire. They are the same on all ranks, unlike
+            those of `buffer`, which is wider where this rank has added up gradients.
     """
 
     unit: Unit
@@ -73,6 +75,13 @@ class Reduction:
     result_range: tuple[int, int] = (0, 0)
     gathering: Pending | None = None
     down: bool = False
+    sent_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        self.sent_bytes = (self.span[1] - self.span[0]) * self.flat.dtypes.wire.itemsize
 
     @property
     def hop(self) -> Hop:
@@ -99,6 +108,7 @@ class Reduction:
         assert self.total is not None
         own = self.own
         self.buffer, self.total, self.span, self.at = self.total, None, own, self.at + 1
+        self._count_bytes()
 
 
 class Sending(ABC):
@@ -125,9 +135,8 @@ class Sending(ABC):
 
     def land(self) -> None:
         """Wait for the parts, add them up, and set `total` and `result_range` of the reduction."""
-        pending, self.pending, pool = self.pending, None, self.by.pool
-        assert pending is not None
-        pending.wait()
+        pool = self.by.pool
+        self.wait()
         self.give_sent()
         total = self.sum()
         receive_buffer, self.receive_buffer = self.receive_buffer, None
@@ -137,6 +146,12 @@ class Sending(ABC):
         buffer, self.r.buffer = self.r.buffer, total
         pool.give(buffer)
         self.r.total = total
+
+    def wait(self) -> None:
+        """Wait for the parts."""
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        pending.wait()
 
     def give_sent(self) -> None:
         """Give back the buffer that was sent."""

@@ -65,7 +65,8 @@ class Transfers:
         self.moved = TrafficLedger()
         self.down, self.up = (
             CopyStream(device, name="copies down"),
-            CopyStream(device, name="copies up"),
+            # Casts of masters run there, and gathers begin with them
+            CopyStream(device, name="copies up", urgent=True),
         )
         self.sums = HostSums(self.down, taken=partial(memory.add, LEAVING))
         self.pinned = HostBuffers(device)

@@ -35,14 +35,17 @@ LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link betw
 
 
 class Stream:
-    """A simulated stream. `free` is when its launched work is done, `last` its last span."""
+    """A simulated stream. `free` is when its launched work is done, `last` its last span, `behind`
+    the span that it has waited for last.
+    """
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
-        self.free, self.last = 0.0, -1
+        self.free, self.last, self.behind = 0.0, -1, -1
 
     def wait(self, until: float, after: int) -> None:
         """Let later work begin at `until`, when span `after` ends, or later."""
+        self.behind = after
         begin = max(self.free, self.clock.host)
         if until > begin:
             self.clock.waits(self, begin, until, after)
@@ -235,6 +238,9 @@ class Clock:
     def waits(self, stream: Stream, begin: float, until: float, after: int) -> None:
         """Add a wait of `stream` from `begin` until `until`, when span `after` ends."""
         cause = self.spans[after] if after >= 0 else None
+        if cause is not None and cause.kind == "engine" and cause.after >= 0:
+            # A sum of parts on a stream of its own: what is waited for is their reduction
+            cause = self.spans[cause.after]
         name, unit = (cause.name, cause.unit) if cause is not None else ("", "")
         self._add(stream, "wait", name, unit, self._phase, begin, until, after=after)
 
@@ -266,8 +272,18 @@ class Clock:
         self._launch()
         begin, phase = max(self._current.free, self.host), self._phase
         self._name_backward()
+        behind = self._current.behind
+        if behind < 0 or self.spans[behind].kind != "collective":
+            behind = -1
         span = self._add(
-            self._current, kind, name, self._unit(phase), phase, begin, begin + seconds
+            self._current,
+            kind,
+            name,
+            self._unit(phase),
+            phase,
+            begin,
+            begin + seconds,
+            after=behind if self._current is not self._computing else -1,
         )
         if phase == "backward":
             self._unnamed.append(span)

@@ -22,8 +22,8 @@ class Span:
             "forward", "backward" or "optimizer".
         begin, end: seconds.
         nbytes: bytes that a collective sends.
-        after: the index of the span that a wait waited for, or that a collective came after; -1
-            for none.
+        after: the index of the span that a wait waited for, or that a collective came after, or
+            of the collective whose parts a kernel on another stream adds up; -1 for none.
     """
 
     stream: str
