@@ -5,6 +5,9 @@ saves tensors that lie in gathered buffers as handles (unit, offset, sizes). Unp
 backward gathers the unit if it is not gathered. So a unit can be released after its forward pass
 whatever the model's outputs look like, and backward finds its parameters by whatever path it comes
 to them. A unit whose backward reads no parameter (an embedding) is not gathered again.
+
+Casts that torch.autocast makes of gathered parameters are saved as handles too: see [Note: casts
+are handles] in runtime/autocast.py.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.differentiate import is_checkpoint
+from onefold.runtime.autocast import CASTS, cast_source
+from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler
 from onefold.runtime.parameters.in_pass import lent, lent_buffer
 from onefold.runtime.parameters.outside import Place
 from onefold.runtime.unit import Unit
@@ -24,9 +28,11 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.gather import Gatherer
 
+_autocast: Any = torch.is_autocast_enabled
+
 
 class Handle:
-    """What autograd keeps instead of a view into a gathered buffer."""
+    """What autograd keeps instead of a view into a gathered buffer, [size]."""
 
     __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
 
@@ -40,6 +46,32 @@ class Handle:
         self.unit.handles -= 1
         if self.unit.handles == 0 or self.unit.looks_up_only:
             self.watch.maybe_release(self.unit)
+
+    def read(self) -> torch.Tensor:
+        self.watch.backward_event()
+        self.watch.acquire(self.unit, backward=True)
+        full = self.flat.full
+        assert full is not None
+        return full.as_strided(self.size, self.stride, self.offset)
+
+
+class CastHandle(Handle):
+    """What autograd keeps instead of a view, [cast_size], of a cast of a view into a gathered
+    buffer. It is cast again when it is read.
+    """
+
+    __slots__ = ("cast_offset", "cast_size", "cast_stride", "dtype")
+
+    def __init__(
+        self, watch: Gatherer, unit: Unit, flat: Flat, source: torch.Tensor, cast: torch.Tensor
+    ) -> None:
+        super().__init__(watch, unit, flat, source)
+        self.dtype, self.cast_offset = cast.dtype, cast.storage_offset()
+        self.cast_size, self.cast_stride = cast.size(), cast.stride()
+
+    def read(self) -> torch.Tensor:
+        cast = super().read().to(self.dtype)
+        return cast.as_strided(self.cast_size, self.cast_stride, self.cast_offset)
 
 
 def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_hooks:
@@ -55,10 +87,16 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
     by_storage = gather.by_storage
     recomputed = is_checkpoint(outer_pack) and not recomputed_alike
 
+    casts = gather.casts is not None and not recomputed
+
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
         if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
             return Handle(gather, *hit, t)
+        if casts and t.dtype in CASTS and t.layout is torch.strided and _autocast(t.device.type):
+            source = cast_source(t)
+            if source is not None and (of := by_storage.get(storage_of(source))) is not None:
+                return CastHandle(gather, *of, source, t)
         if lent and t.layout is torch.strided and not recomputed:
             other = lent_buffer(storage_of(t))
             if other is not None and t.dtype == other[2].dtypes.compute:
@@ -69,14 +107,11 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
         return t if t.grad_fn is None else t.detach()
 
     def unpack(saved: Any) -> torch.Tensor:
-        if type(saved) is Place:
+        if isinstance(saved, (Handle, Place)):
             return saved.read()
-        if type(saved) is not Handle:
-            return outer_unpack(saved) if outer_unpack else saved
-        gather.backward_event()
-        gather.acquire(saved.unit, backward=True)
-        full = saved.flat.full
-        assert full is not None
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        return outer_unpack(saved) if outer_unpack else saved
 
     return saved_tensors_hooks(pack, unpack)
+
+
+keep_hooks_from_compiler(saving)
