@@ -37,9 +37,9 @@ from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.implementations import groups_of, only, raw_step
 
-#: Elements stepped at a time. On a CPU the unpacked values stay in the cache; other devices need
-#: more work per call.
-CHUNK = {"cpu": 1 << 18, "other": 1 << 22}
+#: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
+#: work per call: 2**24 elements take 256 MB of unpacked values and gradients.
+CHUNK = {"cpu": 1 << 18, "other": 1 << 24}
 _TORCHAO = {
     "Adam8bit": "int8", "AdamW8bit": "int8", "Adam4bit": "int4", "AdamW4bit": "int4", "AdamFp8": "fp8", "AdamWFp8": "fp8",
 }  # fmt: skip
