@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import onefold
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.runtime.autocast import cached_cast
+from onefold.runtime.autocast import cached_casts
 from ranks import run_ranks
 from trials import Case, GPTCase, MLPCase, assert_trains_as_ddp
 
@@ -110,8 +110,9 @@ def bytes_cached(checkpointing: str) -> list[int]:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(tokens_of(0))
         for unit in engine.units:
-            for entry in (e for flat in unit.flats for e in flat.entries if unit.ungathered):
-                if entry.compute.dim() > 1 and (cast := cached_cast(entry.compute)) is not None:
+            leaves = [e.compute for flat in unit.flats for e in flat.entries if unit.ungathered]
+            for cast in cached_casts(leaf for leaf in leaves if leaf.dim() > 1):
+                if cast is not None:
                     found.append(cast.untyped_storage().nbytes())
         loss.backward()
     return found
@@ -159,6 +160,8 @@ class RecomputedReentrant(UnderAutocast, GPTCase):
 
 class BackwardInside(UnderAutocast, GPTCase):
     """Two micro-batches in one autocast: all four passes share the casts in its cache."""
+
+    rtol, atol = 1e-5, 1e-6  # each micro-batch is reduced by itself; DDP adds them up first
 
     def build(self) -> nn.Module:
         return TinyGPT(checkpointing="non-reentrant")

@@ -15,11 +15,12 @@ whose cast it is, so autograd keeps it. A warning says so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,9 +41,30 @@ CASTS = frozenset((torch.bfloat16, torch.float16))
 # -- saved for the backward pass -------------------------------------------------------------------
 
 
-def cast_source(saved: torch.Tensor) -> torch.Tensor | None:
-    """Return what `saved` is a cast of, or a view of a cast of: a parameter, or a view of one,
-    detached. None if it is neither.
+def in_autocast() -> bool:
+    """Whether this code runs inside torch.autocast. `torch.is_autocast_enabled` says False inside
+    the operation that autocast has prepared.
+    """
+    around: int = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return around > 0
+
+
+class Cast(NamedTuple):
+    """A cast of a parameter, or of a view of one.
+
+    Attributes:
+        source: what was cast, detached. tensor: the cast.
+        leaf: the parameter if the whole of it was cast, else None.
+    """
+
+    source: torch.Tensor
+    tensor: torch.Tensor
+    leaf: torch.Tensor | None
+
+
+def cast_of(saved: torch.Tensor) -> Cast | None:
+    """Return the cast of a parameter that `saved` is, or is a view of; None if it is none.
 
     A cast that was written to is none any more.
     """
@@ -59,10 +81,12 @@ def cast_source(saved: torch.Tensor) -> torch.Tensor | None:
         below, output = below.next_functions[0]
     source: torch.Tensor = leaf.detach()
     for at, (view, output) in enumerate(reversed(views), 1):
-        if view.name() == "ViewBackward0" and at < len(views):
+        if view.name() in _RESHAPED and at < len(views):
             return None  # the node does not know the shape that it makes
         source = _VIEWS[view.name()](source, view, output, base.shape)
-    return source if source.shape == base.shape and source.stride() == base.stride() else None
+    if source.shape != base.shape or source.stride() != base.stride():
+        return None
+    return Cast(source, base, None if views else leaf)
 
 
 def _signed(number: int) -> int:
@@ -70,6 +94,7 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 == 1 else number
 
 
+_RESHAPED = ("ViewBackward0", "ReshapeAliasBackward0")
 #: How nodes of the graph make views: (tensor, node, number of the output, shape of the last view).
 _VIEWS: dict[str, Callable[[torch.Tensor, Any, int, torch.Size], torch.Tensor]] = {
     "SelectBackward0": lambda t, n, _, __: t.select(
@@ -81,44 +106,50 @@ _VIEWS: dict[str, Callable[[torch.Tensor, Any, int, torch.Size], torch.Tensor]] 
     "SplitBackward0": lambda t, n, output, _: t.split(n._saved_split_size, _signed(n._saved_dim))[
         output
     ],
+    "SplitWithSizesBackward0": lambda t, n, output, _: t.split(
+        list(n._saved_split_sizes), _signed(n._saved_dim)
+    )[output],
     "UnbindBackward0": lambda t, n, output, _: t.unbind(_signed(n._saved_dim))[output],
     "TBackward0": lambda t, _, __, ___: t.t(),
     "TransposeBackward0": lambda t, n, _, __: t.transpose(
         _signed(n._saved_dim0), _signed(n._saved_dim1)
     ),
+    "PermuteBackward0": lambda t, n, _, __: t.permute([_signed(dim) for dim in n._saved_dims]),
+    "UnsqueezeBackward0": lambda t, n, _, __: t.unsqueeze(_signed(n._saved_dim)),
     "ViewBackward0": lambda t, _, __, shape: t.view(shape),
+    "ReshapeAliasBackward0": lambda t, _, __, shape: t.reshape(shape),
 }
 
 
 # -- autocast's cache ------------------------------------------------------------------------------
 
 
-class _Found(Exception):  # noqa: N818: it reports no error
-    """Ends the search for a cast in autocast's cache."""
+class _Miss(Exception):  # noqa: N818: it reports no error
+    """Ends an operation for which autocast begins to make a cast."""
 
 
 class _Search(TorchDispatchMode):
-    """Stops the operation that autocast has prepared, and keeps the tensor that it was to compute
-    with; None if autocast began to make a new cast.
-    """
+    """Keeps the tensor that autocast has prepared for a product, and computes nothing."""
 
     found: torch.Tensor | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = args[0] if func is torch.ops.aten.mm.default else None
-        raise _Found
+        if func is not torch.ops.aten.mm.default:
+            raise _Miss
+        self.found = args[0]
+        return args[1]
 
 
-def cached_cast(leaf: torch.Tensor) -> torch.Tensor | None:
-    """Return the cast of `leaf` in autocast's cache; None if there is none."""
+def cached_casts(leaves: Iterable[torch.Tensor]) -> Iterator[torch.Tensor | None]:
+    """Yield the cast of each of `leaves` that is in autocast's cache; None for those that have
+    none. It takes some 20 µs for each.
+    """
     search = _Search()
-    try:
-        with torch.no_grad(), search:
+    for leaf in leaves:
+        with torch.no_grad(), search, contextlib.suppress(_Miss):
             torch.mm(leaf, leaf)  # of any shape: no kernel comes to see it
-    except _Found:
-        pass
-    found, search.found = search.found, None
-    return None if found is leaf else found
+        found, search.found = search.found, None
+        yield None if found is leaf else found
 
 
 def _references(cast: torch.Tensor) -> int:
@@ -130,49 +161,64 @@ def _alone(device_type: str, dtype: torch.dtype) -> int:
     """Return how many references Python counts of a cast that only the cache and one variable
     hold.
     """
-    leaf = torch.zeros(1, 1, device=device_type, requires_grad=True)
-    with torch.enable_grad(), torch.autocast(device_type, dtype=dtype):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device_type, dtype=dtype):
+        leaf = torch.zeros(1, 1, device=device_type, requires_grad=True)
         torch.mm(leaf, leaf)
-        cast = cached_cast(leaf)
+        (cast,) = cached_casts([leaf])
         return 0 if cast is None else _references(cast)
 
 
 class CachedCasts:
-    """Takes the memory from casts in autocast's cache while their unit is not gathered."""
+    """Takes the memory from casts in autocast's cache while their unit is not gathered.
+
+    Casts that autograd saves are known from there (`saw`). Where it saves none (in a recomputed
+    part, or without gradients), the cache is searched.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._kept: dict[int, list[tuple[Entry, TensorWeakRef]]] = {}
+        # By unit: {number of an entry: (the entry, its cast)}
+        self._seen: dict[int, dict[int, tuple[Entry, TensorWeakRef]]] = {}
+        self._kept: dict[int, dict[int, tuple[Entry, TensorWeakRef]]] = {}
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
         self._warned = False
 
+    def saw(self, unit: Unit, cast: Cast) -> None:
+        """Remember a cast that autograd would have saved."""
+        known = getattr(cast.leaf, "__dict__", {}).get("_onefold_entry")
+        if known is not None and (entry := known()) is not None:
+            seen = self._seen.setdefault(unit.index, {})
+            if entry.number not in seen:
+                seen[entry.number] = entry, TensorWeakRef(cast.tensor)
+
     def drop(self, unit: Unit) -> None:
         """Take the memory of the casts of a unit that is released."""
+        seen = self._seen.pop(unit.index, {})
         kind = self.device.type
         if not torch.is_autocast_enabled(kind):
             return
         dtype = torch.get_autocast_dtype(kind)
-        if dtype not in CASTS:
+        weights = list(_weights(unit)) if dtype in CASTS else []
+        self._warn_of_frozen(weights, dtype)
+        if not weights or not torch.is_autocast_cache_enabled():
             return
-        candidates = list(_weights(unit))
-        self._warn_of_frozen(candidates, dtype)
-        if not torch.is_autocast_cache_enabled():
-            return
-        kept = self._kept[unit.index] = []
-        alone = _alone(kind, dtype)
-        for entry in candidates:
-            cast = cached_cast(entry.compute) if entry.active else None
+        others = [e for e in weights if e.active and e.number not in seen]
+        found = [(e, known()) for e, known in seen.values()]
+        found += zip(others, cached_casts(e.compute for e in others), strict=True)
+        kept, alone = self._kept.setdefault(unit.index, {}), _alone(kind, dtype)
+        while found:
+            entry, cast = found.pop()
             # Hooks on saved tensors that the model's own code sets may keep the cast itself
-            if cast is None or _references(cast) > alone:
-                continue
-            kept.append((entry, TensorWeakRef(cast)))
-            point(cast, self._no_memory(dtype).expand(entry.slot.shape))
+            if cast is not None and cast.dtype == dtype and _references(cast) <= alone:
+                kept[entry.number] = entry, TensorWeakRef(cast)
+                point(cast, self._no_memory(dtype).expand(entry.slot.shape))
 
     def fill(self, unit: Unit) -> None:
         """Give the casts of a unit that was gathered their values again, if they still exist."""
-        for entry, known in self._kept.pop(unit.index, ()):
+        for entry, known in self._kept.pop(unit.index, {}).values():
             if (cast := known()) is not None:
                 point(cast, entry.compute.detach().to(cast.dtype))
+                self._seen.setdefault(unit.index, {})[entry.number] = entry, known
 
     def _no_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the element that a cast without memory shows. Whoever reads it gets NaN."""

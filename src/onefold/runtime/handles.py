@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.autocast import CASTS, cast_source
+from onefold.runtime.autocast import CASTS, cast_of, in_autocast
 from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler
 from onefold.runtime.parameters.in_pass import lent, lent_buffer
 from onefold.runtime.parameters.outside import Place
@@ -27,8 +27,6 @@ from onefold.runtime.unit import Unit
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
     from onefold.runtime.gather import Gatherer
-
-_autocast: Any = torch.is_autocast_enabled
 
 
 class Handle:
@@ -86,17 +84,17 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
     outer_pack, outer_unpack = top if top else (None, None)
     by_storage = gather.by_storage
     recomputed = is_checkpoint(outer_pack) and not recomputed_alike
-
-    casts = gather.casts is not None and not recomputed
+    casts = None if recomputed else gather.casts
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
         if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
             return Handle(gather, *hit, t)
-        if casts and t.dtype in CASTS and t.layout is torch.strided and _autocast(t.device.type):
-            source = cast_source(t)
-            if source is not None and (of := by_storage.get(storage_of(source))) is not None:
-                return CastHandle(gather, *of, source, t)
+        if casts is not None and t.dtype in CASTS and t.layout is torch.strided and in_autocast():
+            cast = cast_of(t)
+            if cast is not None and (of := by_storage.get(storage_of(cast.source))) is not None:
+                casts.saw(of[0], cast)
+                return CastHandle(gather, *of, cast.source, t)
         if lent and t.layout is torch.strided and not recomputed:
             other = lent_buffer(storage_of(t))
             if other is not None and t.dtype == other[2].dtypes.compute:
