@@ -29,7 +29,7 @@ def stepped(**recipe: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     dist.init_process_group("cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=4)
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(LAYERS)))
-    model = onefold.shard(layers, onefold.Recipe.zero(3, **recipe), device="virtual", units=())
+    model = onefold.shard(layers, onefold.Recipe.zero(3, **recipe), device="virtual", units=(nn.Linear,))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         passes(model)

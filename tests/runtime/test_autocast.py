@@ -59,7 +59,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
 
 def sharded(model: nn.Module, stage: int = 3) -> nn.Module:
     recipe = onefold.Recipe.zero(stage, stall_timeout=30.0)
-    return onefold.shard(model, recipe, units=(Experts, *{type(b) for b in model.blocks}))
+    return onefold.shard(model, recipe, units=[*{type(b) for b in model.blocks}])
 
 
 def bytes_held(name: str, stage: int) -> tuple[int, int]:

@@ -36,23 +36,26 @@ def key_of(seed: int, name: str, what: str) -> int:
     )
 
 
-def to_bf16(values: torch.Tensor, key: int, step: torch.Tensor, first: int) -> torch.Tensor:
-    """Round fp32 `values`, [n], to bf16.
+def to_bf16(
+    values: torch.Tensor, key: int, step: torch.Tensor, first: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round fp32 `values`, [n], to bf16. Returns `out`, [n], or a new tensor.
 
     `first`: index of the first value in its parameter. `step`: a 0-dim tensor, on the host or on
     the device of `values`. The device does not wait for a step that the host has.
     """
     of_step = hash_of(step, key)
+    if out is None:
+        out = torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
     if served(values):
         from onefold.quant import triton_moments
 
-        out = torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
         triton_moments.round_by_chance(values.contiguous(), of_step, first, out)
         return out
     bits = values.view(torch.int32) + _random(values.numel(), of_step, first, values.device)
     rounded = (bits & -0x10000).view(torch.float32)
     # The addition may carry a NaN's bits into the sign
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+    return out.copy_(torch.where(values.isfinite(), rounded, values))
 
 
 def hash_of(step: torch.Tensor, key: int) -> int | torch.Tensor:

@@ -29,8 +29,7 @@ not show it.
 
 [Note: variants]  Triton compiles a kernel for each combination of dtypes, flags and codec. It also
 specializes on whether a pointer is a multiple of 16, and on whether an integer fits 32 bits. It
-does not specialize on the number of blocks, which differs between intervals, nor on how many there
-are in a row. Distances between rows are multiples of 16 bytes, and 0 if there is one row: one variant.
+does not specialize on the number of blocks, which differs between intervals, and of rows. Distances between rows are multiples of 16 bytes, and 0 if there is one row: one variant.
 """
 
 from __future__ import annotations
@@ -100,10 +99,9 @@ def encode(
         (*rounding.keys, rounding.address) if rounding is not None else (0, 0, 0)
     )
     payload, kept = payload.view(torch.int8), kept.view(torch.int16)
-    total = blocks * _rows_of(source)
     launch(
-        _encode, triton.cdiv(total, shape["ROWS"]), source,
-        source, payload, kept, total, blocks, _between(source), _between(payload), _between(kept), first, next_, address,
+        _encode, triton.cdiv(blocks, shape["ROWS"]) * _rows_of(source), source,
+        source, payload, kept, blocks, _between(source), _between(payload), _between(kept), first, next_, address,
         PORTION=codec.scales.portion, LEAST=SMALLEST * codec.top, TOP=codec.top, STOCHASTIC=rounding is not None, **shape,
     )  # fmt: skip
     return blocks * codec.block
@@ -116,10 +114,9 @@ def decode(
     blocks, shape = into.shape[-1] // codec.block, _shape(codec)
     narrowed = into.dtype != torch.float32
     payload, kept = payload.view(torch.int8), kept.view(torch.int16)
-    total = blocks * _rows_of(into)
     launch(
-        _decode, triton.cdiv(total, shape["ROWS"]), into,
-        payload, kept, into, _table(codec, into), total, blocks, _between(into), _between(payload), _between(kept),
+        _decode, triton.cdiv(blocks, shape["ROWS"]) * _rows_of(into), into,
+        payload, kept, into, _table(codec, into), blocks, _between(into), _between(payload), _between(kept),
         PORTION=codec.scales.portion, SIGN=sign, NARROW=narrowed, LARGEST=torch.finfo(into.dtype).max, REACH=reach(into.dtype), **shape,
     )  # fmt: skip
     return blocks * codec.block
@@ -199,10 +196,14 @@ def _half(address, key, next_key):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _place(block, in_row):  # type: ignore[no-untyped-def]
-    """Return the row that holds a block, and the block's number there."""
-    row = block // in_row
-    return row, block - row * in_row
+def _place(blocks, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return this program's row of intervals, of `blocks` blocks each, and its blocks there. All are
+    int64.
+    """
+    programs = tl.cdiv(blocks, ROWS)  # of a row
+    row = tl.program_id(0) // programs
+    within = (tl.program_id(0) - row * programs).to(tl.int64)
+    return row.to(tl.int64), within * ROWS + tl.arange(0, ROWS)
 
 
 # --- numbers as bytes ---
@@ -278,15 +279,14 @@ def _number(  # type: ignore[no-untyped-def]
         return _integer(y, half, TOP, STOCHASTIC)
 
 
-@triton.jit(do_not_specialize=["blocks", "in_row", "kept_by", "key", "next_key", "address"])
+@triton.jit(do_not_specialize=["blocks", "kept_by", "key", "next_key", "address"])
 def _encode(  # type: ignore[no-untyped-def]
-    source, payload, kept, blocks, in_row, source_by, payload_by, kept_by, key, next_key, address,
+    source, payload, kept, blocks, source_by, payload_by, kept_by, key, next_key, address,
     PORTION: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr,
     KIND: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    here = block < blocks
-    row, rows = _place(block, in_row)
+    row, rows = _place(blocks, ROWS)
+    here = rows < blocks
     HALVES: tl.constexpr = KIND == _INT4
     SPAN: tl.constexpr = WIDTH if HALVES else BLOCK
     at = (row * source_by + rows * BLOCK)[:, None] + tl.arange(0, SPAN)[None, :]
@@ -383,15 +383,14 @@ def _read(  # type: ignore[no-untyped-def]
     return low, high, largest, scale
 
 
-@triton.jit(do_not_specialize=["blocks", "in_row", "kept_by"])
+@triton.jit(do_not_specialize=["blocks", "kept_by"])
 def _decode(  # type: ignore[no-untyped-def]
-    payload, kept, into, table, blocks, in_row, into_by, payload_by, kept_by,
+    payload, kept, into, table, blocks, into_by, payload_by, kept_by,
     PORTION: tl.constexpr, SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr,
     KIND: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    block, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    here = block < blocks
-    row, rows = _place(block, in_row)
+    row, rows = _place(blocks, ROWS)
+    here, column = rows < blocks, tl.arange(0, WIDTH)
     bytes_at = (row * payload_by + rows * WIDTH)[:, None] + column[None, :]
     low, high, largest, scale = _read(
         payload + bytes_at, kept + (row * kept_by + rows), table, here, PORTION, KIND, BLOCK, WIDTH, ROWS
