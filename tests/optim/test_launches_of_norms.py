@@ -15,7 +15,18 @@ import onefold
 from ranks import run_ranks
 
 #: They run nothing on a device.
-VIEWS = ("empty", "view", "detach", "alias", "unbind", "slice", "select", "as_strided", "_unsafe_view", "t")
+VIEWS = (
+    "empty",
+    "view",
+    "detach",
+    "alias",
+    "unbind",
+    "slice",
+    "select",
+    "as_strided",
+    "_unsafe_view",
+    "t",
+)
 
 
 class Operators(TorchDispatchMode):

@@ -29,7 +29,9 @@ def stepped(**recipe: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     dist.init_process_group("cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=4)
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(LAYERS)))
-    model = onefold.shard(layers, onefold.Recipe.zero(3, **recipe), device="virtual", units=(nn.Linear,))
+    model = onefold.shard(
+        layers, onefold.Recipe.zero(3, **recipe), device="virtual", units=(nn.Linear,)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         passes(model)
@@ -74,7 +76,11 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
         name = func.overloadpacket.__name__
-        if any(t.device.type == "virtual" for t in tensors) and name not in ("detach", "view", "slice"):
+        if any(t.device.type == "virtual" for t in tensors) and name not in (
+            "detach",
+            "view",
+            "slice",
+        ):
             self.found[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -300,7 +300,11 @@ def _encode(  # type: ignore[no-untyped-def]
     raw = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
     raw = tl.where(raw < LEAST, LEAST, tl.where(raw > _MOST, _MOST, raw))
     rounded = (bits(raw) + (_UP if STOCHASTIC else _NEAREST)) & -0x10000
-    tl.store(kept + (row * kept_by + rows), (tl.where(finite, rounded, _NAN) >> 16).to(tl.int16), mask=here)
+    tl.store(
+        kept + (row * kept_by + rows),
+        (tl.where(finite, rounded, _NAN) >> 16).to(tl.int16),
+        mask=here,
+    )
 
     one = tl.full([ROWS], 1.0, tl.float32)
     inverse = tl.div_rn(one, _scale(rounded.to(tl.float32, bitcast=True), PORTION))

@@ -92,7 +92,9 @@ def _pack(  # type: ignore[no-untyped-def]
     tl.store(scales + block, scale, mask=block < blocks)
     y = tl.div_rn(x, tl.broadcast_to(scale[:, None], [ROWS, BLOCK]))
     upper = ((bits(y) >> 16) & 0xFFFF).to(tl.int64)
-    code = (tl.load(lowest + upper).to(tl.int32) & 0xFF) + (y >= tl.load(boundary + upper)).to(tl.int32)
+    code = (tl.load(lowest + upper).to(tl.int32) & 0xFF) + (y >= tl.load(boundary + upper)).to(
+        tl.int32
+    )
     tl.store(codes + at, code.to(tl.int8), mask=here)
 
 

@@ -97,9 +97,7 @@ def _signed(number: int) -> int:
 _RESHAPED = ("ViewBackward0", "ReshapeAliasBackward0")
 #: How nodes of the graph make views: (tensor, node, number of the output, shape of the last view).
 _VIEWS: dict[str, Callable[[torch.Tensor, Any, int, torch.Size], torch.Tensor]] = {
-    "SelectBackward0": lambda t, n, _, __: t.select(
-        _signed(n._saved_dim), _signed(n._saved_index)
-    ),
+    "SelectBackward0": lambda t, n, _, __: t.select(_signed(n._saved_dim), _signed(n._saved_index)),
     "SliceBackward0": lambda t, n, _, __: torch.ops.aten.slice.Tensor(
         t, _signed(n._saved_dim), _signed(n._saved_start), _signed(n._saved_end), n._saved_step
     ),

@@ -551,6 +551,9 @@ class Gatherer:
             self.release(unit)
 
 
+differentiate.keep_hooks_from_compiler(Gatherer.release_when_gone)
+
+
 def _writes(unit: Unit) -> int:
     """Return how often the unit's masters have been written to, as far as version counters tell."""
     return sum(written(entry.param) for entry in unit.entries)

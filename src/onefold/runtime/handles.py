@@ -19,7 +19,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
 from onefold.runtime.autocast import CASTS, cast_of, in_autocast
-from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler
+from onefold.runtime.differentiate import (
+    is_checkpoint,
+    keep_from_compiler,
+    keep_hooks_from_compiler,
+)
 from onefold.runtime.parameters.in_pass import lent, lent_buffer
 from onefold.runtime.parameters.outside import Place
 from onefold.runtime.unit import Unit
@@ -113,3 +117,4 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
 
 
 keep_hooks_from_compiler(saving)
+keep_from_compiler(Handle.__del__)

@@ -10,6 +10,7 @@ import torch
 
 from onefold.runtime.parameters.interval import IntervalSpec, spec_of
 
+
 def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
     """Return the p-norms of whole tensors, each 0-dim. Takes one exchange of numbers for each group
     of ranks.
