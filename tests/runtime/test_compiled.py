@@ -135,7 +135,7 @@ def test_devices_without_cuda_graphs_ask_nothing() -> None:
     model = TinyGPT(depth=1)
     model.blocks[0].forward = _Graphed()  # type: ignore[assignment]
     compiled.refuse_cuda_graphs(model, torch.device("cpu"))
-    with pytest.raises(ValueError, match="'blocks.0' was compiled with CUDA graphs"):
+    with pytest.raises(ValueError, match=r"'blocks\.0' was compiled with CUDA graphs"):
         compiled.refuse_cuda_graphs(model, torch.device("cuda"))
 
 

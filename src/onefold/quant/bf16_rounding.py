@@ -16,11 +16,10 @@ import hashlib
 import torch
 
 from onefold.comm.launching import served
+from onefold.quant.numbers import GAMMA, MIX_1, MIX_2
 
-# One 64-bit hash serves four elements. It is SplitMix64 (Steele, Lea and Flood 2014): a counter,
-# and two multiplications that mix its bits.
+# One 64-bit hash, of SplitMix64, serves four elements.
 _LANES = 4
-GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _MASK = (1 << 64) - 1
 _GAMMA, _MIX_1, _MIX_2 = (n - (1 << 64) for n in (GAMMA, MIX_1, MIX_2))
 

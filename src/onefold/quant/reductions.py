@@ -31,7 +31,7 @@ class EncodedReduce(Reduce):
         self.codec, self.residuals = codec, resources.residuals
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
-        group, codec, name, first = self.group, self.codec, r.unit.name, r.span[0]
+        group, codec, name = self.group, self.codec, r.unit.name
         sending = EncodedSending(self, r)
         cuts = [overlap(r.span, there) for there in self.hop.ranges]
         used = [codec.encoded_bytes(b - a) for a, b in cuts]

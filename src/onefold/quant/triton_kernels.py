@@ -29,7 +29,8 @@ not show it.
 
 [Note: variants]  Triton compiles a kernel for each combination of dtypes, flags and codec. It also
 specializes on whether a pointer is a multiple of 16, and on whether an integer fits 32 bits. It
-does not specialize on the number of blocks, which differs between intervals, and of rows. Distances between rows are multiples of 16 bytes, and 0 if there is one row: one variant.
+does not specialize on the numbers of blocks and rows, which differ. Distances between rows are
+multiples of 16 bytes, or 0 if there is one row: one variant.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from onefold.comm.launching import launch
 from onefold.comm.triton_floats import bits, narrow
-from onefold.quant.bf16_rounding import GAMMA, MIX_1, MIX_2
+from onefold.quant.numbers import GAMMA, MIX_1, MIX_2
 
 ELEMENTS = 4096  # of one program
 _ABSOLUTE, _INFINITE = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
@@ -115,7 +115,7 @@ def _round(  # type: ignore[no-untyped-def]
 ):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     here = at < n
-    if HELD:
+    if HELD:  # noqa: SIM108
         key = tl.load(of_step)
     else:
         key = of_step.to(tl.int64)
