@@ -263,7 +263,7 @@ def moment_differences(device: torch.device) -> list[str]:
         if importlib.util.find_spec("torchao") is not None:
             for signed in (True, False):
                 given = values if signed else values.abs()
-                results = []
+                results: list[tuple[torch.Tensor, ...]] = []
                 for where in (torch.device("cpu"), device):
                     packing = MomentPacking(FORMATS["int8"], where)
                     codes = torch.zeros(n, dtype=torch.uint8, device=where)

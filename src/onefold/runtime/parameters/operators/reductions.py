@@ -53,7 +53,9 @@ def _norms_here(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]
     for (device, dtype, part, empty), indices in alike.items():
         if empty:  # the neutral element when the parts are combined
             nothing = math.inf if p < 0 else 0.0
-            norms = [torch.full((), nothing, dtype=_real(dtype), device=device)] * len(indices)
+            norms: Sequence[torch.Tensor] = [
+                torch.full((), nothing, dtype=_real(dtype), device=device)
+            ] * len(indices)
         else:
             wide = torch.float32 if part and dtype in (torch.float16, torch.bfloat16) else None
             norms = torch._foreach_norm([tensors[i] for i in indices], p, dtype=wide)
