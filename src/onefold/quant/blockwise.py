@@ -201,12 +201,14 @@ class Blockwise(Codec):
         """Check the first rows; return whether a kernel processes all rows. It processes whole
         blocks.
         """
-        if not floats.shape[0] or floats.shape[1] % self.block or floats.stride(1) != 1:
+        if not floats.shape[0] or not kernels.serve(self, floats[0]):
+            return False
+        if floats.shape[1] % self.block or floats.stride(1) != 1:
             return False
         if coded.shape[0] != floats.shape[0] or coded.stride(1) != 1:
             return False
         self._check(floats[0], coded[0], "the rows")
-        return kernels.serve(self, floats[0])
+        return True
 
     def _split_rows(self, coded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the payloads and the magnitudes of rows of whole blocks: views, [rows, ...]."""

@@ -174,11 +174,12 @@ class CachedCasts:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._kind = device, device.type
         # By unit: {number of an entry: (the entry, its cast)}
         self._seen: dict[int, dict[int, tuple[Entry, TensorWeakRef]]] = {}
         self._kept: dict[int, dict[int, tuple[Entry, TensorWeakRef]]] = {}
         self._nothing: dict[torch.dtype, torch.Tensor] = {}
+        self._constants: set[int] = set()  # numbers of elements, see `saw_constant`
         self._warned = False
 
     def saw(self, unit: Unit, cast: Cast) -> None:
@@ -186,13 +187,18 @@ class CachedCasts:
         known = getattr(cast.leaf, "__dict__", {}).get("_onefold_entry")
         if known is not None and (entry := known()) is not None:
             seen = self._seen.setdefault(unit.index, {})
-            if entry.number not in seen:
-                seen[entry.number] = entry, TensorWeakRef(cast.tensor)
+            seen[entry.number] = entry, TensorWeakRef(cast.tensor)
+
+    def saw_constant(self, saved: torch.Tensor) -> None:
+        """Remember a tensor without gradient that autograd saves: it may be the cast of a frozen
+        weight.
+        """
+        self._constants.add(saved.numel())
 
     def drop(self, unit: Unit) -> None:
         """Take the memory of the casts of a unit that is released."""
-        seen = self._seen.pop(unit.index, {})
-        kind = self.device.type
+        seen = self._seen.pop(unit.index, {}) if self._seen else {}
+        kind = self._kind
         if not torch.is_autocast_enabled(kind):
             return
         dtype = torch.get_autocast_dtype(kind)
@@ -200,8 +206,9 @@ class CachedCasts:
         self._warn_of_frozen(weights, dtype)
         if not weights or not torch.is_autocast_cache_enabled():
             return
-        others = [e for e in weights if e.active and e.number not in seen]
         found = [(e, known()) for e, known in seen.values()]
+        there = {e.number for e, cast in found if cast is not None}
+        others = [e for e in weights if e.active and e.number not in there]
         found += zip(others, cached_casts(e.compute for e in others), strict=True)
         kept, alone = self._kept.setdefault(unit.index, {}), _alone(kind, dtype)
         while found:
@@ -213,6 +220,8 @@ class CachedCasts:
 
     def fill(self, unit: Unit) -> None:
         """Give the casts of a unit that was gathered their values again, if they still exist."""
+        if not self._kept:
+            return
         for entry, known in self._kept.pop(unit.index, {}).values():
             if (cast := known()) is not None:
                 point(cast, entry.compute.detach().to(cast.dtype))
@@ -221,13 +230,16 @@ class CachedCasts:
     def _no_memory(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the element that a cast without memory shows. Whoever reads it gets NaN."""
         if dtype not in self._nothing:
-            self._nothing[dtype] = torch.full((), torch.nan, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):
+                nothing = torch.full((), torch.nan, dtype=dtype, device=self.device)
+            self._nothing[dtype] = nothing
         return self._nothing[dtype]
 
     def _warn_of_frozen(self, candidates: Iterable[Entry], dtype: torch.dtype) -> None:
-        if self._warned or not torch.is_grad_enabled():
+        constants, self._constants = self._constants, set()
+        if self._warned or not constants:
             return
-        frozen = [entry.slot.name for entry in candidates if not entry.active]
+        frozen = [e.slot.name for e in candidates if not e.active and e.slot.numel in constants]
         if not frozen:
             return
         self._warned = True

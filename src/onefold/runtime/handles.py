@@ -99,6 +99,8 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
             if cast is not None and (of := by_storage.get(storage_of(cast.source))) is not None:
                 casts.saw(of[0], cast)
                 return CastHandle(gather, *of, cast.source, t)
+            if not t.requires_grad:
+                casts.saw_constant(t)
         if lent and t.layout is torch.strided and not recomputed:
             other = lent_buffer(storage_of(t))
             if other is not None and t.dtype == other[2].dtypes.compute:
