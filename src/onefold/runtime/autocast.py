@@ -122,7 +122,7 @@ _VIEWS: dict[str, Callable[[torch.Tensor, Any, int, torch.Size], torch.Tensor]] 
 # -- autocast's cache ------------------------------------------------------------------------------
 
 
-class _Miss(Exception):  # noqa: N818: it reports no error
+class _Miss(Exception):
     """Ends an operation for which autocast begins to make a cast."""
 
 
