@@ -6,6 +6,7 @@ The blocks compute almost nothing, so a step is hooks, attribute calls and the o
 | world  | ranks                 | sides                                       | what it shows                                      |
 |--------|-----------------------|---------------------------------------------|----------------------------------------------------|
 | "gloo" | two, one thread each  | stages 0 to 3 beside DDP and FSDP2          | the host's time of a step, as multiples of theirs  |
+| "gloo" | two, one thread each  | `--sides 3 3+inductor ...`: blocks compiled | what torch.compile of the blocks gains             |
 | "fake" | one process as rank 0 of 8, 64, 1,024 | stages 1 and 3              | what grows with the ranks besides the wire         |
 
 Each round measures every side in turns, each in processes of its own, in the other direction every
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +39,9 @@ from benchmarks.harness import RESULTS, ROOT
 
 SCHEMA = "onefold-host-time/1"
 SIDES = ("ddp", "fsdp2", "0", "1", "2", "3")
+#: At the end of a side's name: its blocks are compiled by inductor.
+INDUCTOR = "+inductor"
+COMPILED_SIDES = tuple(side + INDUCTOR for side in SIDES if side != "fsdp2")
 FAKE_SIDES = ("1", "3")
 FIGURES = ("step_s", "optimizer_s", "cpu_s", "loss")
 WIDTH, LAYERS, WARMUP = 16, 8, 5
@@ -118,6 +122,11 @@ def rank_main(rank: int, side: str, blocks: int, ranks: int, folder: str, count:
 
 
 def _on(side: str, model: nn.Module, ranks: int) -> nn.Module:
+    if side.endswith(INDUCTOR):
+        side = side.removesuffix(INDUCTOR)
+        for block in model.children():
+            forward: Any = torch.compile(block.forward)
+            block.forward = forward
     if side == "ddp":
         return nn.parallel.DistributedDataParallel(model)
     if side == "fsdp2":
@@ -178,7 +187,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--against", nargs="*", type=Path, default=[], help="`src` folders of other checkouts"
     )
-    parser.add_argument("--sides", nargs="*", choices=SIDES, default=list(SIDES))
+    parser.add_argument(
+        "--sides",
+        nargs="*",
+        choices=[*SIDES, *COMPILED_SIDES],
+        default=list(SIDES),
+        help=f"those that end in {INDUCTOR} have their blocks compiled",
+    )
     parser.add_argument("--blocks", nargs="+", type=int, default=[48, 96])
     parser.add_argument(
         "--fake",
@@ -242,6 +257,9 @@ def _row(cell: Cell, runs: dict[Cell, list[dict[str, Any]]]) -> dict[str, Any]:
             if found := runs.get(Cell(peer, cell.blocks, 2, "this")):
                 row[f"of_{peer}"] = _ratio(own, found)
         row["goal"] = "of_{} {}".format(*GOALS[cell.side]) if cell.side in GOALS else None
+        eager = runs.get(replace(cell, side=cell.side.removesuffix(INDUCTOR)))
+        if cell.side.endswith(INDUCTOR) and eager:
+            row["of_eager"] = _ratio(own, eager)
     else:
         fewest = min(
             (
@@ -269,11 +287,11 @@ def _line(row: dict[str, Any]) -> str:
     times = "   ".join(f"{key[:-2]} {1e3 * row[key]:7.2f} ms" for key in FIGURES[:3])
     ratios = "   ".join(
         f"{key} {row[key]:.2f}"
-        for key in ("of_ddp", "of_fsdp2", "of_fewest_ranks", "of_this")
+        for key in ("of_ddp", "of_fsdp2", "of_eager", "of_fewest_ranks", "of_this")
         if key in row
     )
     return (
-        f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:5} {row['source']:10}"
+        f"{row['world']} {row['ranks']:4} {row['blocks']:3} {row['side']:10} {row['source']:10}"
         f" {times}   {ratios}"
     )
 

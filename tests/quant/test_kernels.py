@@ -9,12 +9,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import onefold
 from onefold.comm import launching, sums
-from onefold.quant import kernel_check, kernels
+from onefold.quant import codec, kernel_check, kernels
+from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,9 +44,10 @@ def test_kernels_have_the_bits_of_torch(sample):
     here = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     names = sample(kernels.NAMES, 4)
     program = (
-        "import torch\nfrom onefold.quant.kernel_check import codec_differences, sum_differences\n"
+        "import torch\nfrom onefold.quant import kernel_check as k\n"
         f"device = torch.device({device!r})\n"
-        f"print(codec_differences(device, {names}) + sum_differences(device))"
+        f"print(k.codec_differences(device, {names}) + k.row_differences(device, {names})"
+        " + k.moment_differences(device) + k.sum_differences(device))"
     )
     command = ["-m", "benchmarks.codecs", "--check", "--device", device]
     every = len(names) == len(kernels.NAMES)
@@ -114,3 +119,69 @@ def test_the_comparison_says_where_no_kernel_runs():
         match=r"no kernel runs on 'cpu': expected CUDA with Triton, or TRITON_INTERPRET=1",
     ):
         kernel_check.differences("cpu")
+
+
+# -- launches --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched. Torch's operations do what they would do."""
+    found: list[str] = []
+
+    def standing_in(name: str) -> Any:
+        def act(codec: Any, *arguments: Any) -> int:
+            found.append(name)
+            *_, last = arguments
+            whole = arguments[0] if name == "encode" else last if name == "decode_sum" else None
+            return (arguments[2] if whole is None else whole).shape[-1]
+
+        return act
+
+    monkeypatch.setattr(kernels, "served", lambda like: launching._allowed.get())
+    for name in ("encode", "decode", "decode_sum"):
+        monkeypatch.setattr(kernels, name, standing_in(name))
+    return found
+
+
+@pytest.mark.parametrize("name", kernels.NAMES)
+def test_the_intervals_of_all_ranks_take_one_launch(launched: list[str], name: str) -> None:
+    by, ranks, numel = codec(name), 64, 256 * 3
+    used = by.encoded_bytes(numel)
+    coded = torch.zeros(ranks, used + 16, dtype=torch.uint8)[:, :used]
+    values = torch.zeros(ranks, numel)
+    by.encode_rows(values, coded)
+    by.decode_rows(coded, values)
+    by.keep_residual_rows(coded, values)
+    by.decode_sum(coded, values[0], 7, values[1])
+    assert launched == ["encode", "decode", "decode", "decode_sum"]
+
+
+def launches_of_a_step() -> list[str]:
+    """The kernels that a step of one linear layer launches on rank 1 of 4, and their rows."""
+    found: list[str] = []
+
+    def recorded(name: str) -> Any:
+        def act(codec: Any, first: torch.Tensor, *_: Any) -> int:
+            found.append(f"{name} of {first.shape[0]}")
+            return 0
+
+        return act
+
+    kernels.served = lambda like: launching._allowed.get()
+    for name in ("encode", "decode", "decode_sum"):
+        setattr(kernels, name, recorded(name))
+    recipe = onefold.Recipe.zero(
+        3, gather_codec="int8", reduce_codec="int8", error_feedback=True, stall_timeout=30.0
+    )
+    model = onefold.shard(nn.Linear(64, 1024, bias=False), recipe, units=())
+    model(torch.ones(2, 64)).sum().backward()
+    return found
+
+
+def test_a_gather_and_a_reduction_take_a_launch_for_all_ranks() -> None:
+    found = run_ranks(4, launches_of_a_step)[1]
+    gather = ["encode of 1", "decode of 4"]
+    # Its own part lies between those of the others
+    reduction = ["encode of 1", "decode of 1", "encode of 2", "decode of 2", "decode_sum of 4"]
+    assert found == [*gather, *gather[1:], *reduction] or found == [*gather, *reduction], found

@@ -28,6 +28,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.int8: "*i8",
     torch.int16: "*i16",
+    torch.int64: "*i64",
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -36,10 +37,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def launches(monkeypatch, tmp_path):
     """What the kernels' callers launch: (kernel, arguments, options), instead of running it."""
     from onefold.comm import triton_sums
-    from onefold.quant import triton_kernels
+    from onefold.quant import triton_kernels, triton_moments
 
     found: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    for room in (triton_sums, triton_kernels):
+    for room in (triton_sums, triton_kernels, triton_moments):
         monkeypatch.setattr(
             room,
             "launch",
@@ -118,7 +119,7 @@ def check(launch, architecture=90):
     narrow = re.findall(
         r"tt\.addptr %(.*?), .*: tensor<[^>]*!tt\.ptr<[^>]*>>, tensor<\S*xi(?:8|16|32)>", ttir
     )
-    tables = int("SIGN" in launch[2] and launch[2]["KIND"] == 3)
+    tables = int("encode" not in launch[0].__name__ and launch[2].get("KIND") == 3)
     assert len(narrow) == tables, f"{narrow}: beyond 2**31 elements these offsets wrap"
     return found
 
@@ -151,7 +152,8 @@ def test_codecs_round_every_operation_once_and_move_16_bytes_at_a_time(launches,
         ), found
         for decode in decodes:
             found = check(decode)
-            assert found["st.global.v4.b32"] and not any(n.startswith("div") for n in found), found
+            assert found["st.global.v4.b32"], found
+            assert not any(n.startswith("div") and n.endswith(".f32") for n in found), found
     if by.stochastic:
         (encode,) = codec_launches(launches, by, torch.bfloat16, stochastic=True)
         check(encode)
@@ -252,3 +254,41 @@ def test_lengths_and_distances_beyond_32_bits_are_64_bit_integers(launches):
     assert (given["n"], given["stride"]) == (2**31, 2**31)
     small = torch.empty(16, dtype=torch.bfloat16)
     check((kernel, (small, small, small, *arguments[3:]), options))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8", "nf4"])
+def test_rows_of_all_ranks_are_read_and_written_16_bytes_at_a_time(launches, name):
+    from onefold.quant import triton_kernels
+
+    by, numel = codec(name), 4096
+    coded = torch.empty(4, by.encoded_bytes(numel) + 16, dtype=torch.uint8)
+    floats, own = torch.empty(4, numel, dtype=torch.bfloat16), torch.empty(numel)
+    payload, kept = by._split_rows(coded[:, : by.encoded_bytes(numel)], numel)
+    triton_kernels.encode(by, floats, payload, kept, None)
+    triton_kernels.decode(by, payload, kept, floats, 0)
+    triton_kernels.decode_sum(by, payload, kept, own, 2, torch.empty(numel))
+    encode, decode, total = launches
+    found = check(encode)
+    assert found["ld.global.v4.b32"] and any(n.startswith("st.global.v") for n in found), found
+    found = check(decode)
+    assert found["st.global.v4.b32"], found
+    found = check(total)
+    assert found["st.global.v4.b32"] and found["add.rn.f32"] and found["mul.rn.f32"], found
+
+
+def test_moments_round_every_operation_once(launches):
+    from onefold.quant import triton_moments
+
+    n = 4096 * 3
+    codes, scales = torch.empty(n, dtype=torch.uint8), torch.empty(n // 256)
+    floats, table = torch.empty(n), torch.empty(256)
+    lowest, boundary = torch.empty(1 << 16, dtype=torch.uint8), torch.empty(1 << 16)
+    triton_moments.unpack(codes, scales, table, floats, 256)
+    triton_moments.pack(floats, lowest, boundary, codes, scales, 256)
+    triton_moments.round_by_chance(floats, -(1 << 62), 5, floats.bfloat16())
+    triton_moments.round_by_chance(floats, torch.zeros(1).long(), 5, floats.bfloat16())
+    unpack, pack, *rounds = launches
+    assert check(unpack)["mul.rn.f32"]
+    assert check(pack)["div.rn.f32"]
+    for launch in rounds:
+        check(launch)

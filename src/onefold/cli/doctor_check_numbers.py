@@ -276,6 +276,11 @@ def kernels_and_operations(here: Here, findings: Findings) -> str:
         findings.expect(False, f"sums differ: {what}")
     for what in kernel_check.codec_differences(here.device, blocks=blocks):
         findings.expect(False, f"{what} differ")
+    for what in [
+        *kernel_check.row_differences(here.device),
+        *kernel_check.moment_differences(here.device),
+    ]:
+        findings.expect(False, f"{what} differ")
     compared = sum(kernel_check.compared(blocks))
     findings.figures |= {
         "compared": compared,

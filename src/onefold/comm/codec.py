@@ -42,6 +42,10 @@ class Stochastic:
                     " 2**63 - 1"
                 )
 
+    def at(self, address: int) -> Stochastic:
+        """Return the same draws from another address on."""
+        return Stochastic(self.seed, self.step, address)
+
     @property
     def keys(self) -> tuple[int, int]:
         """Two keys of 32 bits, signed, made of seed and step."""
@@ -144,6 +148,53 @@ class Codec(ABC):
         self._check(source, encoded, "the tensor that was encoded")
         self._decode(encoded, source, -1)
         source.nan_to_num_(0.0, 0.0, 0.0)
+
+    # -- rows: intervals of one length -------------------------------------------------------------
+    #
+    # The same bytes and values as one call for each row. On a device with kernels, one kernel does
+    # all rows: at 64 ranks, one launch instead of 64.
+
+    @torch.no_grad()
+    def encode_rows(
+        self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None
+    ) -> None:
+        """Encode each row of `source`, [rows, numel], into a row of `into`, [rows,
+        encoded_bytes(numel)].
+
+        `rounding`: of the first row. The addresses of each further row follow those of the one
+        before.
+        """
+        for i, (floats, coded) in enumerate(zip(source, into, strict=True)):
+            there = rounding and rounding.at(rounding.address + i * floats.numel())
+            self.encode(floats, coded, rounding=there)
+
+    @torch.no_grad()
+    def decode_rows(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
+        """Decode each row of `encoded`, [rows, encoded_bytes(numel)], into a row of `into`, [rows,
+        numel].
+        """
+        for coded, floats in zip(encoded, into, strict=True):
+            self.decode(coded, floats)
+
+    @torch.no_grad()
+    def keep_residual_rows(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
+        """Do what `keep_residual` does, for each row."""
+        for coded, floats in zip(encoded, source, strict=True):
+            self.keep_residual(coded, floats)
+
+    @torch.no_grad()
+    def decode_sum(
+        self, encoded: torch.Tensor, own: torch.Tensor, rank: int, into: torch.Tensor
+    ) -> None:
+        """Write the sum of all rows of `encoded`, decoded, to `into` (fp32, [numel]). They are
+        added in order, beginning with +0; `own`, [numel], takes the place of row `rank`.
+        """
+        into.zero_()
+        for i, coded in enumerate(encoded):
+            if i == rank:
+                into.add_(own)
+            else:
+                self.decode_add(coded, into)
 
     @abstractmethod
     def bound(self, magnitudes: torch.Tensor, *, stochastic: bool = False) -> torch.Tensor:

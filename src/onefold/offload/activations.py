@@ -42,6 +42,7 @@ from onefold.device import CopyStream, Ticket, capturing, with_index, within
 from onefold.memory.pool import MemoryLedger, empty
 from onefold.offload.arena import Arena
 from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
+from onefold.runtime.differentiate import keep_from_compiler, keep_hooks_from_compiler
 
 ACTIVATIONS_ON_HOST, ACTIVATIONS_MOVING = "activations", "activations on their way"
 SMALLEST = 1 << 20  # bytes: below this a copy costs more than the memory is worth
@@ -415,3 +416,8 @@ def _task() -> int:
 
 def _bytes_of(storage: torch.UntypedStorage, copy: Copy) -> torch.Tensor:
     return as_view(storage, torch.uint8, copy.start, (copy.nbytes,), (1,))
+
+
+keep_hooks_from_compiler(ActivationStore.hooks)
+for _hook in (ActivationStore.pack, ActivationStore.unpack):
+    keep_from_compiler(_hook)

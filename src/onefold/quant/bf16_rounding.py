@@ -15,12 +15,13 @@ import hashlib
 
 import torch
 
-# One 64-bit hash serves four elements. It is SplitMix64 (Steele, Lea and Flood 2014): a counter,
-# and two multiplications that mix its bits.
+from onefold.comm.launching import served
+from onefold.quant.numbers import GAMMA, MIX_1, MIX_2
+
+# One 64-bit hash, of SplitMix64, serves four elements.
 _LANES = 4
-_GAMMA, _MIX_1, _MIX_2 = (
-    n - (1 << 64) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
+_MASK = (1 << 64) - 1
+_GAMMA, _MIX_1, _MIX_2 = (n - (1 << 64) for n in (GAMMA, MIX_1, MIX_2))
 
 
 def key_of(seed: int, name: str, what: str) -> int:
@@ -34,26 +35,46 @@ def key_of(seed: int, name: str, what: str) -> int:
     )
 
 
-def to_bf16(values: torch.Tensor, key: int, step: torch.Tensor, first: int) -> torch.Tensor:
-    """Round fp32 `values`, [n], to bf16.
+def to_bf16(
+    values: torch.Tensor, key: int, step: torch.Tensor, first: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Round fp32 `values`, [n], to bf16. Returns `out`, [n], or a new tensor.
 
-    `first`: index of the first value in its parameter. `step`: a 0-dim tensor on any device.
+    `first`: index of the first value in its parameter. `step`: a 0-dim tensor, on the host or on
+    the device of `values`. The device does not wait for a step that the host has.
     """
-    bits = values.view(torch.int32) + _random(values.numel(), key, step, first, values.device)
+    of_step = hash_of(step, key)
+    if out is None:
+        out = torch.empty(values.numel(), dtype=torch.bfloat16, device=values.device)
+    if served(values):
+        from onefold.quant import triton_moments
+
+        triton_moments.round_by_chance(values.contiguous(), of_step, first, out)
+        return out
+    bits = values.view(torch.int32) + _random(values.numel(), of_step, first, values.device)
     rounded = (bits & -0x10000).view(torch.float32)
     # The addition may carry a NaN's bits into the sign
-    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+    return out.copy_(torch.where(values.isfinite(), rounded, values))
+
+
+def hash_of(step: torch.Tensor, key: int) -> int | torch.Tensor:
+    """Return the hash of a key and a step: a signed 64-bit number for a step on the host, an int64
+    tensor, [1], for one on a device.
+    """
+    if step.device.type != "cpu":
+        return _mixed(step.detach().to(torch.int64, copy=True).reshape(1).mul_(_GAMMA).add_(key))
+    z = int(step) * GAMMA + key & _MASK
+    for shift, factor in ((30, MIX_1), (27, MIX_2), (31, 1)):
+        z = (z ^ z >> shift) * factor & _MASK
+    return z - (1 << 64) if z >> 63 else z
 
 
 def _random(
-    numel: int, key: int, step: torch.Tensor, first: int, device: torch.device
+    numel: int, of_step: int | torch.Tensor, first: int, device: torch.device
 ) -> torch.Tensor:
     """Return random numbers from 0 to 65535, int32, for `numel` elements from `first` on."""
     begin = first // _LANES
     count = -(-(first + numel) // _LANES) - begin
-    of_step = _mixed(
-        step.detach().to(device, torch.int64, copy=True).reshape(1).mul_(_GAMMA).add_(key)
-    )
     hashes = (
         torch.arange(begin + 1, begin + count + 1, dtype=torch.int64, device=device)
         .mul_(_GAMMA)

@@ -162,6 +162,61 @@ class Blockwise(Codec):
                 self._saturate(numbers, largest.float(), into.dtype)
                 target.copy_(numbers)
 
+    # -- rows, by one kernel -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def encode_rows(
+        self, source: torch.Tensor, into: torch.Tensor, *, rounding: Stochastic | None = None
+    ) -> None:
+        if not self._at_once(source, into):
+            super().encode_rows(source, into, rounding=rounding)
+            return
+        kernels.encode(self, source, *self._split_rows(into, source.shape[1]), rounding)
+
+    @torch.no_grad()
+    def decode_rows(self, encoded: torch.Tensor, into: torch.Tensor) -> None:
+        if not self._at_once(into, encoded):
+            super().decode_rows(encoded, into)
+            return
+        kernels.decode(self, *self._split_rows(encoded, into.shape[1]), into, 0)
+
+    @torch.no_grad()
+    def keep_residual_rows(self, encoded: torch.Tensor, source: torch.Tensor) -> None:
+        if not self._at_once(source, encoded):
+            super().keep_residual_rows(encoded, source)
+            return
+        kernels.decode(self, *self._split_rows(encoded, source.shape[1]), source, -1)
+        source.nan_to_num_(0.0, 0.0, 0.0)
+
+    @torch.no_grad()
+    def decode_sum(
+        self, encoded: torch.Tensor, own: torch.Tensor, rank: int, into: torch.Tensor
+    ) -> None:
+        if into.dtype != torch.float32 or not self._at_once(into[None], encoded[:1]):
+            super().decode_sum(encoded, own, rank, into)
+            return
+        kernels.decode_sum(self, *self._split_rows(encoded, into.numel()), own, rank, into)
+
+    def _at_once(self, floats: torch.Tensor, coded: torch.Tensor) -> bool:
+        """Check the first rows; return whether a kernel processes all rows. It processes whole
+        blocks.
+        """
+        if not floats.shape[0] or not kernels.serve(self, floats[0]):
+            return False
+        if floats.shape[1] % self.block or floats.stride(1) != 1:
+            return False
+        if coded.shape[0] != floats.shape[0] or coded.stride(1) != 1:
+            return False
+        self._check(floats[0], coded[0], "the rows")
+        return True
+
+    def _split_rows(self, coded: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the payloads and the magnitudes of rows of whole blocks: views, [rows, ...]."""
+        self.split(coded[0], numel)  # it checks the address
+        return coded[:, : self.payload_bytes(numel)], coded[:, self._even(numel) :].view(
+            torch.bfloat16
+        )
+
     def _saturate(self, numbers: torch.Tensor, kept: torch.Tensor, dtype: torch.dtype) -> None:
         """Clamp blocks whose values fitted `dtype` to its range. Rounding may have raised their
         largest element above it.

@@ -36,21 +36,17 @@ class EncodedIntervals:
 
     def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
         """Encode `values` of some intervals into their bytes `coded`."""
-        for index in range(values.numel() // max(self.numel, 1)):
-            self.codec.encode(
-                values[index * self.numel : (index + 1) * self.numel], self.at(coded, index)
-            )
+        if self.numel and values.numel():
+            self.codec.encode_rows(values.view(-1, self.numel), self.rows(coded))
 
     def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
         """Decode the bytes `coded` of some intervals into `values`."""
-        for index in range(coded.numel() // max(self.each, 1)):
-            self.codec.decode(
-                self.at(coded, index), values[index * self.numel : (index + 1) * self.numel]
-            )
+        if self.numel and values.numel():
+            self.codec.decode_rows(self.rows(coded), values.view(-1, self.numel))
 
-    def at(self, coded: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the bytes of one interval."""
-        return coded[index * self.each : index * self.each + self.used]
+    def rows(self, coded: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of intervals without their padding, [intervals, used]."""
+        return coded.view(-1, self.each)[:, : self.used]
 
 
 class EncodedStorage(Storage):

@@ -8,12 +8,15 @@ round, overflow, underflow or are not finite:
     codecs   blocks of ordinary, subnormal, zero and the largest values; infinity and NaN; ties between any two of a codec's numbers,
              and their neighbours; lengths that end inside a block; starts that are not a multiple
              of 16 bytes
+    rows     intervals at equal distances in one call: those of all ranks
+    moments  in 8 bits: packed and unpacked, a shorter last block too; rounded to bf16 by chance
     sums     1 to 5 parts of each dtype, with and without an own part of another dtype; -0, overflow, subnormals; rows with gaps
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,8 +27,11 @@ import torch
 from onefold.comm.launching import INTERPRETED, by_torch, served
 from onefold.comm.sums import sum_parts
 from onefold.quant import Blockwise, Encoded, Stochastic, codec, kernels
+from onefold.quant.bf16_rounding import to_bf16
 from onefold.quant.fp8 import numbers_of_bytes
+from onefold.quant.moment_packing import MomentPacking
 from onefold.quant.nf4 import levels
+from onefold.recipe.moments import FORMATS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCKS = (64, 256)
@@ -44,7 +50,12 @@ def differences(device: torch.device | str) -> list[str]:
             f"no kernel runs on {str(device)!r}: expected CUDA with Triton, or TRITON_INTERPRET=1"
             " with 'cpu'"
         )
-    return codec_differences(device) + sum_differences(device)
+    return (
+        codec_differences(device)
+        + row_differences(device)
+        + moment_differences(device)
+        + sum_differences(device)
+    )
 
 
 def compared(blocks: Sequence[int] = BLOCKS) -> tuple[int, int]:
@@ -180,6 +191,89 @@ def _blockwise(name: str, block: int) -> Blockwise:
     by = codec(name, block=block)
     assert isinstance(by, Blockwise)
     return by
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def row_differences(
+    device: torch.device, names: Sequence[str] = kernels.NAMES, rows: int = 3
+) -> list[str]:
+    """Return the `differences` of codecs on rows of intervals."""
+    return [
+        f"{name}, {rows} rows of {dtype}: {what}"
+        for name in names
+        for dtype in DTYPES
+        for what in _rows_differ(_blockwise(name, 64), DTYPES[dtype], rows, device)
+    ]
+
+
+def _rows_differ(
+    by: Blockwise, dtype: torch.dtype, rows: int, device: torch.device
+) -> Iterator[str]:
+    """Compare what kernels do on `device` with torch on the CPU. Rows of bytes have gaps."""
+    generator = torch.Generator().manual_seed(9)
+    numel = by.block * 5
+    used = by.encoded_bytes(numel)
+    source = parts_of(rows, numel, dtype, generator)
+    own = parts_of(1, numel, dtype, generator)[0]
+    places: dict[str, dict[str, torch.Tensor]] = {}
+    for where in (torch.device("cpu"), device):
+        values = source.to(where)
+        coded = torch.zeros(rows, used + 32, dtype=torch.uint8, device=where)[:, :used]
+        found = places.setdefault("kernels" if places else "torch", {})
+        with by_torch() if len(places) == 1 else contextlib.nullcontext():
+            if by.stochastic:
+                by.encode_rows(values, coded, rounding=Stochastic(2, 3, 77))
+                found["encoded stochastically"] = coded.clone()
+            by.encode_rows(values, coded)
+            found["encoded"] = coded.clone()
+            found["decoded"] = torch.zeros(rows, numel, dtype=dtype, device=where)
+            by.decode_rows(coded, found["decoded"])
+            found["residual"] = values.clone()
+            by.keep_residual_rows(coded, found["residual"])
+            for rank in (0, rows - 1):
+                total = found[f"sum at rank {rank}"] = torch.ones(numel, device=where)
+                by.decode_sum(coded, own.to(where), rank, total)
+    for what, expected in places["torch"].items():
+        if not same(expected, places["kernels"][what]):
+            yield what
+
+
+# -- moments ---------------------------------------------------------------------------------------
+
+
+def moment_differences(device: torch.device) -> list[str]:
+    """Return the `differences` of moments in 8 bits (if torchao is installed) and of rounding by
+    chance.
+    """
+    found = []
+    generator = torch.Generator().manual_seed(11)
+    for n in (256, 1000, 4096 + 300):
+        values = parts_of(1, n, torch.float32, generator)[0]
+        for first in (0, 5):
+            for step in (torch.tensor(3.0, device="cpu"), torch.tensor(3.0, device=device)):
+                expected = torch.zeros(n, dtype=torch.bfloat16, device="cpu")
+                result = torch.zeros_like(expected, device=device)
+                with by_torch():
+                    to_bf16(values, -(7**20), step.cpu(), first, expected)
+                to_bf16(values.to(device), -(7**20), step, first, result)
+                if not same(expected, result):
+                    found.append(f"{n} values from {first}, rounded by chance, step {step.device}")
+        if importlib.util.find_spec("torchao") is not None:
+            for signed in (True, False):
+                given = values if signed else values.abs()
+                results: list[tuple[torch.Tensor, ...]] = []
+                for where in (torch.device("cpu"), device):
+                    packing = MomentPacking(FORMATS["int8"], where)
+                    codes = torch.zeros(n, dtype=torch.uint8, device=where)
+                    scales = torch.zeros(-(-n // 256), device=where)
+                    with by_torch() if not results else contextlib.nullcontext():
+                        packing.encode(given.to(where), signed, codes, scales)
+                        results.append((codes, scales, packing.decode(codes, scales, n, signed)))
+                if not all(map(same, *results)):
+                    found.append(f"{n} moments in int8, {'signed' if signed else 'unsigned'}")
+    return found
 
 
 # -- sums ------------------------------------------------------------------------------------------

@@ -32,7 +32,9 @@ def encode(
     scales: torch.Tensor,
     rounding: Stochastic | None,
 ) -> int:
-    """Encode the whole blocks of `source`; return the number of elements done."""
+    """Encode the whole blocks of `source`, [numel] or [rows, numel]; return the number of elements
+    of a row that are done.
+    """
     from onefold.quant import triton_kernels
 
     return triton_kernels.encode(codec, source, payload, scales, rounding)
@@ -41,9 +43,23 @@ def encode(
 def decode(
     codec: Blockwise, payload: torch.Tensor, scales: torch.Tensor, into: torch.Tensor, sign: int
 ) -> int:
-    """Decode the whole blocks into `into`, or add them times `sign` (if not 0); return the number
-    of elements done.
+    """Decode the whole blocks into `into`, [numel] or [rows, numel], or add them times `sign` (if
+    not 0); return the number of elements of a row that are done.
     """
     from onefold.quant import triton_kernels
 
     return triton_kernels.decode(codec, payload, scales, into, sign)
+
+
+def decode_sum(
+    codec: Blockwise,
+    payload: torch.Tensor,
+    scales: torch.Tensor,
+    own: torch.Tensor,
+    rank: int,
+    into: torch.Tensor,
+) -> None:
+    """Write the sum of decoded rows of whole blocks, with `own` in the place of row `rank`."""
+    from onefold.quant import triton_kernels
+
+    triton_kernels.decode_sum(codec, payload, scales, own, rank, into)

@@ -37,9 +37,9 @@ from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
 from onefold.runtime.implementations import groups_of, only, raw_step
 
-#: Elements stepped at a time. On a CPU the unpacked values stay in the cache; other devices need
-#: more work per call.
-CHUNK = {"cpu": 1 << 18, "other": 1 << 22}
+#: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
+#: work per call: 2**24 elements take 256 MB of unpacked values and gradients.
+CHUNK = {"cpu": 1 << 18, "other": 1 << 24}
 _TORCHAO = {
     "Adam8bit": "int8", "AdamW8bit": "int8", "Adam4bit": "int4", "AdamW4bit": "int4", "AdamFp8": "fp8", "AdamWFp8": "fp8",
 }  # fmt: skip
@@ -318,9 +318,7 @@ def _put_back(
         if key in state:
             pack(how, piece, key, state[key], step)
     if piece.master.dtype != torch.float32:
-        piece.master.copy_(
-            _rounded(how, piece, "master", stand_in.detach(), step, piece.master.dtype)
-        )
+        _round(how, piece, "master", stand_in.detach(), step, piece.master)
     return {key: value for key, value in state.items() if key not in SIGNED}
 
 
@@ -342,20 +340,22 @@ def pack(
         codec = how.codec(format, value.device)
         (codec.encode_again if again else codec.encode)(value, SIGNED[key], codes, scales)
     elif piece.parts[key].data_ptr() != value.data_ptr():
-        piece.parts[key].copy_(_rounded(how, piece, key, value, step, format.dtype))
+        _round(how, piece, key, value, step, piece.parts[key])
 
 
-def _rounded(
+def _round(
     how: MomentPolicy,
     piece: Piece,
     what: str,
     value: torch.Tensor,
     step: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    if how.seed is None or dtype != torch.bfloat16:
-        return value
-    return to_bf16(value, key_of(how.seed, piece.entry.part.names[0], what), step, piece.first)
+    into: torch.Tensor,
+) -> None:
+    if how.seed is None or into.dtype != torch.bfloat16:
+        into.copy_(value)
+        return
+    key = key_of(how.seed, piece.entry.part.names[0], what)
+    to_bf16(value, key, step, piece.first, into)
 
 
 # -- shards in memory ------------------------------------------------------------------------------

@@ -13,6 +13,8 @@ SMALLEST_NORMAL, SMALLEST_STEP = 2.0**-6, 2.0**-9
 # rounds to the nearest integer (ties to even), and the sum's low bits are that integer. This takes
 # one pass instead of rounding and converting, and works alike in every kernel.
 MAGIC = 1.5 * 2.0**23
+#: SplitMix64 (Steele, Lea and Flood 2014): a counter, and two multiplications that mix its bits.
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 @cache

@@ -7,6 +7,7 @@ kept and added to the next gradient (runtime/residuals.py).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +31,7 @@ class EncodedReduce(Reduce):
         self.codec, self.residuals = codec, resources.residuals
 
     def start(self, r: Reduction, context: CollectiveContext) -> Sending:
-        group, codec, name, first = self.group, self.codec, r.unit.name, r.span[0]
+        group, codec, name = self.group, self.codec, r.unit.name
         sending = EncodedSending(self, r)
         cuts = [overlap(r.span, there) for there in self.hop.ranges]
         used = [codec.encoded_bytes(b - a) for a, b in cuts]
@@ -39,20 +40,13 @@ class EncodedReduce(Reduce):
         sent = sending.coded = self.pool.take(room.sent, torch.uint8, REDUCTION, name)
         into = self.pool.take(room.received, torch.uint8, REDUCTION, name)
         sending.receive_buffer = into
-        residual = self.residuals.of(r)
-        sends, recvs, mine = [], [], used[group.rank]
+        sends, mine = [], used[group.rank]
         plain = {p: (b - a) * self.flat.dtypes.wire.itemsize for p, (a, b) in enumerate(cuts)}
+        self._encode(r, cuts, used, sent, each)
         for p, (a, b) in enumerate(cuts):
-            if p == group.rank or a == b:
-                continue
-            piece, coded = r.buffer[a - first : b - first], sent[p * each : p * each + used[p]]
-            if residual is None:
-                codec.encode(piece, coded, rounding=self.residuals.rounding(r, a))
-            else:
-                lost = residual[a - first : b - first].add_(piece)
-                codec.encode(lost, coded, rounding=self.residuals.rounding(r, a))
-                codec.keep_residual(coded, lost)
-            sends.append((p, coded))
+            if p != group.rank and a != b:
+                sends.append((p, sent[p * each : p * each + used[p]]))
+        recvs = []
         parts = {group.rank: r.mine}
         for p in range(group.size) if mine else ():
             if p != group.rank:
@@ -83,6 +77,48 @@ class EncodedReduce(Reduce):
             )
         return sending
 
+    def _encode(
+        self,
+        r: Reduction,
+        cuts: list[tuple[int, int]],
+        used: list[int],
+        sent: torch.Tensor,
+        each: int,
+    ) -> None:
+        """Encode the parts `cuts` of other ranks into `sent`: neighbours of one length together."""
+        codec, first, residual = self.codec, r.span[0], self.residuals.of(r)
+        for start, stop in _alike(cuts, self.group.rank):
+            (a, b), end = cuts[start], cuts[stop - 1][1]
+            pieces = r.buffer[a - first : end - first].view(stop - start, b - a)
+            coded = _rows(sent, start, stop - start, each, used[start])
+            rounding = self.residuals.rounding(r, a)
+            if residual is None:
+                codec.encode_rows(pieces, coded, rounding=rounding)
+            else:
+                lost = residual[a - first : end - first].view_as(pieces).add_(pieces)
+                codec.encode_rows(lost, coded, rounding=rounding)
+                codec.keep_residual_rows(coded, lost)
+
+
+def _alike(cuts: list[tuple[int, int]], own: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of ranks whose parts have one length, are not empty and follow each other,
+    without `own`.
+    """
+    start = 0
+    while start < len(cuts):
+        stop, (a, b) = start + 1, cuts[start]
+        if start != own and a != b:
+            while stop < len(cuts) and stop != own and cuts[stop] == (b, 2 * b - a):
+                (a, b), stop = cuts[stop], stop + 1
+            yield start, stop
+        start = stop
+
+
+def _rows(buffer: torch.Tensor, first: int, count: int, each: int, used: int) -> torch.Tensor:
+    """Return a view of `count` parts of a buffer from part `first` on, without their padding."""
+    offset = buffer.storage_offset() + first * each
+    return buffer.as_strided((count, used), (each, 1), offset)
+
 
 class EncodedSending(PartsSending):
     """Encoded parts being sent. `coded`: their buffer, returned to the pool after the sum."""
@@ -90,14 +126,14 @@ class EncodedSending(PartsSending):
     coded: torch.Tensor | None
 
     def add_up(self, sums: torch.Tensor) -> None:
-        by = self.by
+        by, own = self.by, self.parts[self.by.group.rank]
         assert isinstance(by, EncodedReduce)
-        sums.zero_()
-        for rank, part in self.parts.items():
-            if rank == by.group.rank:
-                sums.add_(part)
-            else:
-                by.codec.decode_add(part, sums)
+        received, ranks = self.receive_buffer, len(self.parts)
+        if ranks == 1 or received is None:
+            sums.copy_(own).add_(0.0)
+            return
+        each, used = received.numel() // ranks, by.codec.encoded_bytes(own.numel())
+        by.codec.decode_sum(_rows(received, 0, ranks, each, used), own, by.group.rank, sums)
 
     def sum(self) -> torch.Tensor:
         total = super().sum()

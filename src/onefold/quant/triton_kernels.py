@@ -1,7 +1,8 @@
 """The block-wise codecs on CUDA in one pass over memory: read once, write once. The results equal
 those of the plain operations bit for bit.
 
-A program processes `ROWS` blocks, about 4096 elements.
+A program processes `ROWS` blocks, about 4096 elements. One launch serves an interval, or rows of
+intervals at equal distances: those of all ranks.
 
 | codec | a byte holds                               | a number is computed by                                      | see         |
 |-------|--------------------------------------------|--------------------------------------------------------------|-------------|
@@ -28,7 +29,8 @@ not show it.
 
 [Note: variants]  Triton compiles a kernel for each combination of dtypes, flags and codec. It also
 specializes on whether a pointer is a multiple of 16, and on whether an integer fits 32 bits. It
-does not specialize on the number of blocks, which differs between intervals.
+does not specialize on the numbers of blocks and rows, which differ. Distances between rows are
+multiples of 16 bytes, or 0 if there is one row: one variant.
 """
 
 from __future__ import annotations
@@ -93,13 +95,14 @@ def encode(
     rounding: Stochastic | None,
 ) -> int:
     """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
-    blocks, shape = source.numel() // codec.block, _shape(codec)
+    blocks, shape = source.shape[-1] // codec.block, _shape(codec)
     first, next_, address = (
         (*rounding.keys, rounding.address) if rounding is not None else (0, 0, 0)
     )
+    payload, kept = payload.view(torch.int8), kept.view(torch.int16)
     launch(
-        _encode, triton.cdiv(blocks, shape["ROWS"]), source,
-        source, payload.view(torch.int8), kept.view(torch.int16), blocks, first, next_, address,
+        _encode, triton.cdiv(blocks, shape["ROWS"]) * _rows_of(source), source,
+        source, payload, kept, blocks, _between(source), _between(payload), _between(kept), first, next_, address,
         PORTION=codec.scales.portion, LEAST=SMALLEST * codec.top, TOP=codec.top, STOCHASTIC=rounding is not None, **shape,
     )  # fmt: skip
     return blocks * codec.block
@@ -109,15 +112,47 @@ def decode(
     codec: Blockwise, payload: torch.Tensor, kept: torch.Tensor, into: torch.Tensor, sign: int
 ) -> int:
     """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
-    blocks, shape = into.numel() // codec.block, _shape(codec)
+    blocks, shape = into.shape[-1] // codec.block, _shape(codec)
     narrowed = into.dtype != torch.float32
-    table = pairs(into.device).view(torch.float32) if codec.name == "nf4" else into
+    payload, kept = payload.view(torch.int8), kept.view(torch.int16)
     launch(
-        _decode, triton.cdiv(blocks, shape["ROWS"]), into,
-        payload.view(torch.int8), kept.view(torch.int16), into, table, blocks, PORTION=codec.scales.portion,
-        SIGN=sign, NARROW=narrowed, LARGEST=torch.finfo(into.dtype).max, REACH=reach(into.dtype), **shape,
+        _decode, triton.cdiv(blocks, shape["ROWS"]) * _rows_of(into), into,
+        payload, kept, into, _table(codec, into), blocks, _between(into), _between(payload), _between(kept),
+        PORTION=codec.scales.portion, SIGN=sign, NARROW=narrowed, LARGEST=torch.finfo(into.dtype).max, REACH=reach(into.dtype), **shape,
     )  # fmt: skip
     return blocks * codec.block
+
+
+def decode_sum(
+    codec: Blockwise,
+    payload: torch.Tensor,
+    kept: torch.Tensor,
+    own: torch.Tensor,
+    rank: int,
+    into: torch.Tensor,
+) -> None:
+    """See kernels.py; also runs on CPU tensors under Triton's interpreter."""
+    blocks, shape = into.numel() // codec.block, _shape(codec)
+    payload, kept = payload.view(torch.int8), kept.view(torch.int16)
+    launch(
+        _decode_sum, triton.cdiv(blocks, shape["ROWS"]), into,
+        payload, kept, own, into, _table(codec, into), blocks, payload.shape[0], rank, _between(payload), _between(kept),
+        PORTION=codec.scales.portion, **shape,
+    )  # fmt: skip
+
+
+def _rows_of(floats: torch.Tensor) -> int:
+    return floats.shape[0] if floats.dim() == 2 else 1
+
+
+def _between(rows: torch.Tensor) -> int:
+    """Return the distance from one row to the next, in elements; 0 if there is one row."""
+    return rows.stride(0) if rows.dim() == 2 and rows.shape[0] > 1 else 0
+
+
+def _table(codec: Blockwise, into: torch.Tensor) -> torch.Tensor:
+    """Return the levels of nf4, in pairs; any tensor for other codecs."""
+    return pairs(into.device).view(torch.float32) if codec.name == "nf4" else into
 
 
 def _shape(codec: Blockwise) -> dict[str, Any]:
@@ -159,6 +194,17 @@ def _half(address, key, next_key):  # type: ignore[no-untyped-def]
     x ^= x >> _SHIFT_2
     half = tl.where((address & 1) == 1, x >> 16, x & 0xFFFF).to(tl.int32)
     return tl.where(half >= 32768, half - 65536, half)
+
+
+@triton.jit
+def _place(blocks, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return this program's row of intervals, of `blocks` blocks each, and its blocks there. All are
+    int64.
+    """
+    programs = tl.cdiv(blocks, ROWS)  # of a row
+    row = tl.program_id(0) // programs
+    within = (tl.program_id(0) - row * programs).to(tl.int64)
+    return row.to(tl.int64), within * ROWS + tl.arange(0, ROWS)
 
 
 # --- numbers as bytes ---
@@ -234,17 +280,17 @@ def _number(  # type: ignore[no-untyped-def]
         return _integer(y, half, TOP, STOCHASTIC)
 
 
-@triton.jit(do_not_specialize=["blocks", "key", "next_key", "address"])
+@triton.jit(do_not_specialize=["blocks", "kept_by", "key", "next_key", "address"])
 def _encode(  # type: ignore[no-untyped-def]
-    source, payload, kept, blocks, key, next_key, address,
+    source, payload, kept, blocks, source_by, payload_by, kept_by, key, next_key, address,
     PORTION: tl.constexpr, LEAST: tl.constexpr, TOP: tl.constexpr, STOCHASTIC: tl.constexpr,
     KIND: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, rows = _place(blocks, ROWS)
     here = rows < blocks
     HALVES: tl.constexpr = KIND == _INT4
     SPAN: tl.constexpr = WIDTH if HALVES else BLOCK
-    at = rows[:, None] * BLOCK + tl.arange(0, SPAN)[None, :]
+    at = (row * source_by + rows * BLOCK)[:, None] + tl.arange(0, SPAN)[None, :]
     low = _load(source + at, here)
     largest = tl.max(bits(low) & _ABSOLUTE, axis=1)
     if HALVES:
@@ -255,7 +301,11 @@ def _encode(  # type: ignore[no-untyped-def]
     raw = tl.where(finite, largest, 0).to(tl.float32, bitcast=True)
     raw = tl.where(raw < LEAST, LEAST, tl.where(raw > _MOST, _MOST, raw))
     rounded = (bits(raw) + (_UP if STOCHASTIC else _NEAREST)) & -0x10000
-    tl.store(kept + rows, (tl.where(finite, rounded, _NAN) >> 16).to(tl.int16), mask=here)
+    tl.store(
+        kept + (row * kept_by + rows),
+        (tl.where(finite, rounded, _NAN) >> 16).to(tl.int16),
+        mask=here,
+    )
 
     one = tl.full([ROWS], 1.0, tl.float32)
     inverse = tl.div_rn(one, _scale(rounded.to(tl.float32, bitcast=True), PORTION))
@@ -268,7 +318,7 @@ def _encode(  # type: ignore[no-untyped-def]
         number = even | (odd << 4)
     number = tl.where(finite[:, None], number, 0)
     tl.store(
-        payload + (rows[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]),
+        payload + ((row * payload_by + rows * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]),
         number.to(tl.int8),
         mask=here[:, None],
     )
@@ -311,53 +361,84 @@ def _put(  # type: ignore[no-untyped-def]
     tl.store(into + at, narrow(value, into.dtype.element_ty), mask=here[:, None])
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    payload, kept, table, here, PORTION: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Load blocks. `payload` and `kept` point to them. Return their numbers, [ROWS, WIDTH] (nf4:
+    [ROWS, BLOCK]), those of their upper halves (int4; the same again for others), their largest
+    magnitudes and their scales.
+    """
+    largest = (tl.load(kept, mask=here, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    scale = _scale(largest, PORTION)
+    byte = tl.load(payload, mask=here[:, None], other=0).to(tl.int32)
+    if KIND == _INT8:
+        low = byte.to(tl.float32)
+        high = low
+    elif KIND == _FP8:
+        low = _from_e4m3(byte)
+        high = low
+    elif KIND == _INT4:
+        low = ((byte & 15) - 8).to(tl.float32)
+        high = (((byte >> 4) & 15) - 8).to(tl.float32)
+    else:
+        number = tl.reshape(tl.join(byte & 15, (byte >> 4) & 15), [ROWS, BLOCK])
+        low = tl.load(table + 2 * number)  # 16 words of one cache line, without bank conflicts
+        high = low
+    return low, high, largest, scale
+
+
+@triton.jit(do_not_specialize=["blocks", "kept_by"])
 def _decode(  # type: ignore[no-untyped-def]
-    payload, kept, into, table, blocks,
+    payload, kept, into, table, blocks, into_by, payload_by, kept_by,
     PORTION: tl.constexpr, SIGN: tl.constexpr, NARROW: tl.constexpr, LARGEST: tl.constexpr, REACH: tl.constexpr,
     KIND: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row, rows = _place(blocks, ROWS)
     here, column = rows < blocks, tl.arange(0, WIDTH)
-    largest = (tl.load(kept + rows, mask=here, other=0).to(tl.int32) << 16).to(
-        tl.float32, bitcast=True
-    )
-    scale = _scale(largest, PORTION)
-    byte = tl.load(
-        payload + (rows[:, None] * WIDTH + column[None, :]), mask=here[:, None], other=0
-    ).to(tl.int32)
-    at = rows[:, None] * BLOCK + column[None, :]
-    if KIND == _INT8:
-        _put(into, at, here, byte.to(tl.float32), largest, scale, SIGN, NARROW, LARGEST, REACH)
-    elif KIND == _FP8:
-        _put(into, at, here, _from_e4m3(byte), largest, scale, SIGN, NARROW, LARGEST, REACH)
-    elif KIND == _INT4:
-        _put(
-            into,
-            at,
-            here,
-            ((byte & 15) - 8).to(tl.float32),
-            largest,
-            scale,
-            SIGN,
-            NARROW,
-            LARGEST,
-            REACH,
-        )
-        _put(
-            into,
-            at + WIDTH,
-            here,
-            (((byte >> 4) & 15) - 8).to(tl.float32),
-            largest,
-            scale,
-            SIGN,
-            NARROW,
-            LARGEST,
-            REACH,
-        )
+    bytes_at = (row * payload_by + rows * WIDTH)[:, None] + column[None, :]
+    low, high, largest, scale = _read(
+        payload + bytes_at, kept + (row * kept_by + rows), table, here, PORTION, KIND, BLOCK, WIDTH, ROWS
+    )  # fmt: skip
+    first = row * into_by + rows * BLOCK
+    if KIND == _NF4:
+        whole = first[:, None] + tl.arange(0, BLOCK)[None, :]
+        _put(into, whole, here, low, largest, scale, SIGN, NARROW, LARGEST, REACH)
     else:
-        number = tl.reshape(tl.join(byte & 15, (byte >> 4) & 15), [ROWS, BLOCK])
-        value = tl.load(table + 2 * number)  # 16 words of one cache line, without bank conflicts
-        whole = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        _put(into, whole, here, value, largest, scale, SIGN, NARROW, LARGEST, REACH)
+        at = first[:, None] + column[None, :]
+        _put(into, at, here, low, largest, scale, SIGN, NARROW, LARGEST, REACH)
+        if KIND == _INT4:
+            _put(into, at + WIDTH, here, high, largest, scale, SIGN, NARROW, LARGEST, REACH)
+
+
+@triton.jit(do_not_specialize=["blocks", "rows", "rank", "kept_by"])
+def _decode_sum(  # type: ignore[no-untyped-def]
+    payload, kept, own, into, table, blocks, rows, rank, payload_by, kept_by,
+    PORTION: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    SPAN: tl.constexpr = BLOCK if KIND == _NF4 else WIDTH
+    block, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    here = block < blocks
+    bytes_at = block[:, None] * WIDTH + column[None, :]
+    at = block[:, None] * BLOCK + tl.arange(0, SPAN)[None, :]
+    low_sum = tl.zeros([ROWS, SPAN], tl.float32)
+    high_sum = tl.zeros([ROWS, SPAN], tl.float32)
+    r = 0  # not `for r in range(rows)`: see comm/triton_sums.py
+    while r < rows:
+        if r == rank:
+            low_sum += _load(own + at, here)
+            if KIND == _INT4:
+                high_sum += _load(own + (at + WIDTH), here)
+        else:
+            low, high, _, scale = _read(
+                payload + bytes_at, kept + block, table, here, PORTION, KIND, BLOCK, WIDTH, ROWS
+            )
+            low_sum += low * scale[:, None]
+            if KIND == _INT4:
+                high_sum += high * scale[:, None]
+        payload += payload_by  # a scalar: one addition a row
+        kept += kept_by
+        r += 1
+    tl.store(into + at, low_sum, mask=here[:, None])
+    if KIND == _INT4:
+        tl.store(into + (at + WIDTH), high_sum, mask=here[:, None])

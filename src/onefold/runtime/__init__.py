@@ -12,8 +12,8 @@ commands.
 | Who steps it?                               | `steps`, `implementations`                                          |
 | Which copies are out of date?               | `stale`, `residuals`                                                |
 | Which parameters train, and what waits?     | `trained`, `unreduced`                                              |
-| What does a forward pass see and leave?     | `handles`, `nested`, `keep_gathered`                                |
-| Which other passes are there?               | `differentiate`                                                     |
+| What does a forward pass see and leave?     | `handles`, `autocast`, `nested`, `keep_gathered`                    |
+| Which other passes are there?               | `differentiate`, `compiled`                                         |
 | Who follows the passes from outside?        | `following`                                                         |
 | What else is checked and kept?              | `checks`, `buffers`, `unset`, `registry`                            |
 

@@ -13,7 +13,7 @@ from onefold.comm import CollectiveContext
 from onefold.comm.messages import alike, both
 from onefold.memory.tier_error import TierError
 from onefold.runtime import differentiate
-from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler
 from onefold.runtime.order import at_the_turn, with_missing, with_unseen
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.unreduced import show_unreduced
@@ -204,6 +204,9 @@ class Backward:
 
 
 _TOLD = 512  # bytes of a message about what went wrong
+
+
+keep_from_compiler(Backward._end)  # autograd calls it
 
 
 def agree_and_finish(

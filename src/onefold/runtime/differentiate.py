@@ -14,6 +14,7 @@ memory/pool.py.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +119,22 @@ def keep_from_compiler(function: Any) -> None:
     who does not compile.
     """
     function._torchdynamo_disable = True
+    _run_uncompiled(function.__code__)
+
+
+def keep_hooks_from_compiler(function: Any) -> None:
+    """Run the functions that `function` defines uncompiled, where compiled code calls them through
+    autograd: as hooks on saved tensors or on gradients.
+
+    Each pass makes new ones. Compiled, each would be compiled again, up to the recompile limit.
+    """
+    for code in function.__code__.co_consts:
+        if isinstance(code, CodeType):
+            _run_uncompiled(code)
+
+
+def _run_uncompiled(code: CodeType) -> None:
     frames = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if frames is not None and hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
-        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))

@@ -23,7 +23,8 @@ from onefold.runtime.backward import Backward
 from onefold.runtime.buffers import Buffers
 from onefold.runtime.capabilities import Activations
 from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
-from onefold.runtime.differentiate import TRANSFORMS, in_autograd
+from onefold.runtime.compiled import refuse_cuda_graphs
+from onefold.runtime.differentiate import TRANSFORMS, in_autograd, keep_hooks_from_compiler
 from onefold.runtime.entry import Entry
 from onefold.runtime.gather import Gatherer, Recorded
 from onefold.runtime.nested import tensors_in
@@ -208,6 +209,8 @@ class Forward:
             self.buffers.find(root)
         if early:
             check_not_wrapped(self.units[0].module())
+            if self.gather.sharded:
+                refuse_cuda_graphs(self.units[0].module(), self.resources.device)
         # Before `follow_trainable`: it must see what was trainable when the optimizer stepped
         self.copies.look_for_writes()
         # A pass without gradients in between (a reference pass with adapters off) must not change
@@ -321,6 +324,9 @@ class Forward:
         for t in tensors_in(output):
             if t.grad_fn is not None:  # a leaf would keep the hook of every pass
                 t.register_hook(backward_reached)
+
+
+keep_hooks_from_compiler(Forward._watch)
 
 
 # -- outputs that lie in gathered buffers ----------------------------------------------------------

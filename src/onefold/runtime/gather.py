@@ -37,6 +37,7 @@ from onefold.memory import GATHERED, storage_of
 from onefold.memory.tier_error import TierError
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
+from onefold.runtime.autocast import CachedCasts
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import Beside
 from onefold.runtime.handles import saving
@@ -119,6 +120,9 @@ class Gatherer:
         self.beside: Beside = (
             self.transfers.up.beside if self.transfers.up.asynchronous else nullcontext
         )
+        # Where torch.autocast may cast gathered parameters, see runtime/autocast.py
+        fp32 = any(f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats)
+        self.casts = CachedCasts(resources.device) if fp32 else None
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/keep_gathered.py)
@@ -469,6 +473,8 @@ class Gatherer:
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
+        if self.casts is not None:
+            self.casts.fill(unit)
 
     def _order_after_copies(self, unit: Unit) -> None:
         """Make later work on the current stream wait for the unit's copies to the device."""
@@ -487,6 +493,8 @@ class Gatherer:
         unit.move(State.SHARDED, self.progress.step)
         self.here.pop(unit.index, None)
         self.awaiting_backward.pop(unit.index, None)
+        if self.casts is not None:
+            self.casts.drop(unit)
         for flat in unit.flats:
             flat.storage.forget()
             # On one rank, a unit may have frozen parameters, which stay, and others that are cast
@@ -543,6 +551,9 @@ class Gatherer:
             and not unit.depth
         ):
             self.release(unit)
+
+
+differentiate.keep_hooks_from_compiler(Gatherer.release_when_gone)
 
 
 def _writes(unit: Unit) -> int:

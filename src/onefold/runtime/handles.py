@@ -5,6 +5,9 @@ saves tensors that lie in gathered buffers as handles (unit, offset, sizes). Unp
 backward gathers the unit if it is not gathered. So a unit can be released after its forward pass
 whatever the model's outputs look like, and backward finds its parameters by whatever path it comes
 to them. A unit whose backward reads no parameter (an embedding) is not gathered again.
+
+Casts that torch.autocast makes of gathered parameters are saved as handles too: see [Note: casts
+are handles] in runtime/autocast.py.
 """
 
 from __future__ import annotations
@@ -15,7 +18,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.differentiate import is_checkpoint
+from onefold.runtime.autocast import CASTS, cast_of, in_autocast
+from onefold.runtime.differentiate import (
+    is_checkpoint,
+    keep_from_compiler,
+    keep_hooks_from_compiler,
+)
 from onefold.runtime.parameters.in_pass import lent, lent_buffer
 from onefold.runtime.parameters.outside import Place
 from onefold.runtime.unit import Unit
@@ -26,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """What autograd keeps instead of a view into a gathered buffer."""
+    """What autograd keeps instead of a view into a gathered buffer, [size]."""
 
     __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
 
@@ -41,6 +49,32 @@ class Handle:
         if self.unit.handles == 0 or self.unit.looks_up_only:
             self.watch.maybe_release(self.unit)
 
+    def read(self) -> torch.Tensor:
+        self.watch.backward_event()
+        self.watch.acquire(self.unit, backward=True)
+        full = self.flat.full
+        assert full is not None
+        return full.as_strided(self.size, self.stride, self.offset)
+
+
+class CastHandle(Handle):
+    """What autograd keeps instead of a view, [cast_size], of a cast of a view into a gathered
+    buffer. It is cast again when it is read.
+    """
+
+    __slots__ = ("cast_offset", "cast_size", "cast_stride", "dtype")
+
+    def __init__(
+        self, watch: Gatherer, unit: Unit, flat: Flat, source: torch.Tensor, cast: torch.Tensor
+    ) -> None:
+        super().__init__(watch, unit, flat, source)
+        self.dtype, self.cast_offset = cast.dtype, cast.storage_offset()
+        self.cast_size, self.cast_stride = cast.size(), cast.stride()
+
+    def read(self) -> torch.Tensor:
+        cast = super().read().to(self.dtype)
+        return cast.as_strided(self.cast_size, self.cast_stride, self.cast_offset)
+
 
 def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_hooks:
     """Inside this context, autograd saves tensors in gathered buffers as handles, and others as
@@ -54,11 +88,19 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
     outer_pack, outer_unpack = top if top else (None, None)
     by_storage = gather.by_storage
     recomputed = is_checkpoint(outer_pack) and not recomputed_alike
+    casts = None if recomputed else gather.casts
 
     def pack(t: torch.Tensor) -> Any:
         hit = by_storage.get(storage_of(t)) if t.layout is torch.strided else None
         if hit is not None and t.dtype == hit[1].dtypes.compute and not recomputed:
             return Handle(gather, *hit, t)
+        if casts is not None and t.dtype in CASTS and t.layout is torch.strided and in_autocast():
+            cast = cast_of(t)
+            if cast is not None and (of := by_storage.get(storage_of(cast.source))) is not None:
+                casts.saw(of[0], cast)
+                return CastHandle(gather, *of, cast.source, t)
+            if not t.requires_grad:
+                casts.saw_constant(t)
         if lent and t.layout is torch.strided and not recomputed:
             other = lent_buffer(storage_of(t))
             if other is not None and t.dtype == other[2].dtypes.compute:
@@ -69,14 +111,12 @@ def saving(gather: Gatherer, recomputed_alike: bool = False) -> saved_tensors_ho
         return t if t.grad_fn is None else t.detach()
 
     def unpack(saved: Any) -> torch.Tensor:
-        if type(saved) is Place:
+        if isinstance(saved, (Handle, Place)):
             return saved.read()
-        if type(saved) is not Handle:
-            return outer_unpack(saved) if outer_unpack else saved
-        gather.backward_event()
-        gather.acquire(saved.unit, backward=True)
-        full = saved.flat.full
-        assert full is not None
-        return full.as_strided(saved.size, saved.stride, saved.offset)
+        return outer_unpack(saved) if outer_unpack else saved
 
     return saved_tensors_hooks(pack, unpack)
+
+
+keep_hooks_from_compiler(saving)
+keep_from_compiler(Handle.__del__)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.runtime.differentiate import keep_hooks_from_compiler
 from onefold.runtime.parameters.interval import ShardedParameterError, disable_torch_function
 from onefold.runtime.unreduced import follow_runs
 
@@ -78,3 +79,7 @@ def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
             r.arrived(e)
 
     return hook
+
+
+for _function in (refuse_gradients, _arrival):
+    keep_hooks_from_compiler(_function)

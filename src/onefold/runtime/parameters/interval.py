@@ -30,6 +30,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._foreach_utils import _foreach_supported_types
 
 from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
@@ -272,6 +273,11 @@ class Interval(torch.Tensor):
             " optimizer.state_dict() or onefold.save(folder, model=model, optimizer=optimizer):"
             " every rank calls it, rank 0 has the whole."
         )
+
+
+# torch.nn.utils.clip_grad_norm_ and its like take one call for all tensors of these classes, and one
+# call (here, an exchange) for each tensor of others. DTensor is added likewise by torch itself.
+_foreach_supported_types.append(Interval)
 
 
 class GivenOut:

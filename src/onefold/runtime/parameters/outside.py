@@ -22,7 +22,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.differentiate import is_checkpoint
+from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler
 from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.interval import disable_torch_function, spec_of
 from onefold.runtime.parameters.write_counters import ForwardPass
@@ -159,3 +159,7 @@ def _watch(engine: OwningEngine, out: Any) -> None:
     for t in tensors_in(out):
         if t.requires_grad:
             t.register_hook(backward_reached)
+
+
+for _function in (_saving, _watch):
+    keep_hooks_from_compiler(_function)

@@ -16,36 +16,52 @@ def norms_of(tensors: Sequence[torch.Tensor], p: Any) -> list[torch.Tensor]:
     of ranks.
     """
     p = float(p)
-    local = [_norm_here(t, p) for t in tensors]
+    out = _norms_here(tensors, p)
     apart: dict[Any, list[int]] = {}
     for i, t in enumerate(tensors):
         if (spec := spec_of(t)) is not None:
             apart.setdefault(spec.owners.meet(spec.name)[1], []).append(i)
-    out = list(local)
     for indices in apart.values():
         spec, *others = [s for i in indices if (s := spec_of(tensors[i])) is not None]
-        parts = torch.stack([local[i].to(local[indices[0]].device, torch.float64) for i in indices])
+        device = out[indices[0]].device
+        parts = torch.stack([out[i].to(device) for i in indices]).to(torch.float64)
         mine = parts if math.isinf(p) else parts.pow(p) if p else parts
         what = "the norm" if p == 2 else f"the {p:g}-norm"
-        every = spec.exchange(mine, what, others).to(parts.device)
+        every = spec.exchange(mine, what, others).to(device)
         most = every.amax(0) if p > 0 else every.amin(0)
         total = most if math.isinf(p) else every.sum(0).pow(1.0 / p) if p else every.sum(0)
-        for i, value in zip(indices, total, strict=True):
-            out[i] = value.to(_real(tensors[i].dtype))
+        rounded: dict[torch.dtype, Sequence[torch.Tensor]] = {}
+        for at, i in enumerate(indices):
+            dtype = _real(tensors[i].dtype)
+            if dtype not in rounded:
+                rounded[dtype] = total.to(dtype).unbind()
+            out[i] = rounded[dtype][at]
     return out
 
 
-def _norm_here(t: torch.Tensor, p: float) -> torch.Tensor:
-    """Return the norm of a plain tensor, or of this rank's part of an interval.
+def _norms_here(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
+    """Return the norms of plain tensors, and of this rank's parts of intervals: one call for all
+    that share a device and a dtype.
 
     Norms of 16-bit parts are in fp32: the result is rounded once, when all parts are combined.
     """
-    if spec_of(t) is None:
-        return torch._foreach_norm([t], p)[0]
-    if not t.numel():  # the neutral element when the parts are combined
-        return torch.full((), math.inf if p < 0 else 0.0, dtype=_real(t.dtype), device=t.device)
-    wide = torch.float32 if t.dtype in (torch.float16, torch.bfloat16) else None
-    return torch._foreach_norm([t], p, dtype=wide)[0]
+    out: list[Any] = [None] * len(tensors)
+    alike: dict[tuple[torch.device, torch.dtype, bool, bool], list[int]] = {}
+    for i, t in enumerate(tensors):
+        part = spec_of(t) is not None
+        alike.setdefault((t.device, t.dtype, part, part and not t.numel()), []).append(i)
+    for (device, dtype, part, empty), indices in alike.items():
+        if empty:  # the neutral element when the parts are combined
+            nothing = math.inf if p < 0 else 0.0
+            norms: Sequence[torch.Tensor] = [
+                torch.full((), nothing, dtype=_real(dtype), device=device)
+            ] * len(indices)
+        else:
+            wide = torch.float32 if part and dtype in (torch.float16, torch.bfloat16) else None
+            norms = torch._foreach_norm([tensors[i] for i in indices], p, dtype=wide)
+        for i, norm in zip(indices, norms, strict=True):
+            out[i] = norm
+    return out
 
 
 def reduce_to_number(name: str, args: Any, kwargs: Any) -> torch.Tensor | bool | None:
