@@ -26,7 +26,8 @@ def equal(seen: dict[str, Any], stages: tuple[int, ...]) -> None:
     assert len(ddp["loss"]) == 4 and len(set(ddp["loss"])) == 4 and not ddp["sharded"]
     for stage in stages:
         ours = seen[f"{stage}"]
-        assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-5), stage
+        # GRPO's losses are what is left of terms of order 1 that cancel out: fp32 rounds these
+        assert ours["loss"] == pytest.approx(ddp["loss"], rel=1e-5, abs=2e-8), stage
         # DDP's norm is summed in fp32: of 262,144 elements it is up to 6e-5 off
         assert ours["grad_norm"] == pytest.approx(ddp["grad_norm"], rel=1e-4), stage
 
