@@ -329,12 +329,15 @@ class Flat:
         """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""
         if buffer is None:
             for entry in self.entries:
-                entry.compute.__class__ = Whole  # it may be released already
-                point(entry.compute, entry.released)
-                entry.compute.__class__ = Released
+                if type(entry.compute) is Whole:
+                    point(entry.compute, entry.released)
+                    entry.compute.__class__ = Released
+                elif type(entry.compute) is not Released:  # a fake tensor keeps its class
+                    point(entry.compute, entry.released)
             return
         for entry, view in zip(self.entries, self.views(buffer), strict=True):
-            entry.compute.__class__ = Whole
+            if type(entry.compute) is Released:
+                entry.compute.__class__ = Whole
             point(entry.compute, view)
 
     def data_is_read(self, entry: Entry) -> None:
