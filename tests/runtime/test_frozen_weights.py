@@ -116,7 +116,7 @@ def codes(model: nn.Module) -> Codes:
     for flat in (f for u in onefold.engine_of(model).units for f in u.flats if f.storage.encoded):
         by, each = flat.storage.codec, flat.layout.shard_numel
         for index in range((flat.owned[1] - flat.owned[0]) // each):
-            payload, kept = by.split(flat.storage.intervals.at(flat.storage.payload, index), each)
+            payload, kept = by.split(flat.storage.intervals.rows(flat.storage.payload)[index], each)
             first = flat.owned[0] + index * each
             for slot in flat.layout.slots:
                 a, b = (
@@ -249,7 +249,7 @@ def test_what_groups_and_frozen_weights_cannot_be_is_refused_or_said(
         onefold.shard(TinyGPT(), onefold.Recipe.zero(3, frozen="int8"))
     assert "no matrix but embeddings was frozen" in caplog.text
     for said in run_ranks(2, said_of_groups):
-        assert "makes one group of the 2 ranks (the launcher says" in said
+        assert "makes one group of the 2 ranks (all are on one node" in said
 
 
 def said_of_groups() -> str:

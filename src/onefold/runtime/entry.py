@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.layout import Slot, overlap
 from onefold.recipe.moments import grain_of, items_of, packed
+from onefold.runtime.differentiate import CALLS
 from onefold.runtime.parameters.in_pass import follow_reads
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.parameters.storageless import NEEDS_NO_ELEMENTS
@@ -113,7 +114,7 @@ class Released(Whole):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NEEDS_NO_ELEMENTS:
+        if func in NEEDS_NO_ELEMENTS or func in CALLS:  # autograd knows them by their nodes
             with disable_torch_function():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(Released, _gathered_again, (args, kwargs or {}))
