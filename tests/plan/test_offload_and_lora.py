@@ -52,9 +52,8 @@ def test_offload_moves_every_state_once_and_none_is_lost() -> None:
         and kept.rest_bytes == pytest.approx(12 * each, rel=0.01)
     )
     assert kept.peak_bytes > optimizer.peak_bytes
-    assert (
-        not {MASTERS, MOMENTS} & set(optimizer.peak) and optimizer.peak.get(GRADIENTS, 0) < each / 3
-    )
+    # On the device are the sums of three units in flight, of 4 bytes for each element in all
+    assert not {MASTERS, MOMENTS} & set(optimizer.peak) and optimizer.peak.get(GRADIENTS, 0) < each
     assert every.peak[GATHERED] > 0
     two = account(2, "optimizer")
     assert (
