@@ -337,7 +337,7 @@ class Flat:
             return
         for entry, view in zip(self.entries, self.views(buffer), strict=True):
             if type(entry.compute) is Released:
-                entry.compute.__class__ = Whole
+                entry.compute.__class__ = Whole  # type: ignore[assignment]
             point(entry.compute, view)
 
     def data_is_read(self, entry: Entry) -> None:
