@@ -144,7 +144,9 @@ def cached_casts(leaves: Iterable[torch.Tensor]) -> Iterator[torch.Tensor | None
     """
     search = _Search()
     for leaf in leaves:
-        with torch.no_grad(), search, contextlib.suppress(_Miss):
+        # A released leaf would otherwise be gathered again for the question
+        plain = torch._C.DisableTorchFunctionSubclass()
+        with torch.no_grad(), plain, search, contextlib.suppress(_Miss):
             torch.mm(leaf, leaf)  # of any shape: no kernel comes to see it
         found, search.found = search.found, None
         yield None if found is leaf else found
