@@ -16,7 +16,7 @@ GAP = "…"
 KINDS = {
     "CalibrationError", "CheckpointError", "DamagedCheckpoint", "FileNotFoundError", "StoragelessError",
     "MemoryError", "ModuleNotFoundError", "NotImplementedError", "RunFileError", "RuntimeError",
-    "ShardedParameterError", "StallError", "TierError", "TrainError", "UnsetError", "ValueError",
+    "ShardedParameterError", "StallError", "TierError", "TrainError", "UninitializedError", "ValueError",
 }  # fmt: skip
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
-    from onefold.runtime.unset import UnsetError
+    from onefold.runtime.unset import UninitializedError
     from onefold.shard import (
         clip_grad_norm_,
         engine_of,
@@ -43,7 +43,7 @@ _FROM = {
     "optim": ("GradScaler",),
     "recipe": ("Placement", "Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
-    "runtime.unset": ("UnsetError",),
+    "runtime.unset": ("UninitializedError",),
     "shard": (
         "clip_grad_norm_",
         "engine_of",
@@ -86,7 +86,7 @@ __all__ = [
     "StallError",
     "Tier",
     "TierError",
-    "UnsetError",
+    "UninitializedError",
     "checkpoint",
     "clip_grad_norm_",
     "dcp_state_dict",

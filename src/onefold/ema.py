@@ -203,8 +203,8 @@ class EMA:
         inside is an error.
         """
         model, engine = self._module(), self._engine()
-        if engine.stack or engine.whole_depth or self._inside:
-            outer = "onefold.full_params" if engine.whole_depth else "itself"
+        if engine.stack or engine.full_params_depth or self._inside:
+            outer = "onefold.full_params" if engine.full_params_depth else "itself"
             where = "a forward pass" if engine.stack else outer
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
         tell_all(engine, _APPLIED, None)

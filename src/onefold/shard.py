@@ -18,7 +18,7 @@ from onefold.comm.members import members
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
-from onefold.optim import clip_grad_norm, held_elsewhere, unwatch, watch
+from onefold.optim import clip_grad_norm, held_elsewhere, remove_step_hooks, install_step_hooks
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
@@ -29,13 +29,13 @@ from onefold.runtime.capabilities import Activations, Capabilities, Store
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
 from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
-from onefold.runtime.hooks import guard_state_dict, guard_unset, install, install_on_part
+from onefold.runtime.hooks import guard_state_dict, guard_uninitialized, install, install_on_part
 from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
 from onefold.runtime.progress import Resources
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
-from onefold.runtime.registry import engine_of, is_sharded, mend, register
+from onefold.runtime.registry import engine_of, is_sharded, accept_again, register
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import values as state
 from onefold.runtime.state.materialize import fetch, has_meta, materialize, modules_of, tie
@@ -47,7 +47,7 @@ from onefold.runtime.state.start import (
     rank_0_needs_values,
     refuse_max_norm,
 )
-from onefold.runtime.steps import Step
+from onefold.runtime.steps import Stepper
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec, find_units
@@ -130,50 +130,50 @@ def shard(
             " outside the module."
         )
     held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
-    mend(module)
+    accept_again(module)
     alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
     where, init_given = _device(module, device, alone or recipe.tile is not None), init
     wanted = units if units is not None else recipe.units
-    brought = _open(weights, module, where, init)
-    coming = brought.coming if brought is not None else set()
+    incoming = _open(weights, module, where, init)
+    incoming_names = incoming.names if incoming is not None else set()
     if recipe.tile is not None:  # tiles are cut from weights that have their values
         fetch(module.parameters())
     # Cut weights above recipe.tile into tiles; undone if anything below raises
     with Cut(module, recipe) as cut:
-        coming, init = with_tiles(module, coming), initializing(init)
+        incoming_names, init = with_tiles(module, incoming_names), initializing(init)
         specs = find_units(module, wanted)
-        unset: list[tuple[str, nn.Module, str]] = []
+        uninitialized: list[tuple[str, nn.Module, str]] = []
 
         refuse_max_norm(module, alone)
         # With offloading, units are materialized and offloaded one by one, never all at once
         stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
-        if alone and stays and has_meta(module) and (brought is None or brought.error is None):
+        if alone and stays and has_meta(module) and (incoming is None or incoming.error is None):
             for spec in specs:
-                unset += materialize(spec, specs, where, init, module, True, coming, memory=True)
+                uninitialized += materialize(spec, specs, where, init, module, True, incoming_names, memory=True)
             tie(specs)
             specs = find_units(module, wanted)
         engine = Engine(specs, recipe, group, where, capabilities())
-        compare_ranks(engine, recipe, specs, brought is not None)
+        compare_ranks(engine, recipe, specs, incoming is not None)
         preflight(engine)
-        if brought is not None:
-            brought.settle(engine)
+        if incoming is not None:
+            incoming.settle(engine)
         values = rank_0_needs_values(engine, module)
         for spec, unit in zip(specs, engine.units, strict=True):
             fetch(found.param for found in spec.found)
-            unset += materialize(spec, specs, where, init, module, values, coming)
+            uninitialized += materialize(spec, specs, where, init, module, values, incoming_names)
             without = (
-                without_value(engine.group, unit, coming)
+                without_value(engine.group, unit, incoming_names)
                 if values or engine.world_size == 1
                 else set()
             )
-            state.lay_out(engine, unit, coming | without)
+            state.lay_out(engine, unit, incoming_names | without)
             for entry in unit.entries:
                 if entry.slot.name in without:
-                    engine.unset.add(entry)
+                    engine.uninitialized.add(entry)
     from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
-    _note_unset(engine, [row for row in unset if row[0] not in coming], specs, module)
-    engine.start(_steps(engine))
+    _note_uninitialized(engine, [row for row in uninitialized if row[0] not in incoming_names], specs, module)
+    engine.start(_stepper(engine))
     # An unsharded model on one rank needs hooks only to offload activations
     if not engine.unsharded or recipe.offload_activations is not None:
         for spec, unit in zip(specs, engine.units, strict=True):
@@ -184,7 +184,7 @@ def shard(
             install_on_part(engine, inner)
         for part in module.modules():
             guard_state_dict(engine, part)
-    watch(engine, held)
+    install_step_hooks(engine, held)
     if engine.rank == 0:
         sizes = [
             sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs
@@ -197,16 +197,16 @@ def shard(
             *flat_notes(engine),
             *idle_notes(engine),
         ]
-        for note in (*notes, *engine.unset.notes()):
+        for note in (*notes, *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     engine.given, engine.finalizer = (
         (group, wanted, init_given),
         weakref.finalize(module, _close, engine),
     )
-    if brought is not None:
-        with contextlib.closing(brought):
-            brought.load_shards(engine, module)
+    if incoming is not None:
+        with contextlib.closing(incoming):
+            incoming.load_shards(engine, module)
     engine.make_stale()
     engine.traffic.reset()
     return module
@@ -373,25 +373,25 @@ def _open(
     return Weights(weights, module, device, makes_up=init is not None)
 
 
-def _note_unset(
+def _note_uninitialized(
     engine: Engine,
-    unset: list[tuple[str, nn.Module, str]],
+    uninitialized: list[tuple[str, nn.Module, str]],
     specs: list[UnitSpec],
     module: nn.Module,
 ) -> None:
     """Record parameters and buffers without a value, and guard against their use: see
-    runtime/unset.py.
+    runtime/uninitialized.py.
     """
     inside = {
         id(m): unit
         for spec, unit in zip(specs, engine.units, strict=True)
         for _, m in modules_of(spec, specs)
     }
-    for name, owner, key in unset:
+    for name, owner, key in uninitialized:
         if is_marked(owner._buffers[key]):  # type: ignore[arg-type]
-            engine.unset.add_buffer(name, owner, key, inside.get(id(owner), engine.units[0]))
-    if engine.unset:
-        guard_unset(engine, module)
+            engine.uninitialized.add_buffer(name, owner, key, inside.get(id(owner), engine.units[0]))
+    if engine.uninitialized:
+        guard_uninitialized(engine, module)
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:
@@ -418,12 +418,12 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
     return with_index(devices.pop()) if devices else default_device()
 
 
-def _steps(engine: Engine) -> Step:
-    from onefold.offload.steps import StepsApart
+def _stepper(engine: Engine) -> Stepper:
+    from onefold.offload.steps import OffloadStepper
 
-    return StepsApart(engine)
+    return OffloadStepper(engine)
 
 
 def _close(engine: Engine) -> None:
-    unwatch(engine)
+    remove_step_hooks(engine)
     engine.close()

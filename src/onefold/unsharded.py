@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext
-from onefold.optim import unwatch, whole
+from onefold.optim import remove_step_hooks, whole
 from onefold.runtime.engine import Engine
 from onefold.runtime.registry import engine_of, is_sharded, spoil, unregister
 from onefold.runtime.state import unsharding
@@ -91,7 +91,7 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
     """Repeat the call of `shard()`. `engine` takes over the new engine's state, so that objects
     which hold it (a meter, a scaler, a Checkpointer) use the new one.
     """
-    given, group, step = engine.given, engine.group, engine.step
+    given, group, step = engine.given, engine.group, engine.step_count
     moved = (
         next((p.device for p in module.parameters() if not p.is_meta), group.device) != group.device
     )
@@ -99,7 +99,7 @@ def _shard_again(engine: Engine, module: nn.Module) -> None:
         group.close()
     shard(module, engine.recipe, group=given[0] if moved else group, units=given[1], init=given[2])
     again = engine_of(module)
-    again.given, again.progress.step = given, step
+    again.given, again.progress.step_count = given, step
     again.progress.follower = engine.progress.follower
     engine.__dict__ = again.__dict__
 
@@ -108,7 +108,7 @@ def _let_go(engine: Engine, module: nn.Module, but_group: bool = True) -> None:
     """Detach the engine from the model. With `but_group` the communicators stay open, for the
     exchange at the end of the block.
     """
-    unwatch(engine)
+    remove_step_hooks(engine)
     if engine.finalizer is not None:
         engine.finalizer.detach()
     unregister(module)
@@ -123,7 +123,7 @@ def _tell(engine: Engine, error: BaseException | None) -> None:
         RuntimeError: it raised on another rank.
     """
     payload = torch.tensor([error is not None], dtype=torch.uint8, device="cpu")
-    place = CollectiveContext("control", "(unsharded)", engine.step, "state")
+    place = CollectiveContext("control", "(unsharded)", engine.step_count, "state")
     try:
         told: Any = [bool(t.item()) for t in engine.group.exchange_control(payload, place)]
     finally:

@@ -129,7 +129,7 @@ def test_what_four_ranks_send_over_the_link_is_what_the_ledger_says_and_no_host_
     elements = model.count_parameters("gpt-tiny")
     least = 6 * elements - 2 * model.count_at_the_turn("gpt-tiny")
     assert least <= told < 1.01 * least, (
-        f"3Ψ in 16 bits, less a gather of the units at the turn, is {least}; the ledger says {told}"
+        f"3Ψ in 16 bits, less a gather of the last units, is {least}; the ledger says {told}"
     )
     assert told <= sent < 1.02 * told, (
         f"sockets sent {sent} bytes to the other host, the ledger says {told}"

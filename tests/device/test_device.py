@@ -38,7 +38,7 @@ def test_what_has_no_streams_copies_at_once() -> None:
     let_go = []
     assert side.copy(into, torch.ones(3), done=lambda: let_go.append(1)) is None
     assert into.tolist() == [1, 1, 1] and let_go == [1]
-    with side.beside():
+    with side.on_stream():
         pass
     side.wait()
     assert side.mark() is None and side.current() is None

@@ -13,7 +13,7 @@ is e = n/4 and its node's share h = n/2, in bytes E and H; encoded intervals are
 | optimizer over all    | 2mH             | mH         | E                | E          | 2E               | H       |
 | second copy           | 2mH             | mH         | E                | mE         | 2E               | H       |
 
-Of units at the turn of a pass (the last that the forward pass uses and those around it) a gather is
+Of last units of a pass (the last that the forward pass uses and those around it) a gather is
 left out in each micro-batch: the backward pass finds them gathered.
 """
 

@@ -1,7 +1,7 @@
 """Bytes on the wire seen from outside of Onefold, and what the formulas say they are.
 
 Formulas, in bytes a rank sends for one optimizer step of m micro-batches (P: bytes of all units in
-the wire dtype, padding included; T: those of the units at the turn, the last that a forward pass
+the wire dtype, padding included; T: those of the last units, the last that a forward pass
 uses and the units around it, which stay gathered until the backward pass; N ranks; every term times
 (N-1)/N):
 

@@ -93,7 +93,7 @@ def within(seen: Recording) -> bool:
 
 @pytest.mark.parametrize(("stage", "factor"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_recorded_bytes_are_the_formulas(stage: int, factor: int, tmp_path: Path) -> None:
-    """2Ψ(N-1)/N at stages 0 to 2, 3Ψ(N-1)/N at stage 3 less a gather of the units at the turn, in
+    """2Ψ(N-1)/N at stages 0 to 2, 3Ψ(N-1)/N at stage 3 less a gather of the last units, in
     bytes of fp32, padding included.
     """
     for rank, seen in enumerate(run_ranks(2, rank_of_a_run, stage, str(tmp_path))):

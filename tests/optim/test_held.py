@@ -31,7 +31,7 @@ def read_and_written(recipes: list[tuple[int, dict[str, Any]]]) -> list[list[Int
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             for entry in engine.entries:
                 storage = entry.flat.storage
-                held = storage.elements(entry, "", entry.param, *entry.held())
+                held = storage.elements(entry, "", entry.param, *entry.owned())
                 if isinstance(held, OnDisk):
                     held.write(0, held.read() + 1)
                 else:

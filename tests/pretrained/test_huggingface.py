@@ -310,7 +310,7 @@ def test_a_buffer_that_nobody_gives_a_value_is_refused_when_it_is_used() -> None
         model = TinyMLP()
         model.register_buffer("scale", torch.ones(2), persistent=False)
     onefold.shard(model, onefold.Recipe.zero(0), init=half_done)
-    with pytest.raises(onefold.UnsetError, match=r"uses 'scale', built on the meta device"):
+    with pytest.raises(onefold.UninitializedError, match=r"uses 'scale', built on the meta device"):
         model(features_of(0, 2, 7))
     model.scale = torch.ones(2)
     assert model(features_of(0, 2, 7)).isfinite().all()

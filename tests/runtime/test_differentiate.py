@@ -108,7 +108,7 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
         counted = (
             engine.progress.open_graphs,
             engine.progress.root_graphs,
-            engine.step,
+            engine.step_count,
             sum(u.handles for u in engine.units),
         )
         if counted != (0, 0, 6, 0):

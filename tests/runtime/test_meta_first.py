@@ -62,7 +62,7 @@ def said_by(call: Callable[[], Any]) -> str:
 
     try:
         call()
-    except onefold.UnsetError as error:
+    except onefold.UninitializedError as error:
         return str(error)
     return ""
 
@@ -82,8 +82,8 @@ def left_in(model: nn.Module) -> list[str]:
     import onefold
 
     engine = onefold.engine_of(model)
-    engine.unset.look()
-    return engine.unset.names()
+    engine.uninitialized.look()
+    return engine.uninitialized.names()
 
 
 def on_meta(stage: int, **options: Any) -> Any:
@@ -100,8 +100,8 @@ def refused_before(model: nn.Module, folder: str) -> list[str]:
 
     engine, problems = onefold.engine_of(model), []
     expected = {*PERSISTENT, *(f"blocks.{i}.hidden" for i in range(3))}
-    if set(engine.unset.names()) != expected:
-        problems.append(f"unset: {engine.unset.names()}")
+    if set(engine.uninitialized.names()) != expected:
+        problems.append(f"unset: {engine.uninitialized.names()}")
     # One rank that holds everything as it is: each module answers for itself
     alone = engine.unsharded
     uses: dict[str, tuple[Callable[[], Any], str]] = {
@@ -210,7 +210,7 @@ def loaded_later(folder: str, settings: list[tuple[int, dict[str, Any]]]) -> lis
             problems += [f"{case}: {p}" for p in way(model, state, here)]
             out = model(X)
             problems += [
-                f"{case}: {name} is left" for name in onefold.engine_of(model).unset.names()
+                f"{case}: {name} is left" for name in onefold.engine_of(model).uninitialized.names()
             ]
             whole = onefold.full_state_dict(model)
             problems += [
@@ -275,7 +275,7 @@ def encoded_and_offloaded(folder: str) -> list[str]:
         problems += [] if ".weight'" in said or "'0." in said else [f"{options}: said {said!r}"]
         state = {name: t for name, t in like.state_dict().items() if name.startswith("0.")}
         onefold.load_full_state_dict(model, state, strict=False)
-        left = {name.partition(".")[0] for name in onefold.engine_of(model).unset.names()}
+        left = {name.partition(".")[0] for name in onefold.engine_of(model).uninitialized.names()}
         problems += [] if left == {"2"} else [f"{options}: left {left}"]
         onefold.load_full_state_dict(model, like.state_dict())
         if not torch.allclose(model(X), like(X), atol=0.05):
@@ -336,7 +336,7 @@ def real_on_rank_0_alone() -> list[str]:
         if dist.get_rank() == 0:
             model.load_state_dict(real().state_dict())
         onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=STALL_TIMEOUT))
-        problems += onefold.engine_of(model).unset.names()
+        problems += onefold.engine_of(model).uninitialized.names()
         problems += [] if torch.allclose(model(X), real()(X), rtol=1e-5) else [f"stage {stage}"]
     return problems
 

@@ -78,7 +78,7 @@ def trained(options: dict[str, Any], later: bool) -> tuple[list[Tensor | None], 
         found = gradients(model)
         optimizer.step()
     state = onefold.full_state_dict(model) or {}
-    return found, list(state.values()), engine.step
+    return found, list(state.values()), engine.step_count
 
 
 def both_ways(name: str) -> tuple[bool, bool, bool]:

@@ -470,7 +470,7 @@ def test_ranks_that_pass_over_them_train_as_in_one_process(world_size: int, how:
 
 
 def memory_at_the_turn() -> dict[str, int]:
-    """What the engine holds between the passes, and at its peak, beside what the units at the turn
+    """What the engine holds between the passes, and at its peak, beside what the last units
     have.
     """
     import onefold

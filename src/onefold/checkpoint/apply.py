@@ -126,7 +126,7 @@ def fill_model(engine: Engine, fit: ModelFit, reading: StateReader) -> None:
         buffers = {item: tensor for item, tensor in buffers.items() if item in items}
         reading.buffers(buffers)
         engine.make_stale()
-        engine.unset.given({*fit.found, *(item.name for item in buffers)})
+        engine.uninitialized.given({*fit.found, *(item.name for item in buffers)})
 
 
 def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
@@ -159,7 +159,7 @@ class StateReader:
         for entry, item in found:
             into: torch.Tensor | OnDisk = entry.param.data
             if flat.storage.on_disk:
-                into = flat.storage.elements(entry, "", entry.param, *entry.held())
+                into = flat.storage.elements(entry, "", entry.param, *entry.owned())
             self._held(entry, item, into)
         flat.storage.renew()
 
@@ -180,7 +180,7 @@ class StateReader:
 
     def _held(self, entry: Entry, item: Item, into: torch.Tensor | OnDisk) -> None:
         """Read all elements that this rank holds into `into`."""
-        self.read(item, *entry.outside(*entry.held(), item.state)[1:], into)
+        self.read(item, *entry.outside(*entry.owned(), item.state)[1:], into)
 
     def _own_interval(
         self, flat: Flat, found: list[tuple[Entry, Item]], buffer: torch.Tensor, grain: int = 1
@@ -368,7 +368,7 @@ def _load_flat_states(
             in_memory = how.small(entry) if how is not None else entry.param.dim() == 0
             if packed(item.state) is not None or stored.shape == entry.part.shape:
                 made = flat.storage.new_state(entry, item.state, dtype, in_memory)
-                into = flat.storage.elements(entry, item.state, made, *entry.held())
+                into = flat.storage.elements(entry, item.state, made, *entry.owned())
                 state[item.state] = made
                 kind = (item.state, dtype, isinstance(into, OnDisk))
                 found.setdefault(kind, []).append(Wanted(entry, item, into))

@@ -128,7 +128,7 @@ class Checkpointer:
         """Return whether the save is still under way on any rank. All ranks must decide alike."""
         # On the training's communicator: the save itself uses the checkpoint's communicator
         mine = bytes([255, running(self._engine) is not None])  # no other message has this length
-        context = CollectiveContext("control", "(checkpoint)", self._engine.step, "state")
+        context = CollectiveContext("control", "(checkpoint)", self._engine.step_count, "state")
         return bool(self._engine.group.any_of(mine, context)[1])
 
     def wait(self) -> None:

@@ -123,7 +123,7 @@ class _State:
             )
 
     def _check(self) -> None:
-        if self.engine.stack or self.engine.whole_depth:
+        if self.engine.stack or self.engine.full_params_depth:
             where = "a forward pass" if self.engine.stack else "onefold.full_params"
             raise CheckpointError(
                 f"a sharded model was to be saved or loaded inside {where}; do it outside, between"
@@ -180,7 +180,7 @@ class ModelState(_State):
                         " the dict that DCP loads, and set it yourself."
                     )
             self.engine.make_stale()
-            self.engine.unset.given({name for name in (*places, *mine) if _clean(name) in state})
+            self.engine.uninitialized.given({name for name in (*places, *mine) if _clean(name) in state})
 
 
 class OptimizerState(_State):
@@ -362,7 +362,7 @@ def _part(entry: Entry, value: Any, key: str = "") -> Any:
         if replicated or value.dim() == 0:
             return value
         if value.shape == entry.param.shape:
-            start, _ = entry.held()
+            start, _ = entry.owned()
             return DCPInterval(value, slot.shape, start) if slot.numel else value.view(slot.shape)
         what = f"a tensor of shape {tuple(value.shape)}"
     elif replicated or not isinstance(value, (list, tuple, Mapping)):

@@ -149,13 +149,13 @@ def _begin(
     given = optimizers_of(optimizer)
     parts, copying = RankState(), None
     place: Unfinished | None = None
-    engine.unset.look()
+    engine.uninitialized.look()
     with contextlib.ExitStack() as on_error:
         # All ranks learn of errors and of the folder's name before anything is written
         with together.each_rank():
             step = step_of(step)
             check_moment(engine, "save", optimizer)
-            engine.unset.refuse("save() would write")
+            engine.uninitialized.refuse("save() would write")
             engine.transfers.check()
             parts = collect(engine, model, given, things, frozen)
             copying = Copying(engine, parts) if call == "save_async" else None
@@ -195,7 +195,7 @@ def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
         raise CheckpointError(
             f"{call}() was called inside a forward pass of the model; call it between two steps."
         )
-    if engine.whole_depth:
+    if engine.full_params_depth:
         raise CheckpointError(
             f"{call}() was called inside full_params(); leave it first, so that what was written"
             " there is kept."

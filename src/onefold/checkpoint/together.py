@@ -18,7 +18,7 @@ from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
-from onefold.runtime.unset import UnsetError
+from onefold.runtime.unset import UninitializedError
 
 #: Seconds that a rank waits for the others: long enough to write the largest shard. The end of
 #: another rank's process is noticed at once.
@@ -45,7 +45,7 @@ def meet(engine: Engine, call: str) -> None:
     if engine.group.fake:
         return settle(engine)
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
-    context = CollectiveContext("control", f"({call})", engine.step, "state")
+    context = CollectiveContext("control", f"({call})", engine.step_count, "state")
     said = [int(p.item()) for p in engine.group.exchange_control(payload, context)]
     other = next((rank for rank, code in enumerate(said) if code != CALLS.index(call)), None)
     if other is not None:
@@ -127,7 +127,7 @@ class Together:
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
         """Run a block of local work. At its end, an error on one rank is raised on all ranks.
-        Raises: CheckpointError; or UnsetError on a rank whose block has raised an UnsetError.
+        Raises: CheckpointError; or UninitializedError on a rank whose block has raised an UninitializedError.
         """
         error: Exception | None = None
         try:
@@ -137,7 +137,7 @@ class Together:
         try:
             self.agree(error)
         except CheckpointError as told:
-            if isinstance(error, UnsetError):  # the error of every other use of such a model
+            if isinstance(error, UninitializedError):  # the error of every other use of such a model
                 raise error from None
             raise told from error
         finally:

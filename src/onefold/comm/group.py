@@ -1,5 +1,5 @@
 """`Group`: the ranks of one data-parallel axis, and its two levels. Their collectives are in
-comm/moves.py, the waiting in comm/standing.py.
+comm/moves.py, the waiting in comm/peers.py.
 
 [Note: two levels] Ranks may be arranged in groups (layout/topology.py); by default the ranks of
 each node are a group if there are several nodes. This rank then has a group on each level:
@@ -109,7 +109,7 @@ class Group(Moves):
         if self.size > 1 and not self.fake:
             with self.communicators.named():
                 self.control_group = self.communicators.make("gloo", on_demand=self.native)
-            self._stand_at(
+            self._set_position(
                 self.number, list(range(self.size)), list(range(self.size)), [0] * self.size
             )
             per_node = self._agreed(said)
@@ -124,7 +124,7 @@ class Group(Moves):
         self.flat_over_nodes = flat_over(self.nodes, self.topology)
         if self.size == 1:
             return
-        self._stand_at(self.ranks.index(dist.get_rank()), order, order, self.nodes)
+        self._set_position(self.ranks.index(dist.get_rank()), order, order, self.nodes)
         if self.native and has_streams(device):
             self.run_ahead = RunAhead(device, timeout, self._lost_by_device)
         if self.backend == "gloo":
@@ -275,7 +275,7 @@ class Level(Group):
                     for _ in range(2)
                 )
             numbers = [sorted(self.ranks).index(r) for r in self.ranks]
-        self._stand_at(self.rank, numbers, control, self.nodes)
+        self._set_position(self.rank, numbers, control, self.nodes)
 
     def give_up(self) -> None:
         self.whole.give_up()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.stall import CollectiveContext
-from onefold.comm.standing import Standing
+from onefold.comm.peers import Peers
 
 #: Bytes of numbers that travel together with the digest of what they are.
 _INSIDE = 40
@@ -17,7 +17,7 @@ _INSIDE = 40
 _WORDS = 256
 
 
-class Messages(Standing):
+class Messages(Peers):
     """The small messages of a group."""
 
     def exchange_control(

@@ -12,7 +12,7 @@ from onefold.comm.stall import CollectiveContext
 from onefold.device import use_stream
 
 if TYPE_CHECKING:
-    from onefold.comm.standing import Standing
+    from onefold.comm.peers import Peers
 
 
 class Pending:
@@ -24,7 +24,7 @@ class Pending:
 
     def __init__(
         self,
-        group: Standing,
+        group: Peers,
         works: list[Any],
         context: CollectiveContext,
         event: TrafficEvent | None = None,
@@ -68,7 +68,7 @@ class Chain(Pending):
 
     __slots__ = ("_first", "_second", "_then")
 
-    def __init__(self, group: Standing, first: Pending, then: Callable[[], Pending]) -> None:
+    def __init__(self, group: Peers, first: Pending, then: Callable[[], Pending]) -> None:
         self._group = group
         self._first: Pending | None = first
         self._then: Callable[[], Pending] | None = then

@@ -26,7 +26,7 @@ from onefold.comm.stall import CollectiveContext
 from onefold.device import simulated
 
 if TYPE_CHECKING:
-    from onefold.comm.standing import Standing
+    from onefold.comm.peers import Peers
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
@@ -65,7 +65,7 @@ class Launch:
         event: the ledger's event.
     """
 
-    group: Standing
+    group: Peers
     move: str
     unit_index: int
     context: CollectiveContext
@@ -123,7 +123,7 @@ class Wire(ABC):
 
 
 class Gloo(Wire):
-    """See [Note: tags instead of order] in comm/standing.py."""
+    """See [Note: tags instead of order] in comm/peers.py."""
 
     native = False
 
@@ -169,7 +169,7 @@ def of_length(tag: int, message: torch.Tensor) -> int:
 
 
 class Native(Wire):
-    """See [Note: order instead of tags] in comm/standing.py."""
+    """See [Note: order instead of tags] in comm/peers.py."""
 
     native = True
 

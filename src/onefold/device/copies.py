@@ -214,7 +214,7 @@ class CopyStream:
         if ticket is not None:
             (self.current() if stream is None else stream).wait_event(ticket)
 
-    def beside(self) -> Any:
+    def on_stream(self) -> Any:
         """Return a context in which this thread's work goes to the copy stream, after all work
         queued on the current stream so far.
         """

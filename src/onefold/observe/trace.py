@@ -273,7 +273,7 @@ def record(
         ):
             seen.of(tier).held[MOMENTS] = nbytes
         before, exposed, waited = (
-            engine.step,
+            engine.step_count,
             engine.traffic.exposed,
             engine.transfers.moved.exposed,
         )
@@ -289,7 +289,7 @@ def record(
             _keep_events(engine, False)
             seen.exposed = engine.traffic.exposed - exposed
             seen.io = engine.transfers.moved.exposed - waited
-            seen.steps = steps[0] if steps is not None else engine.step - before
+            seen.steps = steps[0] if steps is not None else engine.step_count - before
             _collect(engine, seen)
             if saved is not None:
                 seen.changes += [

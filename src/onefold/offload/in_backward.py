@@ -116,7 +116,7 @@ class InBackwardStepper:
         """Return whether part of the unit was stepped in the current backward pass."""
         engine = self._engine()
         return engine is not None and any(
-            self._stepped_in.get(flat.index) == engine.step for flat in unit.flats
+            self._stepped_in.get(flat.index) == engine.step_count for flat in unit.flats
         )
 
     def landed(self, flat: Flat) -> None:
@@ -128,7 +128,7 @@ class InBackwardStepper:
         """
         self._owe(flat)
         engine = self._engine()
-        self._stepped_in[flat.index] = engine.step if engine is not None else 0
+        self._stepped_in[flat.index] = engine.step_count if engine is not None else 0
         while len(self._flying) >= WAITING:
             self._flying.popleft().result()
         self._stepped += flat.entries
@@ -140,7 +140,7 @@ class InBackwardStepper:
 
     def _owe(self, flat: Flat) -> None:
         engine = self._engine()
-        now = engine.step if engine is not None else 0
+        now = engine.step_count if engine is not None else 0
         for optimizer in {
             id(o): o for e in flat.entries if (o := self._owner(e)) is not None
         }.values():

@@ -322,12 +322,12 @@ class NvmeStorage(OffloadStorage):
         return self.norms[entry.index]
 
     def read_gradient(self, entry: Entry) -> torch.Tensor:
-        first, (a, b) = entry.slot.start - self.flat.owned[0], entry.held()
+        first, (a, b) = entry.slot.start - self.flat.owned[0], entry.owned()
         part = self.part("gradient", first + a, first + b)
         return part if self.scale is None else part.mul_(self.scale)
 
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
-        first, (a, _) = entry.slot.start - self.flat.owned[0], entry.held()
+        first, (a, _) = entry.slot.start - self.flat.owned[0], entry.owned()
         values = values.to("cpu", self.dtype_of("gradient"))
         self.write_part(
             "gradient", first + a, values if self.scale is None else values / self.scale

@@ -1,4 +1,4 @@
-"""The `Step` for shards that the user's optimizer cannot step by itself: see runtime/steps.py."""
+"""The `Stepper` for shards that the user's optimizer cannot step by itself: see runtime/steps.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from onefold.quant.moments import torchao_format
 from onefold.runtime.engine import Engine
 from onefold.runtime.entry import Entry
 from onefold.runtime.flat import Flat
-from onefold.runtime.steps import Step
+from onefold.runtime.steps import Stepper
 from onefold.runtime.unit import Unit
 
 
-class StepsApart(Step):
+class OffloadStepper(Stepper):
     """Steps offloaded shards, and shards with moments in a format of their own."""
 
     def __init__(self, engine: Engine) -> None:

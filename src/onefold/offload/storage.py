@@ -264,7 +264,7 @@ class OffloadStorage(Storage):
         assert grad is not None
         if p == 2 and (norm := self.norm_before_it_left(entry, grad)) is not None:
             return norm
-        first, (a, b) = entry.held()[0], entry.accounted()
+        first, (a, b) = entry.owned()[0], entry.accounted()
         return self.norm_on_device(grad.reshape(-1)[a - first : b - first], p)
 
     def norm_on_device(self, part: torch.Tensor, p: float) -> torch.Tensor:

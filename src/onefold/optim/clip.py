@@ -38,7 +38,7 @@ def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
             continue
         # Other ranks hold it too: each accounts for one part
         if flat.shared:
-            first, _ = entry.held()
+            first, _ = entry.owned()
             grad = grad.reshape(-1)[a - first : b - first]
         if grad.numel():
             parts.append(grad)
@@ -149,6 +149,6 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
         norms = torch.stack([n.to(device, torch.float64) for n in each])
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = engine.group.gather_values(
-        mine, CollectiveContext("control", "(gradient norm)", engine.step, "optimizer")
+        mine, CollectiveContext("control", "(gradient norm)", engine.step_count, "optimizer")
     )
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)

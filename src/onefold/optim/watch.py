@@ -51,7 +51,7 @@ _aside: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, torch.Tens
 _bare: weakref.WeakKeyDictionary[Optimizer, weakref.ref[_Bare]] = weakref.WeakKeyDictionary()
 
 
-def watch(engine: Engine, held: bool = True) -> None:
+def install_step_hooks(engine: Engine, held: bool = True) -> None:
     """Hook the steps of optimizers over this engine's parameters, until the engine closes.
 
     `held`: whether such optimizers may already exist.
@@ -63,7 +63,7 @@ def watch(engine: Engine, held: bool = True) -> None:
         _handles.append(register_optimizer_step_post_hook(_after))
 
 
-def unwatch(engine: Engine) -> None:
+def remove_step_hooks(engine: Engine) -> None:
     _engines.discard(engine)
     if not _engines:
         while _handles:
@@ -97,7 +97,7 @@ def _with_unsharded(
         for e in _engines
         if e.recipe.moments is not None
         or e.recipe.stochastic_rounding
-        or e.steps.keeps_own_format(optimizer)
+        or e.stepper.keeps_own_format(optimizer)
     ]
     unsharded = {
         id(entry.param): (engine, entry)
@@ -176,7 +176,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         found = _entries_of(optimizer)
         whole.seen.add(optimizer)
         apart = {
-            engine: engine.steps.apart(optimizer, entries)
+            engine: engine.stepper.apart(optimizer, entries)
             for engine, entries in _with_unsharded(optimizer, found).items()
         }
         offloaded = any(engine.offloaded_flats or apart[engine] for engine in apart)
@@ -185,7 +185,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for engine in found:
             engine.optimizer_is_stepping()
             # torchao's low-bit optimizers are checked elsewhere, and a trial would compile them
-            own_format = engine.steps.keeps_own_format(optimizer)
+            own_format = engine.stepper.keeps_own_format(optimizer)
             if (
                 engine.recipe.elementwise_optimizer is not True
                 and _is_cut(engine)
@@ -195,7 +195,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for engine, entries in apart.items():
             if engine.offloaded_flats or entries:
                 with torch.no_grad():
-                    engine.steps.step(optimizer, entries)
+                    engine.stepper.step(optimizer, entries)
                 gone = [e.param for e in entries]
                 _aside.setdefault(optimizer, []).extend((p, p.grad) for p in gone)
                 for param in gone:

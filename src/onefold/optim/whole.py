@@ -108,7 +108,7 @@ def _gather_one(engine: Engine, optimizer: Optimizer) -> dict[int, dict[str, Any
 
 def holds_some(entry: Entry) -> bool:
     """Return whether this rank's optimizer steps some of the parameter (or it has no elements)."""
-    a, b = entry.held()
+    a, b = entry.owned()
     return a < b or not entry.slot.numel
 
 
@@ -170,7 +170,7 @@ def cut(engine: Engine, optimizers: Iterable[Optimizer]) -> None:
 
 
 def _cut_one(optimizer: Optimizer, entry: Entry, state: dict[str, Any]) -> None:
-    slot, (a, b) = entry.slot, entry.held()
+    slot, (a, b) = entry.slot, entry.owned()
     cut: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor) and tuple(value.shape) == slot.shape and key != "step":

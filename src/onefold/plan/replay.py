@@ -189,12 +189,12 @@ class Replay:
 
     def _goes_through(self, units: list[Unit]) -> None:
         """Set the order in which units are gathered from now on."""
-        self.coming, self.passed = units, 0
+        self.sequence, self.passed = units, 0
         self.place = {unit.index: at for at, unit in enumerate(units)}
 
     @property
     def _next(self) -> Unit | None:
-        return self.coming[self.passed] if self.passed < len(self.coming) else None
+        return self.sequence[self.passed] if self.passed < len(self.sequence) else None
 
     def _forward(self, k: int) -> None:
         self._goes_through([u for u in self.units if not u.plan.resident])

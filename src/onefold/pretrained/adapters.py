@@ -71,9 +71,9 @@ def save_adapters(
     """
     engine = engine_of(model)
     prompts: dict[str, torch.Tensor] = {}
-    engine.unset.look()
+    engine.uninitialized.look()
     if _is_prompt(model, adapter):
-        engine.unset.refuse("save_adapters() would write")
+        engine.uninitialized.refuse("save_adapters() would write")
 
     def sheet() -> Sheet:
         together = Together.of(engine)
@@ -86,7 +86,7 @@ def save_adapters(
             names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
         outline = Outline.of(model)
         first = {name: names_[0] for names_ in outline.ties for name in names_}
-        engine.unset.refuse("save_adapters() would write", {first[n] for n in names.values()})
+        engine.uninitialized.refuse("save_adapters() would write", {first[n] for n in names.values()})
         stepped = outline.dtypes | masters(engine)
         dtypes = {key: converted(stepped[name], dtype) for key, name in names.items()}
         copies: dict[str, list[str]] = {}

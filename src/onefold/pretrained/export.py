@@ -83,8 +83,8 @@ def export(
             permission.
     """
     engine = engine_of(model)
-    engine.unset.look()
-    engine.unset.refuse("export() would write")
+    engine.uninitialized.look()
+    engine.uninitialized.refuse("export() would write")
     outline = Outline.of(model)
     if dtype == "master":
         outline.dtypes |= masters(engine)

@@ -93,7 +93,7 @@ class Weights:
     raises it on all ranks.
 
     Attributes:
-        coming: every name of the model for which the folder has values.
+        names: every name of the model for which the folder has values.
         error: why the weights cannot be loaded.
     """
 
@@ -107,7 +107,7 @@ class Weights:
         """Open the folder. `makes_up`: the caller initializes parameters that the folder lacks.
         `device`: the device of peft's adapters.
         """
-        self.coming: set[str] = set()
+        self.names: set[str] = set()
         self.error: Exception | None = None
         self._fitted: Fitted | None = None
         try:
@@ -115,8 +115,8 @@ class Weights:
                 materialize_adapters(module, device)
                 _refuse_unset(module)
             self._fitted = opened(folder, module)
-            self.coming = self._fitted.names()
-            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.coming]
+            self.names = self._fitted.names()
+            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.names]
             if absent and not makes_up:
                 left = self._fitted.unexpected
                 more = f", and {len(left)} tensors that fit nowhere in it ({some(left)})"

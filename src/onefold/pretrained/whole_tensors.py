@@ -109,7 +109,7 @@ def stream_params(
             to weights of linear layers.
         ValueError: `bucket` is not a number of bytes above 0, `dtype` is none of the above, or
             arguments differ between ranks.
-        UnsetError: the model was built on the meta device, and something was never loaded.
+        UninitializedError: the model was built on the meta device, and something was never loaded.
         RuntimeError: it was called inside a forward or backward pass, or the model was changed or
             stepped during the iteration.
     """
@@ -121,8 +121,8 @@ def stream_params(
         raise RuntimeError("stream_params was called inside a pass of the model; call it outside.")
     if not engine.unsharded:
         engine.refuse_changes("stream_params")
-    engine.unset.look()
-    engine.unset.refuse("stream_params() would give")
+    engine.uninitialized.look()
+    engine.uninitialized.refuse("stream_params() would give")
     merging = Merging.of(model) if merge_adapters else None
     said = tell_all(engine, "stream_params()", (limit, str(dtype), merge_adapters))
     if other := next((there for there in said if there != said[0]), None):
@@ -229,9 +229,9 @@ def buckets(
 def _stream(
     engine: Engine, model: nn.Module, plan: list[Bucket], added: Added | None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    step = engine.step
+    step = engine.step_count
     for bucket in plan:
-        if engine.step != step or engine.stack:
+        if engine.step_count != step or engine.stack:
             raise RuntimeError(
                 "the model was trained while stream_params() was gone through: what is still to"
                 " come would be of another step. Go through all of it between two steps."

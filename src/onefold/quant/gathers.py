@@ -22,7 +22,7 @@ from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
 from onefold.memory import GATHERED, Pool
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
-from onefold.runtime.gathers import Beside, Gather
+from onefold.runtime.gathers import CopyStream, Gather
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
@@ -51,12 +51,12 @@ class EncodedGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        beside: Beside,
+        on_copy_stream: CopyStream,
     ) -> Pending:
         flat = self.flat
         # Take the buffer on the computing stream: the pool reuses it in that stream's order.
         coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
-        with beside():
+        with on_copy_stream():
             return Decoded(self.send(full, coded, put, context), self, full, coded)
 
     def send(

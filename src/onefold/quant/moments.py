@@ -420,7 +420,7 @@ def skipped(optimizer: Any) -> bool:
 
 def place(entry: Entry) -> int:
     """Return the index, in the whole parameter, of the first element that this rank holds."""
-    return entry.part.first + entry.held()[0]
+    return entry.part.first + entry.owned()[0]
 
 
 def adopted(

@@ -14,9 +14,9 @@ from onefold.comm.messages import alike, both
 from onefold.memory.tier_error import TierError
 from onefold.runtime import differentiate
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
-from onefold.runtime.order import at_the_turn, with_missing, with_unseen
+from onefold.runtime.order import last_units, with_missing, with_unseen
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.unreduced import show_unreduced
+from onefold.runtime.unreduced import show_pending
 
 if TYPE_CHECKING:
     from onefold.runtime.capabilities import Activations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from onefold.runtime.parameters.write_counters import ForwardPass
     from onefold.runtime.progress import Resources, Spans
     from onefold.runtime.reduce import Reducer
-    from onefold.runtime.steps import Step
+    from onefold.runtime.steps import Stepper
 
 
 class Backward:
@@ -41,12 +41,12 @@ class Backward:
         resources: Resources,
         gather: Gatherer,
         reduce: Reducer,
-        steps: Step,
+        stepper: Stepper,
         activations: Activations,
         spans: Spans,
     ) -> None:
         self.entries, self.resources, self.progress = entries, resources, resources.progress
-        self.gather, self.reduce, self.steps = gather, reduce, steps
+        self.gather, self.reduce, self.stepper = gather, reduce, stepper
         self.activations, self.spans = activations, spans
         self.reached: list[ForwardPass] = []
 
@@ -100,17 +100,17 @@ class Backward:
             if used and not progress.deferring:
                 reduce.launch_rest()
                 agree_and_finish(self.resources, self.gather, reduce, used)
-                progress.step += 1
+                progress.step_count += 1
                 progress.reduced_since_gather = True
             progress.outside_graphs = False
             if used:
                 self._close_graphs()
             if progress.deferring or progress.holding:
                 progress.pending = True
-                show_unreduced(reduce)
+                show_pending(reduce)
             elif used:
                 progress.pending = False
-            self.steps.join()
+            self.stepper.join()
             progress.backward_open = False
             self.gather.end_backward()
             self.activations.end_backward()
@@ -132,9 +132,9 @@ class Backward:
             reduce.begin_backward()
             reduce.launch_rest()
             agree_and_finish(self.resources, self.gather, reduce, reduce.used, learn=False)
-            progress.step += 1
+            progress.step_count += 1
             progress.reduced_since_gather = True
-            self.steps.join()
+            self.stepper.join()
             progress.backward_open = False
             self.resources.pool.drain()
             self.resources.transfers.gradients_are_down()
@@ -242,9 +242,9 @@ def agree_and_finish(
             sizes,
         ),
     ]
-    context = CollectiveContext("control", "(end of backward)", progress.step, "backward")
+    context = CollectiveContext("control", "(end of backward)", progress.step_count, "backward")
     anywhere = group.any_of(b"".join(parts), context)
-    group.heard = progress.step
+    group.heard = progress.step_count
     found, at = [], 0
     for part in parts:
         found.append(anywhere[at : at + len(part)])
@@ -274,7 +274,7 @@ def agree_on_failure(resources: Resources, error: BaseException | None, when: st
     said = f"{kind}{error}".encode()[:_TOLD] if error is not None else b""
     payload = torch.frombuffer(bytearray(said.ljust(_TOLD, b"\0")), dtype=torch.uint8)
     told = resources.group.exchange_control(
-        payload, CollectiveContext("control", "(NVMe)", resources.progress.step, "optimizer")
+        payload, CollectiveContext("control", "(NVMe)", resources.progress.step_count, "optimizer")
     )
     messages = [
         (rank, bytes(t.tolist()).rstrip(b"\0").decode(errors="ignore"))
@@ -303,8 +303,8 @@ def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
         gather.learned = True
         if gather.recipe.reshard_after_forward:
             first = [gather.units[i] for i in gather.backward_log]
-            gather.kept_at_turn = frozenset(
-                u.index for u in at_the_turn([gather.units[i] for i in gather.forward_log], first)
+            gather.kept_last = frozenset(
+                u.index for u in last_units([gather.units[i] for i in gather.forward_log], first)
             )
     if reduce.log:
         reduce.order = with_missing(reduce.log, reduce.order)

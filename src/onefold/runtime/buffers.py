@@ -104,7 +104,7 @@ def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -
     else:
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
     group.from_first(
-        message, CollectiveContext("state", "buffers", resources.progress.step, phase), number
+        message, CollectiveContext("state", "buffers", resources.progress.step_count, phase), number
     ).wait()
     if group.rank == 0 or group.fake:
         return

@@ -11,7 +11,7 @@ and hands its maker to the engine.
 | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
 
 The engine and its parts import none of these implementations. One more is given to `Engine.start`,
-since it works with the whole engine: who steps a shard, and when (`Step` in runtime/steps.py).
+since it works with the whole engine: who steps a shard, and when (`Stepper` in runtime/steps.py).
 """
 
 from __future__ import annotations

@@ -48,13 +48,13 @@ from onefold.runtime.progress import MasterAccess, Progress, Resources, Span, Sp
 from onefold.runtime.reduce import Reducer
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.stale import Copies
-from onefold.runtime.steps import Step
+from onefold.runtime.steps import Stepper
 from onefold.runtime.trained import follow_trainable, follow_trainable_of
 from onefold.runtime.transfers import Transfers
 from onefold.runtime.unit import State, Unit, bind
 from onefold.runtime.units import UnitSpec
-from onefold.runtime.unreduced import gradient_bytes, show_unreduced, take_unreduced
-from onefold.runtime.unset import Unset
+from onefold.runtime.unreduced import gradient_bytes, show_pending, take_pending
+from onefold.runtime.unset import Uninitialized
 
 
 class Engine:
@@ -139,11 +139,11 @@ class Engine:
         self.stack: list[tuple[Unit, bool, bool]] = []
         self.write_counters = WriteCounters(self.entries)
         self.started = False
-        self.whole_depth = 0
-        self.whole_write = False
+        self.full_params_depth = 0
+        self.full_params_write = False
         self.buffers = Buffers(recipe)
         # What was on the meta device and has no value yet; empty once everything is loaded
-        self.unset = Unset(self.group, self.progress)
+        self.uninitialized = Uninitialized(self.group, self.progress)
         # For onefold.unsharded: the hooks on modules, the other arguments of shard() (group, units,
         # init), and the finalizer that closes the engine.
         self.handles: list[Any] = []
@@ -152,11 +152,11 @@ class Engine:
         # Waits for background work (a save), so that its failure is known
         self.settle: Callable[[], None] | None = None
 
-    def start(self, steps: Step) -> None:
-        """Create the parts that work on the bound units. `steps` steps the shards that the user's
+    def start(self, stepper: Stepper) -> None:
+        """Create the parts that work on the bound units. `stepper` steps the shards that the user's
         optimizer does not step by itself.
         """
-        self.steps = steps
+        self.stepper = stepper
         self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
         self.gather = Gatherer(
             self.units,
@@ -171,7 +171,7 @@ class Engine:
             self.units,
             self.resources,
             self.gather,
-            self.steps,
+            self.stepper,
             self.spans,
             self.write_counters,
             self.backward_event,
@@ -184,7 +184,7 @@ class Engine:
             self.resources,
             self.gather,
             self.reduce,
-            self.steps,
+            self.stepper,
             self.activations,
             self.spans,
         )
@@ -201,7 +201,7 @@ class Engine:
             self.copies,
             self.activations,
             self.buffers,
-            self.unset,
+            self.uninitialized,
             self.structure,
             self.write_counters,
             self.spans,
@@ -242,7 +242,7 @@ class Engine:
         if self.settle is not None:
             self.settle()
         if self.started:
-            self.steps.close()
+            self.stepper.close()
         if not but_group:
             self.group.close()
         self.transfers.close()
@@ -258,13 +258,13 @@ class Engine:
         self.entries.clear()
         self.unit_of.clear()
         self.buffers.close()
-        self.unset.close()
+        self.uninitialized.close()
         self.pool.drain()
         self.memory.probes.clear()
         self.transfers.host.probes.clear()
         if self.started:
             self.activations.close()
-            del self.gather, self.reduce, self.steps, self.copies, self.backward, self.forward
+            del self.gather, self.reduce, self.stepper, self.copies, self.backward, self.forward
 
     @property
     def offloaded_flats(self) -> list[Flat]:
@@ -283,12 +283,12 @@ class Engine:
         """Whether the code that runs now computes with whole parameters: in a forward pass, or in
         its recomputation in backward.
         """
-        return bool(self.stack) or (in_autograd() and not self.closed and not self.whole_depth)
+        return bool(self.stack) or (in_autograd() and not self.closed and not self.full_params_depth)
 
     @property
-    def step(self) -> int:
+    def step_count(self) -> int:
         """Synchronized backward passes so far."""
-        return self.progress.step
+        return self.progress.step_count
 
     @property
     def phase(self) -> str:
@@ -311,7 +311,7 @@ class Engine:
     @property
     def in_pass(self) -> bool:
         """Whether a forward or backward pass of the model is under way."""
-        return bool(self.stack) or (self.progress.backward_open and not self.whole_depth)
+        return bool(self.stack) or (self.progress.backward_open and not self.full_params_depth)
 
     @property
     def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
@@ -367,7 +367,7 @@ class Engine:
         self.optimizer_is_stepping()
         values = self.group.gather_values(
             found.detach().to(self.device),
-            CollectiveContext("control", "(overflow check)", self.step, "optimizer"),
+            CollectiveContext("control", "(overflow check)", self.step_count, "optimizer"),
         )
         found.fill_(values.max().to(found.device))
         self.residuals.forget_if(found)
@@ -383,7 +383,7 @@ class Engine:
         if self.progress.backward_open and in_autograd():
             raise RuntimeError(f"optimizer.step() was called in a gradient hook, but {IN_BACKWARD}")
         if not self.progress.backward_open:
-            self.gather.release_at_turn()
+            self.gather.release_last_units()
         self.masters.about_to_write()
         self.transfers.check()
         if self.progress.failure_agreed and self.on_disk and self.world_size > 1:
@@ -398,9 +398,9 @@ class Engine:
             self.tell_failure()
         if not any(flat.grads or flat.held for u in self.units for flat in u.flats):
             return
-        take_unreduced(self.reduce)
+        take_pending(self.reduce)
         if any(flat.grads or flat.held for u in self.units for flat in u.flats):
-            show_unreduced(self.reduce)
+            show_pending(self.reduce)
             raise RuntimeError(
                 "optimizer.step() was called while gradients kept under no_sync have not been"
                 " reduced yet. Run the last micro-batch of the step outside"
@@ -453,13 +453,13 @@ class Engine:
         """Raise RuntimeError if the model has other parameters by now than `shard()` found. Called
         before `call` reads or writes the values of those parameters.
         """
-        if not self.stack and not self.whole_depth:
+        if not self.stack and not self.full_params_depth:
             self.structure.refuse_changes(call)
 
     def whole(self, entry: Entry) -> torch.Tensor:
-        if self.unset:
-            self.unset.look()
-            self.unset.refuse_entry(entry)
+        if self.uninitialized:
+            self.uninitialized.look()
+            self.uninitialized.refuse_entry(entry)
         return entry.flat.view(whole_masters(self.resources, entry.flat), entry).clone()
 
     def summary(self) -> str:

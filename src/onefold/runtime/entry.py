@@ -181,7 +181,7 @@ class Entry:
         "seen_version",
         "slot",
         "small",
-        "unreduced",
+        "pending_grad",
     )  # fmt: skip
 
     def __init__(
@@ -217,7 +217,7 @@ class Entry:
         # This rank owns nothing of it, and the ranks that do have a gradient for it
         self.graded_elsewhere = False
         # What `.grad` shows of a gradient that is not reduced yet
-        self.unreduced: torch.Tensor | None = None
+        self.pending_grad: torch.Tensor | None = None
         self.number = 0  # among all entries of the engine
         self.last_write = (
             0  # the last write to its master, see runtime/parameters/write_counters.py
@@ -231,7 +231,7 @@ class Entry:
         a, b = flat.layout.local(self.slot, flat.rank if position is None else position)
         return a - self.slot.start, b - self.slot.start
 
-    def held(self, position: int | None = None) -> tuple[int, int]:
+    def owned(self, position: int | None = None) -> tuple[int, int]:
         """Return the elements, counted from the first, that the optimizer of this rank (or of that
         at `position`) steps. Optimizers of other ranks may step them too.
         """

@@ -38,7 +38,7 @@ from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, overlap
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.entry import Entry, Released, Whole, point, set_requires_grad
 from onefold.runtime.gathers import Gather
-from onefold.runtime.hops import hops_of
+from onefold.runtime.hops import group_hops
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.in_pass import put
 from onefold.runtime.parameters.interval import (
@@ -68,14 +68,14 @@ class Shares:
     """How a range of addresses is divided among a flat buffer's entries.
 
     Attributes:
-        sizes: numbers of elements, in order: before the first entry of `here`, of that entry,
+        sizes: numbers of elements, in order: before the first entry of `local`, of that entry,
             between it and the second, ..., after the last.
-        here: entries with elements in the range, or without any elements. elsewhere: the others.
+        local: entries with elements in the range, or without any elements. remote: the others.
     """
 
     sizes: tuple[int, ...]
-    here: tuple[Entry, ...]
-    elsewhere: tuple[Entry, ...]
+    local: tuple[Entry, ...]
+    remote: tuple[Entry, ...]
 
 
 class Flat:
@@ -123,7 +123,7 @@ class Flat:
         # This rank's addresses: its part among all ranks, its part among the ranks of its group
         # (the same without groups), and what its optimizer owns
         self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
-        self.hops = hops_of(spec, group)
+        self.hops = group_hops(spec, group)
         # The mean's factor where each rank applies it to its own gradient; see [Note: the mean over
         # ranks] in runtime/reductions.py
         self.early_scale = 1.0 / group.size if dtypes.wire == dtypes.sums else 1.0
@@ -271,8 +271,8 @@ class Flat:
         if (known := self._shares.get(span)) is not None:
             return known
         sizes: list[int] = []
-        here: list[Entry] = []
-        elsewhere: list[Entry] = []
+        local: list[Entry] = []
+        remote: list[Entry] = []
         end = span[0]
         for entry in self.entries:
             a, b = overlap((entry.slot.start, entry.slot.end), span)
@@ -281,8 +281,8 @@ class Flat:
                 end = b
             elif not entry.slot.numel:
                 sizes += [0, 0]
-            (elsewhere if a == b and entry.slot.numel else here).append(entry)
-        known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(here), tuple(elsewhere))
+            (remote if a == b and entry.slot.numel else local).append(entry)
+        known = self._shares[span] = Shares((*sizes, span[1] - end), tuple(local), tuple(remote))
         return known
 
     @property

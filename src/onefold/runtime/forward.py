@@ -36,7 +36,7 @@ from onefold.runtime.reduce import Reducer
 from onefold.runtime.stale import Copies, keep_writes, refresh
 from onefold.runtime.trained import follow_trainable
 from onefold.runtime.unit import State, Unit
-from onefold.runtime.unset import Unset
+from onefold.runtime.unset import Uninitialized
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,7 +80,7 @@ class Forward:
         copies: Copies,
         activations: Activations,
         buffers: Buffers,
-        unset: Unset,
+        uninitialized: Uninitialized,
         structure: Structure,
         write_counters: WriteCounters,
         spans: Spans,
@@ -90,7 +90,7 @@ class Forward:
         self.run_ahead = resources.group.run_ahead
         self.gather, self.reduce, self.backward = gather, reduce, backward
         self.copies, self.activations, self.buffers = copies, activations, buffers
-        self.unset, self.structure, self.spans = unset, structure, spans
+        self.uninitialized, self.structure, self.spans = uninitialized, structure, spans
         self.write_counters, self.stack = write_counters, stack
         self.raised_in: tuple[str, str] | None = None
         self.part: object = None
@@ -124,13 +124,13 @@ class Forward:
             elif torch.is_grad_enabled() or self.progress.graded:
                 # A re-entrant checkpoint runs its part of the pass without gradients
                 unit.calls += 1
-            if self.unset:
-                self.unset.refuse_in(unit)
+            if self.uninitialized:
+                self.uninitialized.refuse_in(unit)
             if self.run_ahead is not None:
                 self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
             self.gather.acquire(unit, backward=recompute)
             if recompute:
-                unit.replayed = self.gather.reached
+                unit.recomputed_at = self.gather.reached
             if unit.depth == 1:
                 swap_in(unit)
             self.spans.enter()
@@ -196,7 +196,7 @@ class Forward:
             self.backward.reset()
         if self.progress.follower is not None:
             self.progress.follower.forward_begins()
-        self.unset.look()
+        self.uninitialized.look()
         self._over_model, self.raised_in = is_root, None
         self._entered.clear()
         self.progress.graded = torch.is_grad_enabled()
@@ -204,7 +204,7 @@ class Forward:
         self.resources.memory.look()
         self.resources.transfers.host.look()
         check_in_place(self.units)
-        early = self.progress.step < 2  # most changes of a model and wrappers come by now
+        early = self.progress.step_count < 2  # most changes of a model and wrappers come by now
         if self.structure.look(everywhere=early) and (root := self.units[0].module()) is not None:
             self.buffers.find(root)
         if early:
@@ -232,7 +232,7 @@ class Forward:
             refresh(self.gather)
             if self._over_model:
                 self.buffers.before_pass(self.resources)
-                self.unset.remember()
+                self.uninitialized.remember()
         except BaseException:
             self._end_pass(aborted=True)  # takes the hooks on saved tensors back
             raise
@@ -263,8 +263,8 @@ class Forward:
         whole until the pass ends, also if its own module is called in between.
         """
         unit = self.reduce.unit_of[entry.number]
-        if self.unset:
-            self.unset.refuse_entry(entry)
+        if self.uninitialized:
+            self.uninitialized.refuse_entry(entry)
         recompute = in_autograd()
         if recompute:
             self.backward.event()
@@ -273,7 +273,7 @@ class Forward:
         self.gather.acquire(unit, backward=recompute)
         if recompute:
             # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
-            unit.replayed = self.gather.reached
+            unit.recomputed_at = self.gather.reached
         elif unit.index not in self._borrowed:
             self._borrowed[unit.index] = _Borrowed(unit, unit.handles_apart)
         if keeps and not unit.depth:

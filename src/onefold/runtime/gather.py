@@ -11,9 +11,9 @@ joins the gather of that unit, and drops the result. So ranks may use different 
 each uses its units in the agreed order. A unit that the order does not foresee is gathered on
 demand, and then all ranks must gather it at the same point.
 
-[Note: units at the turn] The backward pass begins with the unit that the forward pass used last and
+[Note: last units stay] The backward pass begins with the unit that the forward pass used last and
 the units that enclose it. These stay gathered between the two passes. The order seen in the first
-step tells which units they are (`at_the_turn` in runtime/order.py), so the first step itself still
+step tells which units they are (`last_units` in runtime/order.py), so the first step itself still
 releases them. Every later pass over the whole model that records gradients keeps all of them on
 every rank, including those that a rank did not use. They are released together, at points that
 every rank passes: at the next forward pass, before an optimizer steps, at the end of any backward
@@ -39,10 +39,10 @@ from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.autocast import CachedCasts
 from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import Beside
+from onefold.runtime.gathers import CopyStream
 from onefold.runtime.handles import saving
 from onefold.runtime.nested import tensors_in
-from onefold.runtime.order import Cursor, backwards
+from onefold.runtime.order import Walk, backwards
 from onefold.runtime.parameters.values import written
 from onefold.runtime.unit import State, Unit
 
@@ -94,19 +94,19 @@ class Gatherer:
         foreseen = [u for u in self.sharded if not u.revisited]
         self.forward_order, self.learned = [u.index for u in foreseen], False
         self.backward_order = backwards([u for u in foreseen if not u.forward_only])
-        self.kept_at_turn: frozenset[int] = frozenset()  # see [Note: units at the turn]
-        # The units at the turn that wait for their backward pass: index -> how often their masters
+        self.kept_last: frozenset[int] = frozenset()  # see [Note: last units stay]
+        # The last units that wait for their backward pass: index -> how often their masters
         # had been written to when the forward pass ended
         self.awaiting_backward: dict[int, int] = {}
         # The pass that left them gathered. Kept for the callback of the weak reference
         self.awaited_pass: weakref.ref[Recorded] | None = None
         self.forward_log: list[int] = []
         self.backward_log: list[int] = []
-        self.cursor: Cursor | None = None
-        self.backward_cursor: Cursor | None = None
+        self.forward_walk: Walk | None = None
+        self.backward_walk: Walk | None = None
         self.held_back = False  # `pass_by` has put off a unit
         self.unwanted: list[Unit] = []
-        self.here: dict[int, Unit] = {}  # gathered or being gathered, by index
+        self.gathered: dict[int, Unit] = {}  # gathered or being gathered, by index
         # This pass released a unit although the recipe keeps units for backward. A re-entrant
         # checkpoint does so: its part runs without gradients, and gathers the unit again later
         self.released_early = False
@@ -117,8 +117,8 @@ class Gatherer:
         )
         # A gather may begin with a copy: from the host, or a cast. Copy and gather then run on the
         # stream of the copies up. The computation goes on, and waits where the unit is used.
-        self.beside: Beside = (
-            self.transfers.up.beside if self.transfers.up.asynchronous else nullcontext
+        self.on_copy_stream: CopyStream = (
+            self.transfers.up.on_stream if self.transfers.up.asynchronous else nullcontext
         )
         # Where torch.autocast may cast gathered parameters, see runtime/autocast.py
         fp32 = any(f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats)
@@ -133,12 +133,12 @@ class Gatherer:
 
     def begin_forward(self, is_root: bool) -> None:
         self.released_early = False
-        self.release_at_turn()  # their backward pass did not come, or comes after this forward pass
+        self.release_last_units()  # their backward pass did not come, or comes after this forward pass
         if self.kept_gathered:
             self.staying = frozenset() if torch.is_grad_enabled() else self.kept_gathered
             self.gather_kept() if self.staying else self.release_kept()
         if self.sharded:
-            self.cursor = Cursor(self.forward_order) if is_root else None
+            self.forward_walk = Walk(self.forward_order) if is_root else None
             self.forward_log = []
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
@@ -153,17 +153,17 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not use
         if not self.sharded:
             return
-        turns = self._keeps_at_turn and not aborted and self.group.broken is None
-        if self.cursor is not None and not aborted:
-            for index in self.cursor.rest():
+        turns = self._keeps_last and not aborted and self.group.broken is None
+        if self.forward_walk is not None and not aborted:
+            for index in self.forward_walk.rest():
                 self.join(self.units[index])
-        self.cursor = None
+        self.forward_walk = None
         keep = self._keeps_for_backward and not aborted
         for unit in self.sharded:
             unit.borrowed = False
             if unit.lent:  # the pass of another model ends later
                 continue
-            if turns and unit.index in self.kept_at_turn and not unit.ungathered:
+            if turns and unit.index in self.kept_last and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
                 unit.claimed = False
                 self.awaiting_backward[unit.index] = _writes(unit)
@@ -196,7 +196,7 @@ class Gatherer:
                 self.release(unit)
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
-    def release_at_turn(self) -> None:
+    def release_last_units(self) -> None:
         """Release the units that wait for a backward pass. Called at points that all ranks pass."""
         self.awaited_pass = None
         if self.awaiting_backward:
@@ -212,13 +212,13 @@ class Gatherer:
             if (gather := seen()) is not None and not (
                 gather.progress.closed or gather.progress.backward_open
             ):
-                gather.release_at_turn()
+                gather.release_last_units()
 
         self.awaited_pass = weakref.ref(recorded, gone) if self.awaiting_backward else None
 
     def begin_backward(self) -> None:
         self.backward_log, self.held_back = [], False
-        self.backward_cursor = None
+        self.backward_walk = None
         for index, writes in sorted(self.awaiting_backward.items()):
             # Gather it again: this backward pass uses the new values of all units
             if _writes(self.units[index]) != writes:
@@ -230,29 +230,29 @@ class Gatherer:
         """Prepare the walk of this backward pass along the agreed order."""
         # The agreed order is that of passes over the whole model. After passes over a part of it,
         # units are gathered on demand. Units that every rank still holds need no gather and are not
-        # in the walk. The units at the turn are in it: if the pass skips one of them, `acquire` has
+        # in the walk. The last units are in it: if the pass skips one of them, `acquire` has
         # to notice, since their reduction waits for that.
         order = [
             index
             for index in self.backward_order
             if self.units[index].ungathered or index in self.awaiting_backward
         ]
-        self.backward_cursor = cursor = Cursor(order) if self.progress.root_graphs else None
-        if cursor is not None and self.learned:
+        self.backward_walk = walk = Walk(order) if self.progress.root_graphs else None
+        if walk is not None and self.learned:
             # A re-entrant checkpoint may have recomputed before the first gradient came. Every rank
             # gathered its units on demand and has released them: they are not to be joined
             for index in self.backward_log:
-                cursor.reach(index)
-                cursor.use(index)
+                walk.reach(index)
+                walk.use(index)
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass, join the gathers that other ranks may have launched."""
-        if self.backward_cursor is not None:
-            for index in self.backward_cursor.rest():
+        if self.backward_walk is not None:
+            for index in self.backward_walk.rest():
                 self.join(self.units[index])
 
     def end_backward(self) -> None:
-        self.backward_cursor = None
+        self.backward_walk = None
         for unit in self.sharded:
             unit.borrowed = unit.by_hand = False
             if unit.state is not State.SHARDED and unit.depth == 0:
@@ -266,12 +266,12 @@ class Gatherer:
         return torch.is_grad_enabled() and not self.recipe.reshard_after_forward
 
     @property
-    def _keeps_at_turn(self) -> bool:
-        """Whether this forward pass keeps the units at the turn. It looks at `graded`, since a
+    def _keeps_last(self) -> bool:
+        """Whether this forward pass keeps the last units. It looks at `graded`, since a
         re-entrant checkpoint runs its part of the pass without gradients.
         """
         return (
-            self.cursor is not None
+            self.forward_walk is not None
             and self.learned
             and self.progress.graded
             and not self.progress.backward_open
@@ -284,14 +284,14 @@ class Gatherer:
         if unit.resident:
             self.wait(unit)
             return
-        cursor = self.backward_cursor if backward else self.cursor
+        walk = self.backward_walk if backward else self.forward_walk
         if backward and unit.tile and unit.depth and not self.learned:
             # This tile is recomputed. Recomputation uses the order of the forward pass, which the
             # backward order lacks in the first step, so every rank gathers the tile on demand
-            cursor = None
+            walk = None
         passed: list[Unit] = []
         if unit.ungathered or (backward and unit.index in self.awaiting_backward):
-            passed = [self.units[index] for index in cursor.reach(unit.index)] if cursor else []
+            passed = [self.units[index] for index in walk.reach(unit.index)] if walk else []
             for other in passed:
                 self.join(other)
             if unit.ungathered:
@@ -306,32 +306,32 @@ class Gatherer:
             if backward:
                 self.awaiting_backward.pop(unit.index, None)
                 self._sweep(unit)
-            if cursor:
-                self._skip([self.units[i] for i in cursor.use(unit.index)], unit, backward)
+            if walk:
+                self._skip([self.units[i] for i in walk.use(unit.index)], unit, backward)
             self._reap(unit if backward else None)
-            if cursor and self.learned:
-                self._look_ahead(cursor)
+            if walk and self.learned:
+                self._look_ahead(walk)
 
-    def _look_ahead(self, cursor: Cursor) -> None:
-        waiting = [u for u in self.here.values() if not u.claimed and u.index not in self.staying]
+    def _look_ahead(self, walk: Walk) -> None:
+        waiting = [u for u in self.gathered.values() if not u.claimed and u.index not in self.staying]
         ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
-        while self.ahead and (index := cursor.next()) is not None:
+        while self.ahead and (index := walk.next()) is not None:
             unit = self.units[index]
             if index in self.awaiting_backward:  # gathered, and counted in `waiting`
-                cursor.at += 1
+                walk.at += 1
                 continue
             nbytes += unit.gathered_bytes
             if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
                 break
             if ahead and nbytes > LARGE_TRAFFIC:
                 break
-            cursor.at += 1
+            walk.at += 1
             if unit.ungathered:
                 self.launch(unit)
                 ahead += 1
         # A disk is slower than the wire: start to read one unit further ahead
         if self.ahead and self.reads_ahead:
-            for index in cursor.order[cursor.at : cursor.at + 1]:
+            for index in walk.order[walk.at : walk.at + 1]:
                 self.fetch(self.units[index])
 
     def join(self, unit: Unit) -> None:
@@ -373,15 +373,15 @@ class Gatherer:
         reductions wait for, so the turns of reductions get ahead of the pass. `passed_over` is
         called again when the pass has come further.
         """
-        cursor = self.backward_cursor
-        if cursor is None or unit.index not in cursor.order[cursor.at :]:
+        walk = self.backward_walk
+        if walk is None or unit.index not in walk.order[walk.at :]:
             return True
-        there = cursor.order.index(unit.index, cursor.at)
-        before = [self.units[index] for index in cursor.order[cursor.at : there]]
+        there = walk.order.index(unit.index, walk.at)
+        before = [self.units[index] for index in walk.order[walk.at : there]]
         if any(u.calls and u.index not in self.backward_log for u in before):
             self.held_back = True
             return False
-        for index in (*cursor.reach(unit.index), unit.index):
+        for index in (*walk.reach(unit.index), unit.index):
             self.join(self.units[index])
         return True
 
@@ -391,8 +391,8 @@ class Gatherer:
         """
         if inside is None and self._keeps_for_backward:
             return
-        if inside is None and self._keeps_at_turn:  # all ranks keep the units at the turn
-            self.unwanted = [u for u in self.unwanted if u.index not in self.kept_at_turn]
+        if inside is None and self._keeps_last:  # all ranks keep the last units
+            self.unwanted = [u for u in self.unwanted if u.index not in self.kept_last]
         around = [
             u
             for u in self.unwanted
@@ -409,27 +409,27 @@ class Gatherer:
         # released here, when another unit is acquired for the next recomputation. Between two
         # recomputations the backward pass reaches the output of some unit, which raises `reached`.
         # A unit with the present `reached` belongs to the recomputation under way and stays.
-        for _, unit in sorted(self.here.items()):
-            if unit is not using and unit.claimed and unit.replayed != self.reached:
-                unit.replayed = None
+        for _, unit in sorted(self.gathered.items()):
+            if unit is not using and unit.claimed and unit.recomputed_at != self.reached:
+                unit.recomputed_at = None
                 self.maybe_release(unit)
 
     def launch(self, unit: Unit) -> None:
         """Start the gather of every flat buffer of the unit."""
-        unit.move(State.GATHERING, self.progress.step)
+        unit.move(State.GATHERING, self.progress.step_count)
         if not unit.resident:
-            self.here[unit.index] = unit
+            self.gathered[unit.index] = unit
         context = self.progress.context("all-gather", unit.name)
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
             flat.stale = False
             full = self.buffer_of(unit, flat)
-            beside = self.beside if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(full, partial(self.put, flat, full), context, beside)
+            on_copy_stream = self.on_copy_stream if flat.storage.copies else nullcontext
+            under_way = flat.gather.start(full, partial(self.put, flat, full), context, on_copy_stream)
             if under_way is not None:
                 unit.pending.append(under_way)
-            if beside is not nullcontext:
+            if on_copy_stream is not nullcontext:
                 unit.arriving.append(self.transfers.up.mark())
 
     def put(self, flat: Flat, full: torch.Tensor) -> None:
@@ -457,7 +457,7 @@ class Gatherer:
         wanted = [f for f in unit.flats if f.storage.reads_ahead and f.gather.reads_masters]
         if unit.state is not State.SHARDED or not wanted:
             return
-        unit.move(State.FETCHING, self.progress.step)
+        unit.move(State.FETCHING, self.progress.step_count)
         for flat in wanted:
             self.buffer_of(unit, flat)
             flat.storage.fetch()
@@ -469,7 +469,7 @@ class Gatherer:
             pending.wait()
         unit.pending.clear()
         self._order_after_copies(unit)
-        unit.move(State.GATHERED, self.progress.step)
+        unit.move(State.GATHERED, self.progress.step_count)
         for flat in unit.flats:
             if not flat.resident:
                 flat.point_at(flat.full)
@@ -488,10 +488,10 @@ class Gatherer:
         elif unit.state is State.GATHERING:  # its bytes will never come
             unit.pending.clear()
             self._order_after_copies(unit)
-            unit.move(State.GATHERED, self.progress.step)
-        unit.claimed, unit.replayed = False, None
-        unit.move(State.SHARDED, self.progress.step)
-        self.here.pop(unit.index, None)
+            unit.move(State.GATHERED, self.progress.step_count)
+        unit.claimed, unit.recomputed_at = False, None
+        unit.move(State.SHARDED, self.progress.step_count)
+        self.gathered.pop(unit.index, None)
         self.awaiting_backward.pop(unit.index, None)
         if self.casts is not None:
             self.casts.drop(unit)
@@ -513,11 +513,11 @@ class Gatherer:
         """
         if unit.resident or unit.state is not State.GATHERED or unit.borrowed or unit.lent:
             return
-        if self.cursor is not None and self.learned and self.cursor.next() == unit.index:
-            self.cursor.at += 1
+        if self.forward_walk is not None and self.learned and self.forward_walk.next() == unit.index:
+            self.forward_walk.at += 1
             unit.claimed = False
             return
-        if unit.index in self.staying or (self._keeps_at_turn and unit.index in self.kept_at_turn):
+        if unit.index in self.staying or (self._keeps_last and unit.index in self.kept_last):
             unit.claimed = False
             return
         if self._keeps_for_backward:
@@ -541,7 +541,7 @@ class Gatherer:
         done = unit.looks_up_only or not (
             unit.handles
             or unit.waiting
-            or ((unit.replayed is not None or unit.by_hand) and unit.holds_frozen)
+            or ((unit.recomputed_at is not None or unit.by_hand) and unit.holds_frozen)
         )
         if (
             self.progress.backward_open

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 #: Makes a context whose work may go to another stream than the computing one.
-Beside = Callable[[], AbstractContextManager[Any]]
+CopyStream = Callable[[], AbstractContextManager[Any]]
 
 
 class Gather(ABC):
@@ -63,10 +63,10 @@ class Gather(ABC):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        beside: Beside,
+        on_copy_stream: CopyStream,
     ) -> Pending | None:
         """Start gathering the whole into `full`. `put` writes this rank's part of the masters
-        there. Both run inside the context of `beside`. Returns None if nothing is under way.
+        there. Both run inside the context of `on_copy_stream`. Returns None if nothing is under way.
         """
 
     @property
@@ -92,9 +92,9 @@ class LocalGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        beside: Beside,
+        on_copy_stream: CopyStream,
     ) -> None:
-        with beside():
+        with on_copy_stream():
             put()
 
 
@@ -108,9 +108,9 @@ class FlatGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        beside: Beside,
+        on_copy_stream: CopyStream,
     ) -> Pending:
-        with beside():
+        with on_copy_stream():
             put()
             return self.flat.owners_group.all_gather(full, context, self.flat.index)
 
@@ -130,12 +130,12 @@ class SecondaryGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        beside: Beside,
+        on_copy_stream: CopyStream,
     ) -> Pending:
         flat, group, cached = self.flat, self.flat.group, self.cached
         mine = full[slice(*flat.shard)]
         assert cached is not None
-        with beside():
+        with on_copy_stream():
             if self.fresh:
                 mine.copy_(cached)
                 return group.intra_group.all_gather(full, context, flat.index)
@@ -157,7 +157,7 @@ class SecondaryGather(Gather):
 
 def state_context(resources: Resources, unit_name: str) -> CollectiveContext:
     """Return what errors and the ledger say of a collective over parameters or states of a unit."""
-    return CollectiveContext("state", unit_name, resources.progress.step, "state")
+    return CollectiveContext("state", unit_name, resources.progress.step_count, "state")
 
 
 def new_masters(flat: Flat, device: torch.device) -> torch.Tensor:

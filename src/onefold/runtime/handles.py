@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 class Handle:
     """What autograd keeps instead of a view into a gathered buffer, [size]."""
 
-    __slots__ = ("flat", "offset", "size", "stride", "unit", "watch")
+    __slots__ = ("flat", "offset", "size", "stride", "unit", "gatherer")
 
-    def __init__(self, watch: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
-        self.watch, self.unit, self.flat = watch, unit, flat
+    def __init__(self, gatherer: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
+        self.gatherer, self.unit, self.flat = gatherer, unit, flat
         self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
         unit.handles += 1
         unit.handles_apart += not unit.depth
@@ -47,11 +47,11 @@ class Handle:
     def __del__(self) -> None:
         self.unit.handles -= 1
         if self.unit.handles == 0 or self.unit.looks_up_only:
-            self.watch.maybe_release(self.unit)
+            self.gatherer.maybe_release(self.unit)
 
     def read(self) -> torch.Tensor:
-        self.watch.backward_event()
-        self.watch.acquire(self.unit, backward=True)
+        self.gatherer.backward_event()
+        self.gatherer.acquire(self.unit, backward=True)
         full = self.flat.full
         assert full is not None
         return full.as_strided(self.size, self.stride, self.offset)
@@ -65,9 +65,9 @@ class CastHandle(Handle):
     __slots__ = ("cast_offset", "cast_size", "cast_stride", "dtype")
 
     def __init__(
-        self, watch: Gatherer, unit: Unit, flat: Flat, source: torch.Tensor, cast: torch.Tensor
+        self, gatherer: Gatherer, unit: Unit, flat: Flat, source: torch.Tensor, cast: torch.Tensor
     ) -> None:
-        super().__init__(watch, unit, flat, source)
+        super().__init__(gatherer, unit, flat, source)
         self.dtype, self.cast_offset = cast.dtype, cast.storage_offset()
         self.cast_size, self.cast_stride = cast.size(), cast.stride()
 

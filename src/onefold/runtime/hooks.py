@@ -45,14 +45,14 @@ class _AroundUnit(_Hooks):
     left = False
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.engine.whole_depth or self.engine.closed:
+        if self.engine.full_params_depth or self.engine.closed:
             return None
         self.left = False
         outermost = self.engine.forward.enter(self.unit)
         return self.cast(args, kwargs) if outermost else None
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if self.engine.whole_depth or self.engine.closed:
+        if self.engine.full_params_depth or self.engine.closed:
             return None
         output = self.engine.forward.leave(self.unit, output)
         self.left = True
@@ -69,7 +69,7 @@ class _AroundPart(_Hooks):
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> Any:
         engine = self.engine
-        if engine.stack or engine.whole_depth or engine.closed or in_autograd():
+        if engine.stack or engine.full_params_depth or engine.closed or in_autograd():
             return None
         engine.forward.part = self
         engine.forward.enter(self.unit, part=True)
@@ -115,23 +115,23 @@ def _cast_to(engine: Engine) -> torch.dtype | None:
     return None if dtype == torch.float32 else dtype
 
 
-def guard_unset(engine: Engine, module: nn.Module) -> None:
-    """Refuse `state_dict()` while something has no value (runtime/unset.py). On an engine that
+def guard_uninitialized(engine: Engine, module: nn.Module) -> None:
+    """Refuse `state_dict()` while something has no value (runtime/uninitialized.py). On an engine that
     hooks no forward pass, refuse that too.
     """
     seen = weakref.ref(engine)
 
     def on_save(*_: Any) -> None:
-        if (e := seen()) is not None and e.unset and not (e.whole_depth or e.closed):
-            e.unset.look_alone()  # rank 0 may be here alone
-            e.unset.refuse("state_dict() would hold")
+        if (e := seen()) is not None and e.uninitialized and not (e.full_params_depth or e.closed):
+            e.uninitialized.look_alone()  # rank 0 may be here alone
+            e.uninitialized.refuse("state_dict() would hold")
 
     def on_use(part: nn.Module, *_: Any) -> None:
-        if (e := seen()) is None or not e.unset or e.closed:
+        if (e := seen()) is None or not e.uninitialized or e.closed:
             handles.pop(id(part)).remove()
-        elif not e.whole_depth:
-            e.unset.look_alone()
-            e.unset.refuse_of(part)
+        elif not e.full_params_depth:
+            e.uninitialized.look_alone()
+            e.uninitialized.refuse_of(part)
 
     for part in module.modules():
         part.register_state_dict_pre_hook(on_save)
@@ -156,7 +156,7 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     def on_save(part: nn.Module, prefix: str, keep_vars: bool) -> None:
         if engine.closed:
             _refuse_leftovers(part)
-        elif not engine.whole_depth and not _is_for_keys():
+        elif not engine.full_params_depth and not _is_for_keys():
             raise RuntimeError(
                 "state_dict() of a sharded model would hold this rank's intervals under the names"
                 " of whole parameters. Use onefold.full_state_dict(model) on every rank (rank 0"
@@ -166,7 +166,7 @@ def guard_state_dict(engine: Engine, module: nn.Module) -> None:
     def on_load(part: nn.Module, *_: Any) -> None:
         if engine.closed:
             _refuse_leftovers(part)
-        elif not engine.whole_depth:
+        elif not engine.full_params_depth:
             raise RuntimeError(
                 "load_state_dict() on a sharded model would write whole parameters over this rank's"
                 " intervals. Use onefold.load_full_state_dict(model, state_dict) on every rank, or"

@@ -16,7 +16,7 @@ from onefold.layout import Level, ShardSpec
 
 
 @dataclass(frozen=True)
-class Hop:
+class GroupHop:
     """One step of a reduction: the ranks of `group` divide a range of addresses among themselves.
     `ranges` are their parts, by position.
     """
@@ -30,7 +30,7 @@ class Hop:
         return self.ranges[self.group.rank]
 
 
-def hops_of(spec: ShardSpec, group: Group) -> tuple[Hop, ...]:
+def group_hops(spec: ShardSpec, group: Group) -> tuple[GroupHop, ...]:
     """Return the hops of a gradient, each with the group of ranks that it runs among."""
 
     def ranks(level: Level) -> Group:
@@ -38,4 +38,4 @@ def hops_of(spec: ShardSpec, group: Group) -> tuple[Hop, ...]:
             return group
         return group.intra_group if level == "intra-group" else group.inter_group
 
-    return tuple(Hop(ranks(hop.level), hop.ranges) for hop in spec.hops)
+    return tuple(GroupHop(ranks(hop.level), hop.ranges) for hop in spec.hops)

@@ -6,7 +6,7 @@ dtype than the wire. Then it stays where it is and is not rounded, as on gloo. W
 `reduce="native"` the backend adds the parts, in the dtype of the wire and in an order of its own.
 
 [Note: sums beside the computation] On a device with streams the kernel that adds the parts runs on
-a stream of its own, `Standing.summing`:
+a stream of its own, `Peers.summing`:
 
     computing    ... gradients of unit 1 |    gradients of unit 0    | wait for sum 1 | ...
     reductions                           [r1 ......]

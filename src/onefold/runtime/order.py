@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from onefold.runtime.unit import Unit
 
 
-class Cursor:
+class Walk:
     """A walk along an agreed order of unit indices.
 
     Units before position `at` have been gathered, some of them ahead of use. Units before position
@@ -69,7 +69,7 @@ def backwards(units: list[Unit]) -> list[int]:
     return [index for head, *rest in reversed(groups) for index in (head.index, *backwards(rest))]
 
 
-def at_the_turn(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
+def last_units(forward: Sequence[Unit], backward: Sequence[Unit]) -> list[Unit]:
     """Return the units that a forward pass uses last and its backward pass first, with no other
     unit in between. `forward` and `backward` are units in the order of use.
 

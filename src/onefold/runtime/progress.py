@@ -31,7 +31,7 @@ class Progress:
     """Which step, which pass.
 
     Attributes:
-        step: synchronized backward passes so far.
+        step_count: synchronized backward passes so far.
         synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
             whatever the recipe says. pending: gradients wait for a later reduction.
         follower: code outside the core that follows the passes (runtime/following.py). factor: what
@@ -56,7 +56,7 @@ class Progress:
     """
 
     def __init__(self, recipe: Recipe, group: Group) -> None:
-        self.step, self.synced = 0, True
+        self.step_count, self.synced = 0, True
         self.holds_whole = self.pending = False
         self.follower: PassFollower | None = None
         self.factor = 1.0
@@ -114,7 +114,7 @@ class Progress:
 
     def context(self, move: str, unit: str) -> CollectiveContext:
         """Return the context of a collective that starts now: its step and pass."""
-        return CollectiveContext(move, unit, self.step, self.phase)
+        return CollectiveContext(move, unit, self.step_count, self.phase)
 
     def failed(self, error: BaseException) -> None:
         """Note an error that happened while other ranks wait for this one. This rank goes on; the

@@ -43,13 +43,13 @@ from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 from onefold.runtime.reductions import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
-from onefold.runtime.unreduced import take_unreduced
+from onefold.runtime.unreduced import take_pending
 
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
     from onefold.runtime.parameters.write_counters import WriteCounters
     from onefold.runtime.progress import Resources, Spans
-    from onefold.runtime.steps import Step
+    from onefold.runtime.steps import Stepper
 
 
 #: A gradient of at most SMALL bytes waits for others of its unit, until the waiting ones have more
@@ -65,7 +65,7 @@ class Reducer:
         units: list[Unit],
         resources: Resources,
         gather: Gatherer,
-        steps: Step,
+        stepper: Stepper,
         spans: Spans,
         write_counters: WriteCounters,
         backward_event: Callable[[bool], None],
@@ -75,7 +75,7 @@ class Reducer:
             backward_event: called when a backward pass reaches something of this engine; with True
                 if a parameter has got its gradient.
         """
-        self.units, self.gather, self.steps, self.spans = units, gather, steps, spans
+        self.units, self.gather, self.stepper, self.spans = units, gather, stepper, spans
         self.write_counters, self.backward_event = write_counters, backward_event
         self.unit_of = {entry.number: unit for unit in units for entry in unit.entries}
         self.group, self.progress, self.memory = (
@@ -96,7 +96,7 @@ class Reducer:
         self.used: set[int] = set()
         # Hooks that multiply gradients before the user's own, by entry: (dict of hooks, key in it)
         self.multiplied: dict[int, tuple[Any, int]] = {}
-        # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/unreduced.py)
+        # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/pending_gradients.py)
         self.shows = False
         self.in_flight = resources.recipe.in_flight if resources.recipe.overlap else 0
         for entry in (entry for unit in self.units for entry in unit.entries):
@@ -108,7 +108,7 @@ class Reducer:
     def begin_backward(self) -> None:
         if self.shows:
             self.shows = False
-            take_unreduced(self)
+            take_pending(self)
         self.turn, self.log, self.used = 0, [], set()
         self.take_multipliers_back()
         if self.progress.factor != 1:
@@ -490,15 +490,15 @@ class Reducer:
         flat, storage, kept = r.flat, r.flat.storage, not _all_of(r, which)
         assert r.total is not None
         shares = flat.shares(r.result_range)
-        for entry in shares.elsewhere:
+        for entry in shares.remote:
             entry.graded_elsewhere = entry.graded_elsewhere or which[entry.index]
-        meant = [entry for entry in shares.here if which[entry.index]]
+        meant = [entry for entry in shares.local if which[entry.index]]
         if storage.measures_gradients and self.progress.sync and not r.down:
             storage.measure(r.total, r.result_range, meant)
         if storage.adds_on_device and not kept and self._add_on_device(r, shares, which):
             return True
         self._bring_down(r)
-        in_backward = self.steps.takes(flat, which)
+        in_backward = self.stepper.takes(flat, which)
         try:
             if not in_backward and storage.take_gradient(r.total, r.result_range, meant):
                 return kept
@@ -508,7 +508,7 @@ class Reducer:
             return kept
         total, same = r.total, r.total.dtype == flat.dtypes.master
         for entry, part in (
-            zip(shares.here, total.split_with_sizes(shares.sizes)[1::2], strict=True)
+            zip(shares.local, total.split_with_sizes(shares.sizes)[1::2], strict=True)
             if meant
             else ()
         ):
@@ -527,7 +527,7 @@ class Reducer:
                 self._ledger(flat).add(GRADIENTS, nbytes_of(get_grad(param)))
                 kept = kept or not storage.offloaded
         if in_backward:
-            self.steps.landed(flat)
+            self.stepper.landed(flat)
         return kept
 
     def _add_on_device(self, r: Reduction, shares: Shares, which: list[bool]) -> bool:
@@ -536,10 +536,10 @@ class Reducer:
         """
         flat, total = r.flat, r.total
         assert total is not None
-        grads = [get_grad(entry.param) for entry in shares.here]
+        grads = [get_grad(entry.param) for entry in shares.local]
         if r.down or not grads or any(grad is None for grad in grads):
             return False
-        in_backward = self.steps.takes(flat, which)
+        in_backward = self.stepper.takes(flat, which)
         parts = total.split_with_sizes(shares.sizes)[1::2]
         self.memory.add(GRADIENTS, -nbytes_of(total))
         if not flat.storage.add_gradient(total, list(zip(grads, parts, strict=True))):
@@ -547,7 +547,7 @@ class Reducer:
             return False
         r.down = True
         if in_backward:
-            self.steps.landed(flat)
+            self.stepper.landed(flat)
         return True
 
     def _bring_down(self, r: Reduction) -> None:
@@ -621,7 +621,7 @@ class Reducer:
         a shared module brings such gradients.)
         """
         for index in late:
-            if self.steps.has_stepped(self.units[index]):
+            if self.stepper.has_stepped(self.units[index]):
                 raise RuntimeError(
                     f"a gradient of {self.units[index].name!r} came after the unit was stepped"
                     " in the backward pass: this model uses it in more than one part of the"
@@ -655,9 +655,9 @@ class Reducer:
                     self.pool.give(buffer)
                 flat.held.clear()
                 for entry in flat.entries:
-                    if entry.unreduced is not None and entry.param.grad is entry.unreduced:
+                    if entry.pending_grad is not None and entry.param.grad is entry.pending_grad:
                         entry.param.grad = None
-                    entry.filled, entry.unreduced = False, None
+                    entry.filled, entry.pending_grad = False, None
                     set_grad(entry.compute, None)
 
 

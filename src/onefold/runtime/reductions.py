@@ -42,7 +42,7 @@ from onefold.comm.wire import Cut
 from onefold.layout import Adds, Exchange, overlap
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 from onefold.runtime.flat import Flat
-from onefold.runtime.hops import Hop
+from onefold.runtime.hops import GroupHop
 from onefold.runtime.unit import Unit
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Reduction:
         self.sent_bytes = (self.span[1] - self.span[0]) * self.flat.dtypes.wire.itemsize
 
     @property
-    def hop(self) -> Hop:
+    def hop(self) -> GroupHop:
         return self.flat.hops[self.at]
 
     @property
@@ -442,7 +442,7 @@ def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
     return group.exchange(sends, recvs, context, r.flat.index, move="all-reduce", addresses=r.run)
 
 
-def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: Hop) -> tuple[torch.Tensor, ...]:
+def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: GroupHop) -> tuple[torch.Tensor, ...]:
     """Split a buffer over `span` into the ranks' pieces, by position in the hop's group."""
     cuts = [overlap(span, there) for there in hop.ranges]
     return buffer.split([b - a for a, b in cuts])

@@ -42,7 +42,7 @@ def spoil(module: nn.Module, why: BaseException) -> None:
     _spoilt[module] = module.register_forward_pre_hook(refuse, prepend=True)
 
 
-def mend(module: nn.Module) -> None:
+def accept_again(module: nn.Module) -> None:
     """Undo `spoil`: `shard()` takes the model again."""
     handle = _spoilt.pop(module, None)
     if handle is not None:

@@ -110,11 +110,11 @@ class Residuals:
         """The step of the training that random bits depend on. It counts the steps of the runs that
         this one resumes.
         """
-        return self.progress.step + self._drawn
+        return self.progress.step_count + self._drawn
 
     @draw.setter
     def draw(self, step: int) -> None:
-        self._drawn = step - self.progress.step
+        self._drawn = step - self.progress.step_count
 
     def rounding(self, r: Reduction, address: int) -> Stochastic | None:
         """Return random bits by step, rank and address: the same bits in a repeated run, and other

@@ -113,7 +113,7 @@ class Copies:
     def _note(self, unit: Unit) -> None:
         self.gather.wait(unit)
         if unit.state is State.GATHERED and any(flat.stale for flat in unit.flats):
-            unit.move(State.STALE, self.progress.step)
+            unit.move(State.STALE, self.progress.step_count)
 
 
 def _stepped(flat: Flat) -> bool:
@@ -165,7 +165,7 @@ def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
     them as small reductions may have under way.
     """
     recipe, chosen, nbytes = gather.recipe, [], 0
-    if not (recipe.overlap and recipe.in_flight and gather.beside is nullcontext):
+    if not (recipe.overlap and recipe.in_flight and gather.on_copy_stream is nullcontext):
         return []
     one: torch.dtype | None = None
     for unit in units:
@@ -186,7 +186,7 @@ def _small(gather: Gatherer, units: list[Unit]) -> list[Unit]:
 def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
     fulls, places, numbers = [], [], []
     for unit in units:
-        unit.move(State.GATHERING, gather.progress.step)
+        unit.move(State.GATHERING, gather.progress.step_count)
         place = gather.progress.context("all-gather", unit.name)
         for flat in unit.flats:
             if not flat.stale:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
 
 
-class Step(ABC):
+class Stepper(ABC):
     """Steps those shards of one engine that the user's optimizer does not step by itself."""
 
     # -- at optimizer.step() -----------------------------------------------------------------------

@@ -135,7 +135,7 @@ class Storage(ABC):
             value: the optimizer's parameter, or its state. If it is in memory, a view of it is
                 returned.
         """
-        first, _ = entry.held()
+        first, _ = entry.owned()
         return value.detach().reshape(-1)[slice(*items_of(x - first, y - first, grain_of(key)))]
 
     def new_state(

@@ -79,7 +79,7 @@ class Unit:
         by_hand: a backward pass gathered it for code that kept a whole parameter without saving it
             for backward (runtime/forward.py).
         handles_apart: how many handles were ever made while its module was not in a pass.
-        replayed: the count of `Gatherer.reached` when its forward pass was recomputed in this
+        recomputed_at: the count of `Gatherer.reached` when its forward pass was recomputed in this
             backward pass; None if it was not.
     """
 
@@ -101,7 +101,7 @@ class Unit:
         self.handles = self.depth = self.calls = 0
         self.claimed = self.borrowed = self.lent = self.by_hand = False
         self.handles_apart = 0
-        self.replayed: int | None = None
+        self.recomputed_at: int | None = None
         self.waiting: set[int] = set()
         self.aside: list[Entry] = []
         self.aside_bytes = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
 
 
-def show_unreduced(reduce: Reducer) -> None:
+def show_pending(reduce: Reducer) -> None:
     """Let `.grad` show this rank's part of gradients kept under no_sync, so that zero_grad() has
     something to drop.
     """
@@ -41,7 +41,7 @@ def show_unreduced(reduce: Reducer) -> None:
                     part = (
                         flat.grads[run][a - run[0] : b - run[0]] if b > a else flat.grads[run][:0]
                     )
-                    entry.unreduced = entry.param.grad = flat.storage.show_gradient(
+                    entry.pending_grad = entry.param.grad = flat.storage.show_gradient(
                         entry, part, f"the unreduced gradient of {entry.slot.name!r}"
                     )
 
@@ -54,28 +54,28 @@ def whole_local_gradient(entry: Entry, weight: float = 1.0) -> torch.Tensor | No
     """
     flat = entry.flat
     run = flat.run_of.get(entry.index)
-    if not entry.filled or entry.unreduced is None or run not in flat.grads:
+    if not entry.filled or entry.pending_grad is None or run not in flat.grads:
         return None
     with disable_torch_function(), torch.no_grad():
         part = flat.grads[run][entry.slot.start - run[0] : entry.slot.end - run[0]]
         return part.view(entry.slot.shape) / (flat.early_scale * weight)
 
 
-def take_unreduced(reduce: Reducer) -> None:
+def take_pending(reduce: Reducer) -> None:
     """Forget the unreduced gradients that the user has dropped. Called before the rest are used.
 
     Raises:
         RuntimeError: the user changed an unreduced gradient in another way than by dropping it.
     """
     shown = [
-        (e, e.unreduced) for unit in reduce.units for e in unit.entries if e.unreduced is not None
+        (e, e.pending_grad) for unit in reduce.units for e in unit.entries if e.pending_grad is not None
     ]
     # zero_grad(set_to_none=False) writes zeros to all parts. A part of zeros alone proves no drop:
     # it may have been zero before (unused rows of an embedding), and then have been scaled by the
     # user. So zeros count as a drop only if all parts were written to.
     all_written = all(e.param.grad is not kept or kept._version for e, kept in shown)
     for entry, kept in shown:
-        entry.unreduced = None
+        entry.pending_grad = None
         now, entry.param.grad = entry.param.grad, None
         zeroed = now is kept and kept._version and not is_storageless(kept) and not kept.any()
         if now is None or (zeroed and (all_written or kept.numel() == entry.slot.numel)):
@@ -106,7 +106,7 @@ def follow_runs(reduce: Reducer, flat: Flat) -> None:
     """
     if not flat.grads and not flat.held:
         return
-    take_unreduced(reduce)  # `.grad` shows views of the old buffers
+    take_pending(reduce)  # `.grad` shows views of the old buffers
     if flat.grads:
         whole, flat.grads = flat.grads, {}
         mine = [e for e in flat.entries if e.filled]
@@ -115,7 +115,7 @@ def follow_runs(reduce: Reducer, flat: Flat) -> None:
         sums, flat.held = flat.held, {}
         mine = [e for e in flat.entries if e.number in reduce.held]
         _move(reduce, flat, sums, flat.held, mine, flat.shard)
-    show_unreduced(reduce)
+    show_pending(reduce)
 
 
 def _move(
@@ -153,7 +153,7 @@ def _show_held(entry: Entry) -> None:
     flat, run = entry.flat, entry.flat.run_of[entry.index]
     (first, _), (a, b) = overlap(run, flat.shard), flat.local(entry)
     part = flat.held[run][a - first : b - first] if b > a else flat.held[run][:0]
-    entry.unreduced = entry.param.grad = flat.storage.show_gradient(
+    entry.pending_grad = entry.param.grad = flat.storage.show_gradient(
         entry, part, f"the gradient of {entry.slot.name!r} before the boundary"
     )
 
@@ -181,7 +181,7 @@ def gradient_bytes(units: Sequence[Unit], resources: Resources, tier: Tier) -> i
         here = [f for u in units for f in u.flats if f.storage.gradient_tier is tier]
         reduced = sum(
             unique_bytes(
-                [get_grad(e.param) for f in here for e in f.entries if e.unreduced is None]
+                [get_grad(e.param) for f in here for e in f.entries if e.pending_grad is None]
             )
         )
     if tier is not Tier.DEVICE:

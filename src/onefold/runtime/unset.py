@@ -1,15 +1,15 @@
-"""Unset parameters and buffers: they were on the meta device when the model was sharded, and have
+"""Uninitialized parameters and buffers: they were on the meta device when the model was sharded, and have
 no value yet. They may be loaded later, and must not be used before.
 
     shard()      notes parameters and buffers that nothing initialized
     a load       gives some of them, or all, a value (onefold.load, load_full_state_dict, load_pretrained, full_params(write=True), ...)
-    a use        of an unset one raises, with its name: the forward pass of its unit, whole parameters to read, a save
+    a use        of an uninitialized one raises, with its name: the forward pass of its unit, whole parameters to read, a save
 
-[Note: marks of what is unset] Unset memory is filled with NaN, so that a value shows however it
+[Note: marks of what is uninitialized] Uninitialized memory is filled with NaN, so that a value shows however it
 came: by a load, in place, or through `.data`. For dtypes without NaN, and for weights that are
 stored encoded, the names that a load brings tell. All ranks check together when a pass begins, and
 a parameter has a value once any rank has seen one, so all ranks raise alike. Once everything is
-loaded the list of unset names is empty, and nothing is checked any more.
+loaded the list of uninitialized names is empty, and nothing is checked any more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HOW = (
 )
 
 
-class UnsetError(RuntimeError):
+class UninitializedError(RuntimeError):
     """Something was used that was built on the meta device and never given a value."""
 
 
@@ -67,8 +67,8 @@ def _all_nan(values: torch.Tensor) -> bool:
     return bool(values[:1].isnan().all()) and bool(values.isnan().all())
 
 
-class Unset:
-    """What is unset of one engine: entries by their number, and buffers by their name in the model,
+class Uninitialized:
+    """What is uninitialized of one engine: entries by their number, and buffers by their name in the model,
     with the table that holds each.
     """
 
@@ -90,13 +90,13 @@ class Unset:
         self._buffers[name] = (module._buffers, key, unit.index)
 
     def names(self) -> list[str]:
-        """Return the names of everything unset, parameters first."""
+        """Return the names of everything uninitialized, parameters first."""
         return list(
             dict.fromkeys([*(e.part.names[0] for e in self._entries.values()), *self._buffers])
         )
 
     def notes(self) -> list[str]:
-        """Return a sentence for the start of the run, if anything is unset."""
+        """Return a sentence for the start of the run, if anything is uninitialized."""
         names = self.names()
         if not names:
             return []
@@ -119,7 +119,7 @@ class Unset:
             del self._buffers[name]
 
     def look(self) -> None:
-        """Remove from the list what got a value otherwise. Collective while anything is unset."""
+        """Remove from the list what got a value otherwise. Collective while anything is uninitialized."""
         if not self:
             return
         mine = self._still()
@@ -128,7 +128,7 @@ class Unset:
             return
         payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         said = self._group.exchange_control(
-            payload, CollectiveContext("control", "(unset)", self._progress.step, "state")
+            payload, CollectiveContext("control", "(uninitialized)", self._progress.step_count, "state")
         )
         together = torch.stack(said).amin(0).tolist()  # a value on any rank is enough
         first = said[0].tolist()  # rank 0's buffers become everybody's
@@ -155,27 +155,27 @@ class Unset:
                 for table, key, _ in self._buffers.values()
                 if (t := table.get(key, _NONE)) is not None
             ]
-        return [int(unset) for unset in (*entries, *buffers)]
+        return [int(uninitialized) for uninitialized in (*entries, *buffers)]
 
     def _keep(self, still: Iterable[int]) -> None:
         kept = list(still)
         entries = zip(list(self._entries), kept[: len(self._entries)], strict=True)
         buffers = zip(list(self._buffers), kept[len(self._entries) :], strict=True)
-        for number in [number for number, unset in entries if not unset]:
+        for number in [number for number, uninitialized in entries if not uninitialized]:
             del self._entries[number]
-        for name in [name for name, unset in buffers if not unset]:
+        for name in [name for name, uninitialized in buffers if not uninitialized]:
             del self._buffers[name]
 
     # -- use ---------------------------------------------------------------------------------------
 
     def refuse_in(self, unit: Unit) -> None:
-        """Raise UnsetError if the forward pass of a unit would use something unset."""
+        """Raise UninitializedError if the forward pass of a unit would use something uninitialized."""
         names = [e.part.names[0] for e in self._entries.values() if e.flat in unit.flats]
         names += [name for name, (_, _, index) in self._buffers.items() if index == unit.index]
         self._refuse(names, f"the forward pass of {unit.name!r} uses")
 
     def refuse_of(self, module: nn.Module) -> None:
-        """Raise UnsetError if a module's own parameters or buffers are unset."""
+        """Raise UninitializedError if a module's own parameters or buffers are uninitialized."""
         names = [
             e.part.names[0]
             for e in self._entries.values()
@@ -185,18 +185,18 @@ class Unset:
         self._refuse(names, f"the forward pass of a {type(module).__name__} uses")
 
     def refuse_entry(self, entry: Entry) -> None:
-        """Raise UnsetError if a parameter is unset."""
+        """Raise UninitializedError if a parameter is uninitialized."""
         if entry.number in self._entries:
             self._refuse([entry.part.names[0]], "a forward pass uses")
 
     def refuse(self, doing: str, among: Collection[str] | None = None) -> None:
-        """Raise UnsetError if anything is unset; `among`: any parameter or buffer of these names."""
+        """Raise UninitializedError if anything is uninitialized; `among`: any parameter or buffer of these names."""
         self._refuse([n for n in self.names() if among is None or n in among], doing)
 
     def _refuse(self, names: list[str], doing: str) -> None:
         names = list(dict.fromkeys(names))
         if names:
-            raise UnsetError(
+            raise UninitializedError(
                 f"{doing} {_some(names)}, built on the meta device and never given a value. {_HOW}"
             )
 
@@ -224,20 +224,20 @@ def _entry_is_unset(entry: Entry) -> bool:
     return a == b or _all_nan(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
 
 
-def without_value(group: Group, unit: Unit, coming: Collection[str]) -> set[str]:
+def without_value(group: Group, unit: Unit, incoming: Collection[str]) -> set[str]:
     """Return the first names of a unit's parameters that have no value on rank 0 and are not among
-    `coming`, the names that a load will bring. Collective.
+    `incoming`, the names that a load will bring. Collective.
     """
     mine = [
-        int(entry.slot.name not in coming and entry.slot.numel > 0 and value_of(entry) is None)
+        int(entry.slot.name not in incoming and entry.slot.numel > 0 and value_of(entry) is None)
         for entry in unit.entries
     ]
     if mine and group.size > 1 and not group.fake:
         payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
-        mine = group.exchange_control(payload, CollectiveContext("control", "(unset)", 0, "state"))[
+        mine = group.exchange_control(payload, CollectiveContext("control", "(uninitialized)", 0, "state"))[
             0
         ].tolist()
-    return {entry.slot.name for entry, unset in zip(unit.entries, mine, strict=True) if unset}
+    return {entry.slot.name for entry, uninitialized in zip(unit.entries, mine, strict=True) if uninitialized}
 
 
 def value_of(entry: Entry) -> torch.Tensor | None:

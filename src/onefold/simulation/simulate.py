@@ -288,7 +288,7 @@ def _twin(module: nn.Module, integers: Integers) -> nn.Module:
 @contextmanager
 def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
     """Shard the twin and yield its engine; close the engine afterwards, also after an error."""
-    from onefold.optim import unwatch
+    from onefold.optim import remove_step_hooks
     from onefold.shard import engine_of, shard
 
     engine = engine_of(shard(twin, recipe, device="cpu"))
@@ -297,7 +297,7 @@ def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
     try:
         yield engine
     finally:
-        unwatch(engine)
+        remove_step_hooks(engine)
         engine.close()
         gc.collect()
 

@@ -33,7 +33,7 @@ def explain(run: Run, error: BaseException) -> TrainError:
     held = engine.memory.now()
     lines = [
         f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
-        f" {engine.step + 1}): " + str(error).splitlines()[0][:160],
+        f" {engine.step_count + 1}): " + str(error).splitlines()[0][:160],
         f"the engine held {_told(held) or 'nothing'}; the process {readable(resident_memory()[0])}.",
     ]
     if run.choice.predicted is not None:

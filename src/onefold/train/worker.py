@@ -90,7 +90,7 @@ class Rank:
         engine = onefold.engine_of(self.run.model)
         unit = next((unit.name for unit, *_ in reversed(engine.stack)), None)
         where = f" of unit {unit!r}" if unit is not None else ""
-        return f"in the {engine.phase} pass{where}, step {engine.step + 1}"
+        return f"in the {engine.phase} pass{where}, step {engine.step_count + 1}"
 
     def fail(self, error: BaseException) -> None:
         """Report what went wrong, once per machine, and end this process."""

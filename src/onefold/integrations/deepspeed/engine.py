@@ -118,7 +118,7 @@ class DeepSpeedEngine(WholeSaves, Accumulation, nn.Module):
             EngineMisuse: the engine has no optimizer, or the whole model is gathered.
         """
         self._needs_optimizer("backward")
-        if onefold.engine_of(self.module).whole_depth:
+        if onefold.engine_of(self.module).full_params_depth:
             raise EngineMisuse(
                 "engine.backward() was called inside a context that gathers the whole model, where"
                 " no gradient is reduced: leave GatheredParameters or full_params first."

@@ -80,7 +80,7 @@ def _say(optimizer: Optimizer, outline: Outline) -> tuple[list[_Said], str | Non
         if not param.entries and (state := states[param.numbers[0]]):
             found = {key: (None, value) for key, value in state.items()}
         for n, entry in zip(param.numbers, param.entries, strict=False):
-            a, b = entry.accounted() if outline.divided else entry.held()
+            a, b = entry.accounted() if outline.divided else entry.owned()
             if found or (a == b and entry.slot.numel):
                 continue
             found = {}

@@ -307,7 +307,7 @@ def _land(
         if scattered:
             from_first(engine_of(entry), entry, dtype, part, put)
         elif part is not None:
-            a, b = entry.held()
+            a, b = entry.owned()
             put(a, b, part[a:b])
         yield put
 

@@ -215,7 +215,7 @@ class IntervalSpec:
         engine, group = self.owners.meet(f"{self.name!r}")
         subject = f"{what} of {self.said}, which every rank must call"
         progress = engine.progress
-        return engine, group, CollectiveContext(move, subject, progress.step, progress.phase)
+        return engine, group, CollectiveContext(move, subject, progress.step_count, progress.phase)
 
 
 def spec_of(value: Any) -> IntervalSpec | None:

@@ -53,7 +53,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
-    if entry is not None and entry.unreduced is grad:
+    if entry is not None and entry.pending_grad is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
         return dress(grad.detach(), spec)
     return dress(grad.detach(), spec.of("grad"))

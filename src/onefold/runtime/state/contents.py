@@ -52,11 +52,11 @@ def unguarded(engine: Engine) -> Iterator[None]:
     """Allow `state_dict()` of the model's modules, which is refused elsewhere: for names and
     shapes.
     """
-    engine.whole_depth += 1
+    engine.full_params_depth += 1
     try:
         yield
     finally:
-        engine.whole_depth -= 1
+        engine.full_params_depth -= 1
 
 
 def own_state_dict(engine: Engine, module: nn.Module) -> dict[str, Any]:

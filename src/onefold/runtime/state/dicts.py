@@ -40,8 +40,8 @@ def full_state_dict(engine: Engine, module: nn.Module) -> dict[str, torch.Tensor
         engine.refuse_changes("full_state_dict")
         for name, buffer in module.named_buffers():
             refuse_parts(name, buffer)  # here, so that every rank raises, not only rank 0
-    engine.unset.look()
-    engine.unset.refuse("full_state_dict() would hold")
+    engine.uninitialized.look()
+    engine.uninitialized.refuse("full_state_dict() would hold")
     return whole_state_dict(engine, module, _masters_of)
 
 
@@ -129,17 +129,17 @@ def load_full_state_dict(
     missing, unexpected, complaint = tell_all(engine, "load_full_state_dict()", verdict)[0]
     if complaint:
         raise ValueError(complaint)
-    coming = {e.part.names[0] for n, e in named.items() if n not in missing}
+    incoming = {e.part.names[0] for n, e in named.items() if n not in missing}
     given = {
         e.part.names[0]: state[n] for n, e in named.items() if state is not None and n in state
     }
     with disable_torch_function(), torch.no_grad():
         for unit in engine.units:
             for flat in unit.flats:
-                _load_flat(engine, flat, coming, given)
+                _load_flat(engine, flat, incoming, given)
         _load_buffers(engine, {n: v for n, v in expected.items() if n not in shapes}, state or {})
         engine.make_stale()
-        engine.unset.given(
+        engine.uninitialized.given(
             {
                 name
                 for n in expected
@@ -147,7 +147,7 @@ def load_full_state_dict(
                 for name in (n, *(named[n].part.names if n in named else ()))
             }
         )
-        engine.unset.remember()
+        engine.uninitialized.remember()
     return missing, unexpected
 
 
@@ -181,16 +181,16 @@ def _load_by_module(
     missing, unexpected, complaint = tell_all(engine, "load_full_state_dict()", verdict)[0]
     if complaint:
         raise ValueError(complaint)
-    coming = {e.part.names[0] for e in engine.entries}
+    incoming = {e.part.names[0] for e in engine.entries}
     buffers = dict(module.named_buffers())
     with disable_torch_function(), torch.no_grad():
         for flat in (flat for unit in engine.units for flat in unit.flats):
-            _load_flat(engine, flat, coming, wholes)
+            _load_flat(engine, flat, incoming, wholes)
         _load_buffers(engine, buffers, {})
         engine.make_stale()
         names = {name for e in engine.entries for name in e.part.names} | set(buffers)
-        engine.unset.given(names - set(missing))
-        engine.unset.remember()
+        engine.uninitialized.given(names - set(missing))
+        engine.uninitialized.remember()
     return missing, unexpected
 
 
@@ -212,7 +212,7 @@ def _taken_over(
                 part, whole = entry.part, wholes[entry.part.names[0]].view(-1)
                 tile = whole[part.first : part.first + entry.slot.numel].view(entry.slot.shape)
                 shown[entry] = nn.Parameter(tile, requires_grad=False)
-        engine.whole_depth += 1
+        engine.full_params_depth += 1
         try:
             with showing(shown):
                 missing, unexpected = module.load_state_dict(state, strict=False)
@@ -220,7 +220,7 @@ def _taken_over(
             said = f"{type(error).__name__}: {error}"
             return [], [], f"load_full_state_dict: the model's own load_state_dict failed: {said}"
         finally:
-            engine.whole_depth -= 1
+            engine.full_params_depth -= 1
     complaint = _of_names(missing, unexpected) if strict and (missing or unexpected) else None
     return sorted(missing), sorted(unexpected), complaint
 
@@ -296,16 +296,16 @@ def _no_tensors(expected: Mapping[str, Any], state: Any) -> str | None:
 
 
 def _load_flat(
-    engine: Engine, flat: Flat, coming: Collection[str], state: Mapping[str, torch.Tensor]
+    engine: Engine, flat: Flat, incoming: Collection[str], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Load the parameters of `flat` that are in `coming`; the others keep their values.
+    """Load the parameters of `flat` that are in `incoming`; the others keep their values.
 
-    `coming` has the first names of parameters. `state` has rank 0's whole tensors by these names.
+    `incoming` has the first names of parameters. `state` has rank 0's whole tensors by these names.
     """
     masters = None if flat.unsharded else new_masters(flat, engine.device)
     for entry in flat.entries:
         part, whole = entry.part, None
-        if part.names[0] not in coming:
+        if part.names[0] not in incoming:
             continue
         if engine.rank == 0:
             whole = state[part.names[0]].reshape(-1)[part.first : part.first + entry.slot.numel]

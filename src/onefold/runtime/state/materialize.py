@@ -41,30 +41,30 @@ def materialize(
     init: Init | None,
     root: nn.Module,
     values: bool,
-    coming: Collection[str] = (),
+    incoming: Collection[str] = (),
     memory: bool = False,
 ) -> list[tuple[str, nn.Module, str]]:
     """Give the unit's own meta tensors memory on `device`, and initialize them if `values`.
 
     Initial values come from `init(module)`, else from the module's `reset_parameters()`, else from
     the root's `_init_weights(module)`, which transformers models have. A parameter that nothing
-    initializes stays on the meta device, or is marked (runtime/unset.py).
+    initializes stays on the meta device, or is marked (runtime/uninitialized.py).
 
     Args:
         values: False if another rank has the values; only buffers then get memory.
-        coming: names of parameters that will be loaded. They stay on the meta device while the
+        incoming: names of parameters that will be loaded. They stay on the meta device while the
             initializer runs, so that no value is made for them.
         memory: give the parameters that are loaded, or not initialized, memory of their own.
 
     Returns:
         the buffers that nothing gave a value: (name, module, key).
     """
-    unset = []
+    uninitialized = []
     for name, module in modules_of(spec, others):
         dot = f"{name}." if name else ""
         buffers = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
         ours = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
-        later = {key: p for key, p in ours.items() if dot + key in coming}
+        later = {key: p for key, p in ours.items() if dot + key in incoming}
         for key in buffers:
             module._buffers[key] = mark(torch.empty_like(module._buffers[key], device=device))  # type: ignore[arg-type]
         how = _initializer(module, init, root)
@@ -79,7 +79,7 @@ def materialize(
             for key in ours.keys() - later.keys():
                 _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
         if values:
-            unset += [
+            uninitialized += [
                 (dot + key, module, key)
                 for key in buffers
                 if (b := module._buffers[key]) is not None and is_marked(b)
@@ -87,7 +87,7 @@ def materialize(
         if memory:
             for key, param in later.items():
                 _put(module, key, _empty(param, device))
-    return unset
+    return uninitialized
 
 
 def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -46,7 +46,7 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
         return [value]
     text = pickle.dumps((call, value))
     context = CollectiveContext(
-        "control", f"({call}, which every rank must call)", engine.step, "state"
+        "control", f"({call}, which every rank must call)", engine.step_count, "state"
     )
     try:
         head = group.exchange_control(
@@ -94,7 +94,7 @@ def to_first(
         alone: `read` can return only this rank's interval, even if its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    here = entry.accounted(0) if alone else entry.held(0)
+    here = entry.accounted(0) if alone else entry.owned(0)
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         mine = overlap(here, (x, y))

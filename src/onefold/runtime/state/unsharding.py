@@ -30,8 +30,8 @@ def refuse_unless_possible(engine: Engine) -> None:
         raise RuntimeError(
             "unsharded was entered inside a pass of the model; enter it between steps."
         )
-    if engine.whole_depth or engine.gather.kept_gathered:
-        other = "full_params" if engine.whole_depth else "keep_gathered"
+    if engine.full_params_depth or engine.gather.kept_gathered:
+        other = "full_params" if engine.full_params_depth else "keep_gathered"
         raise RuntimeError(
             f"unsharded was entered inside {other} of the same model; leave that one first."
         )

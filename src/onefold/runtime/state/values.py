@@ -60,11 +60,11 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
         )
     if write:
         engine.masters.about_to_write()
-    elif engine.unset and not engine.whole_depth:
-        engine.unset.look()
-        engine.unset.refuse("full_params() would show")
-    if engine.whole_depth:  # nested: the outer one has gathered
-        if write and not engine.whole_write:
+    elif engine.uninitialized and not engine.full_params_depth:
+        engine.uninitialized.look()
+        engine.uninitialized.refuse("full_params() would show")
+    if engine.full_params_depth:  # nested: the outer one has gathered
+        if write and not engine.full_params_write:
             raise RuntimeError(
                 "full_params(write=True) was entered inside full_params(); give write=True to the"
                 " outer one."
@@ -96,11 +96,11 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                     if write:
                         shown.append((entry, stand_in, whole))
                 del full, whole
-    engine.whole_depth, engine.whole_write = 1, write
+    engine.full_params_depth, engine.full_params_write = 1, write
     try:
         yield
     finally:
-        engine.whole_depth = 0
+        engine.full_params_depth = 0
         with disable_torch_function(), torch.no_grad():
             wrong = _take_over(shown)
             shown.clear()
@@ -114,7 +114,7 @@ def full_params(engine: Engine, write: bool) -> Iterator[None]:
                 )
             if write:
                 engine.make_stale()
-                engine.unset.look()
+                engine.uninitialized.look()
         if wrong:
             raise ValueError(wrong)
 
@@ -162,8 +162,8 @@ def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
     return full
 
 
-def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
-    """Build the unit's flat buffers from rank 0's weights. Parameters named in `coming` are filled
+def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
+    """Build the unit's flat buffers from rank 0's weights. Parameters named in `incoming` are filled
     with NaN until they are loaded.
     """
     for flat in unit.flats:
@@ -171,15 +171,15 @@ def lay_out(engine: Engine, unit: Unit, coming: Collection[str] = ()) -> None:
             continue
 
         def fill(master: torch.Tensor, flat: Flat = flat) -> None:
-            if any(entry.slot.name in coming for entry in flat.entries):
+            if any(entry.slot.name in incoming for entry in flat.entries):
                 master.zero_()
                 for entry in flat.entries:
-                    if entry.slot.name not in coming:
+                    if entry.slot.name not in incoming:
                         whole = _source(entry).detach().reshape(-1) if engine.rank == 0 else None
                         put = partial(put_elements, master, entry)
                         from_first(engine, entry, flat.dtypes.master, whole, put)
                     elif master.is_floating_point() and not flat.storage.encoded:
-                        # See [Note: marks of what is unset] in runtime/unset.py
+                        # See [Note: marks of what is uninitialized] in runtime/uninitialized.py
                         a, b = flat.local(entry)
                         master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)
                 return

@@ -253,7 +253,7 @@ def _masters(param: nn.Parameter) -> Tensor | OnDisk:
     with disable_torch_function():
         if entry is None or spec_of(param) is None:
             return param.detach().as_subclass(Tensor).reshape(-1)
-        return entry.flat.storage.elements(entry, "", entry.param, *entry.held())
+        return entry.flat.storage.elements(entry, "", entry.param, *entry.owned())
 
 
 def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
@@ -266,7 +266,7 @@ def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
         for optimizer in _optimizers_of(engine, entry.param):
             state = optimizer.state.get(entry.param)
             if state is not None and isinstance(value := state.get(key), Tensor):
-                return entry.flat.storage.elements(entry, key, value, *entry.held())
+                return entry.flat.storage.elements(entry, key, value, *entry.owned())
     return None
 
 
@@ -307,7 +307,7 @@ def _gradient(param: nn.Parameter, grad: Tensor) -> Tensor:
 
 def _set_gradient(param: nn.Parameter, grad: Tensor, value: Tensor) -> None:
     entry = _on_disk(param, grad)
-    start, stop = entry.held()
+    start, stop = entry.owned()
     mine = _fitting("safe_set_local_grad", value, stop - start)
     entry.flat.storage.write_gradient(entry, mine)
 

@@ -126,13 +126,13 @@ class GatheredParameters:
         """Turn sharded parameters into plain whole ones."""
         if self.modifier_rank is not None:
             _refuse_unwritable(entries)
-        if engine.unset:
-            engine.unset.look()
+        if engine.uninitialized:
+            engine.uninitialized.look()
         all_of_it = len(entries) == len(engine.entries)
         for flat, wanted in _by_flat(entries):
             full = whole_masters(engine.resources, flat)
             for entry in wanted:
-                engine.unset.refuse_entry(entry)
+                engine.uninitialized.refuse_entry(entry)
                 whole = flat.view(full, entry)
                 if all_of_it and self.modifier_rank is None:
                     whole = whole.to(flat.dtypes.compute)
@@ -145,7 +145,7 @@ class GatheredParameters:
                 entry.param.__dict__[LOCAL] = local
                 self._held.append((entry.param, False, local))
         if all_of_it:
-            engine.whole_depth += 1
+            engine.full_params_depth += 1
             self._wholes.append(engine)
 
     def __exit__(
@@ -158,7 +158,7 @@ class GatheredParameters:
             param.__dict__[DEPTH] -= 1
         held, self._held = self._held, []
         while self._wholes:
-            self._wholes.pop().whole_depth -= 1
+            self._wholes.pop().full_params_depth -= 1
         writes = self.modifier_rank is not None and error is None
         early = [param for param, _, kept in held if isinstance(kept, _Early)]
         if early and error is not None:

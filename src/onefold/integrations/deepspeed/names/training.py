@@ -216,7 +216,7 @@ def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         module = ref()
         assert module is not None
-        if args or kwargs or onefold.engine_of(module).whole_depth:
+        if args or kwargs or onefold.engine_of(module).full_params_depth:
             return plain(module, *args, **kwargs)
         return whole_in(module, dtype, False)
 

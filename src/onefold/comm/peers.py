@@ -42,7 +42,7 @@ _KINDS = {
 }
 
 
-class Standing:
+class Peers:
     """The base of `Group`: a set of ranks, with this one among them. `Group` documents the other
     attributes.
 
@@ -85,7 +85,7 @@ class Standing:
     # Checksums of the launches on the communicators of gathers and of reductions
     _launched: list[int]
 
-    def _stand_at(
+    def _set_position(
         self, rank: int, numbers: list[int], control: list[int], nodes: Sequence[int]
     ) -> None:
         """Set this rank's position, and what every move needs. `numbers` and `control` are each
