@@ -18,7 +18,7 @@ from onefold.comm.members import members
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
-from onefold.optim import clip_grad_norm, held_elsewhere, remove_step_hooks, install_step_hooks
+from onefold.optim import clip_grad_norm, held_elsewhere, install_step_hooks, remove_step_hooks
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
@@ -35,7 +35,7 @@ from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.placement import offload_notes
 from onefold.runtime.progress import Resources
 from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
-from onefold.runtime.registry import engine_of, is_sharded, accept_again, register
+from onefold.runtime.registry import accept_again, engine_of, is_sharded, register
 from onefold.runtime.state import dicts as state_dicts
 from onefold.runtime.state import values as state
 from onefold.runtime.state.materialize import fetch, has_meta, materialize, modules_of, tie

@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from onefold.comm.stall import CollectiveContext
 from onefold.comm.peers import Peers
+from onefold.comm.stall import CollectiveContext
 
 #: Bytes of numbers that travel together with the digest of what they are.
 _INSIDE = 40

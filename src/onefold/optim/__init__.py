@@ -5,10 +5,16 @@ step intervals. It does not depend on the forward pass.
 from onefold.optim.clip import clip_grad_norm
 from onefold.optim.elementwise import refuse_unless_elementwise
 from onefold.optim.scaler import GradScaler
-from onefold.optim.install_step_hooks import remove_step_hooks, install_step_hooks
+from onefold.optim.watch import install_step_hooks, remove_step_hooks
 from onefold.optim.whole_state import held_elsewhere, load_local_state_dict, local_state_dict
 
 __all__ = [
-    "GradScaler", "clip_grad_norm", "held_elsewhere", "load_local_state_dict", "local_state_dict", "refuse_unless_elementwise",
-    "remove_step_hooks", "install_step_hooks",
+    "GradScaler",
+    "clip_grad_norm",
+    "held_elsewhere",
+    "install_step_hooks",
+    "load_local_state_dict",
+    "local_state_dict",
+    "refuse_unless_elementwise",
+    "remove_step_hooks",
 ]  # fmt: skip

@@ -175,13 +175,13 @@ class Entry:
         "only_place",
         "param",
         "part",
+        "pending_grad",
         "places",
         "post_hooks",
         "released",
         "seen_version",
         "slot",
         "small",
-        "pending_grad",
     )  # fmt: skip
 
     def __init__(

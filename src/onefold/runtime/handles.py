@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Handle:
     """What autograd keeps instead of a view into a gathered buffer, [size]."""
 
-    __slots__ = ("flat", "offset", "size", "stride", "unit", "gatherer")
+    __slots__ = ("flat", "gatherer", "offset", "size", "stride", "unit")
 
     def __init__(self, gatherer: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
         self.gatherer, self.unit, self.flat = gatherer, unit, flat
