@@ -26,7 +26,7 @@ from benchmarks.peers.settings import Setting
 from onefold.comm.ledger import TrafficEvent, TrafficLedger
 from onefold.memory import MemoryLedger
 from onefold.observe import Meter
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 SCHEMA = "onefold-ledgers/1"
 #: What is entered: (ledger, its method).

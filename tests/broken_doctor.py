@@ -61,7 +61,7 @@ def sums(change: Callable[[Any, torch.Tensor, Any], None]) -> Callable[[], None]
     """
 
     def breaking() -> None:
-        from onefold.runtime.reductions import Sending
+        from onefold.runtime.reduce_paths import Sending
 
         real = Sending.land
 

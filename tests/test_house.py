@@ -61,7 +61,7 @@ def test_rooms_import_the_rooms_below_them_and_nothing_goes_round(tmp_path: Path
             "rooms import the rooms below them",
         ),
         (
-            "onefold/runtime/nested.py",
+            "onefold/runtime/differentiate.py",
             "def late():\n    import onefold.quant",
             "rooms import the rooms below them",
         ),
@@ -93,12 +93,17 @@ def test_an_import_that_goes_up_or_round_is_noticed(
 @pytest.mark.parametrize(
     "file",
     [
-        *("runtime/gather.py", "runtime/gathers.py", "runtime/reduce.py", "runtime/reductions.py"),
-        *("runtime/native_reductions.py", "quant/gathers.py", "quant/reductions.py"),
+        *(
+            "runtime/gather.py",
+            "runtime/gather_paths.py",
+            "runtime/reduce.py",
+            "runtime/reduce_paths.py",
+        ),
+        *("runtime/reduce_paths.py", "quant/gathers.py", "quant/reductions.py"),
     ],
 )
 def test_what_gathers_and_reduces_knows_no_engine(file: str) -> None:
-    """It is given what it works with (runtime/progress.py)."""
+    """It is given what it works with (runtime/resources.py)."""
     tree = ast.parse((PACKAGE / file).read_text())
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -109,7 +114,7 @@ def test_what_gathers_and_reduces_knows_no_engine(file: str) -> None:
 
 def test_what_the_engine_is_made_of_does_not_name_it() -> None:
     """Not even for its type: it takes what it works with, and parameters see the engine that they
-    belong to as an `OwningEngine` (runtime/parameters/owning_engine.py).
+    belong to as an `OwningEngine` (runtime/parameters/parameter.py).
     """
     import grimp
 

@@ -91,7 +91,7 @@ def ordinary(
     """Bytes of host memory, beyond what rests there, of a step that is taken at `optimizer.step()`;
     see `stepping`.
     """
-    from onefold.runtime.transfers import BEHIND
+    from onefold.runtime.storage import BEHIND
 
     held = 0 if gradients_on_disk else sum(gradients)
     if not on_disk:
@@ -114,7 +114,7 @@ def stepping(chunk: int, nbytes: int, kinds: int, low: int) -> int:
     parameters beside the masters there.
     """
     from onefold.offload.step import AHEAD, BEHIND
-    from onefold.runtime.transfers import BEHIND as WRITES
+    from onefold.runtime.storage import BEHIND as WRITES
 
     chunks = -(-nbytes // chunk)
     return kinds * chunk * min(chunks, AHEAD + 1 + BEHIND) + chunk // MASTER * low * min(

@@ -28,7 +28,7 @@ from benchmarks.harness import DASH, Table, essence
 from benchmarks.on_gpu.run import relative, run
 from benchmarks.peers import launch
 from benchmarks.peers.settings import Setting
-from onefold.comm.stall import GRACE
+from onefold.comm.pending import GRACE
 from onefold.plan import hardware
 from onefold.plan.alternatives import reduction_seconds
 from onefold.plan.hardware import Machine

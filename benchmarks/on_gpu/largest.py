@@ -17,7 +17,7 @@ from benchmarks.offload.largest import parameters_of
 from benchmarks.on_gpu.run import available, side_of
 from benchmarks.peers import launch
 from benchmarks.peers.settings import Setting
-from onefold.memory.host import free_host_memory
+from onefold.memory.pool import free_host_memory
 
 ON_ONE_GPU: tuple[str, ...] = (
     "plain",

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from onefold.comm import StallError
     from onefold.integrations.deepspeed import initialize
-    from onefold.memory.tier_error import TierError
+    from onefold.memory.pool import TierError
     from onefold.optim import GradScaler
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
-    from onefold.runtime.unset import UninitializedError
+    from onefold.runtime.uninitialized import UninitializedError
     from onefold.shard import (
         clip_grad_norm_,
         engine_of,

@@ -36,11 +36,10 @@ from torch import nn
 from onefold.layout import overlap
 from onefold.memory import nbytes_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import new_masters, state_context
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.gather_paths import new_masters, state_context
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of
 from onefold.runtime.state.dicts import ReadEntry, whole_state_dict
 from onefold.runtime.state.stream import from_first, tell_all
 from onefold.runtime.storage import OnDisk

@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.comm.codec import Codec
-from onefold.comm.members import members
+from onefold.comm.communicators import members
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
@@ -23,35 +23,51 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
 from onefold.recipe.rows import NATIVE
-from onefold.runtime import keep_gathered as kept_gathered
+from onefold.runtime import gather as gathering
 from onefold.runtime.buffers import from_rank_0
-from onefold.runtime.capabilities import Activations, Capabilities, Store
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import FlatGather, Gather, LocalGather, SecondaryGather
-from onefold.runtime.hooks import guard_state_dict, guard_uninitialized, install, install_on_part
-from onefold.runtime.native_reductions import BackendAllReduce, BackendReduce, RowsReduce
+from onefold.runtime.gather_paths import FlatGather, Gather, LocalGather, SecondaryGather
+from onefold.runtime.hooks import (
+    accept_again,
+    engine_of,
+    guard_state_dict,
+    guard_uninitialized,
+    install,
+    install_on_part,
+    is_sharded,
+    register,
+)
 from onefold.runtime.parameters.parameter import ShardedParameter
-from onefold.runtime.placement import offload_notes
-from onefold.runtime.progress import Resources
-from onefold.runtime.reductions import PairwiseReduce, Reduce, SimulatedReduce
-from onefold.runtime.registry import accept_again, engine_of, is_sharded, register
+from onefold.runtime.reduce_paths import (
+    BackendAllReduce,
+    BackendReduce,
+    PairwiseReduce,
+    Reduce,
+    RowsReduce,
+    SimulatedReduce,
+)
+from onefold.runtime.resources import Activations, Capabilities, Resources, Store
 from onefold.runtime.state import dicts as state_dicts
-from onefold.runtime.state import values as state
-from onefold.runtime.state.materialize import fetch, has_meta, materialize, modules_of, tie
+from onefold.runtime.state import start as state_start
 from onefold.runtime.state.start import (
     compare_ranks,
+    fetch,
     flat_notes,
+    has_meta,
     idle_notes,
+    materialize,
+    modules_of,
     precision_notes,
     rank_0_needs_values,
     refuse_max_norm,
+    tie,
 )
-from onefold.runtime.steps import Stepper
+from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import DeviceStorage, InPlaceStorage, Storage
+from onefold.runtime.uninitialized import is_marked, without_value
 from onefold.runtime.unit import Unit
-from onefold.runtime.units import UnitSpec, find_units
-from onefold.runtime.unset import is_marked, without_value
+from onefold.runtime.units import UnitSpec, find_units, offload_notes
 from onefold.tiling.cut import Cut, initializing, with_tiles
 from onefold.tiling.modules import Tile
 
@@ -149,7 +165,9 @@ def shard(
         stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
         if alone and stays and has_meta(module) and (incoming is None or incoming.error is None):
             for spec in specs:
-                uninitialized += materialize(spec, specs, where, init, module, True, incoming_names, memory=True)
+                uninitialized += materialize(
+                    spec, specs, where, init, module, True, incoming_names, memory=True
+                )
             tie(specs)
             specs = find_units(module, wanted)
         engine = Engine(specs, recipe, group, where, capabilities())
@@ -166,13 +184,15 @@ def shard(
                 if values or engine.world_size == 1
                 else set()
             )
-            state.lay_out(engine, unit, incoming_names | without)
+            state_start.lay_out(engine, unit, incoming_names | without)
             for entry in unit.entries:
                 if entry.slot.name in without:
                     engine.uninitialized.add(entry)
     from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
-    _note_uninitialized(engine, [row for row in uninitialized if row[0] not in incoming_names], specs, module)
+    _note_uninitialized(
+        engine, [row for row in uninitialized if row[0] not in incoming_names], specs, module
+    )
     engine.start(_stepper(engine))
     # An unsharded model on one rank needs hooks only to offload activations
     if not engine.unsharded or recipe.offload_activations is not None:
@@ -230,7 +250,7 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
 
     They take no gradients. With `write=True`, rank 0's changes are kept on exit, for every rank.
     """
-    with state.full_params(engine_of(module), write):
+    with state_start.full_params(engine_of(module), write):
         yield module
 
 
@@ -254,7 +274,7 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         ValueError: `limit` is not a number of bytes.
         RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
-    with kept_gathered.keep_gathered(
+    with gathering.keep_gathered(
         engine_of(module), None if limit is None else bytes_of("limit", limit)
     ):
         yield module
@@ -389,7 +409,9 @@ def _note_uninitialized(
     }
     for name, owner, key in uninitialized:
         if is_marked(owner._buffers[key]):  # type: ignore[arg-type]
-            engine.uninitialized.add_buffer(name, owner, key, inside.get(id(owner), engine.units[0]))
+            engine.uninitialized.add_buffer(
+                name, owner, key, inside.get(id(owner), engine.units[0])
+            )
     if engine.uninitialized:
         guard_uninitialized(engine, module)
 

@@ -12,8 +12,8 @@ from torch import nn
 from onefold.comm import CollectiveContext
 from onefold.optim import remove_step_hooks, whole
 from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of, is_sharded, spoil, unregister
-from onefold.runtime.state import unsharding
+from onefold.runtime.hooks import engine_of, is_sharded, spoil, unregister
+from onefold.runtime.state import stream
 from onefold.shard import shard
 
 
@@ -44,7 +44,7 @@ def unsharded(module: nn.Module) -> Iterator[nn.Module]:
     optimizers = whole.optimizers_over(engine)
     states = whole.gather(engine, optimizers)
     params = {entry.number: entry.param for entry in engine.entries}
-    unsharding.make_plain(engine)
+    stream.make_plain(engine)
     for optimizer, known in zip(optimizers, states, strict=True):
         for number, state in known.items():
             optimizer.state[params[number]] = state
@@ -74,14 +74,14 @@ def unshard(module: nn.Module) -> None:
         ValueError, RuntimeError: as `unsharded`.
     """
     engine = _ready(module)
-    unsharding.make_plain(engine)
+    stream.make_plain(engine)
     _let_go(engine, module, but_group=False)
 
 
 def _ready(module: nn.Module) -> Engine:
     """Return the model's engine, after checking that the model can be unsharded now."""
     engine = engine_of(module)
-    unsharding.refuse_unless_possible(engine)
+    stream.refuse_unless_possible(engine)
     engine.masters.about_to_write()
     engine.transfers.check()
     return engine

@@ -17,7 +17,7 @@ def test_a_run_names_the_files_of_each_phase_beside_fsdp2s(tmp_path: Path) -> No
     this, fsdp2 = rows["this"]["files"], rows["fsdp2"]["files"]
     assert "shard.py" in this["shard"] and "runtime/gather.py" in this["forward"]
     assert "runtime/reduce.py" in this["backward"] and "runtime/gather.py" not in this["save"]
-    assert "optim/watch.py" in this["step"] and "checkpoint/saving.py" in this["save"]
+    assert "optim/step_hooks.py" in this["step"] and "checkpoint/saving.py" in this["save"]
     assert any("fully_shard" in file for file in fsdp2["shard"])
     assert set(rows["this"]["all"]) == set().union(*this.values())
     times = {name: row["median"] for name, row in result["import_s"].items()}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import standin
 from models import TinyMLP, features_of
 from onefold.comm import CollectiveContext, Group
-from onefold.comm.members import backend_of
+from onefold.comm.communicators import backend_of
 from ranks import run_ranks
 
 HERE = CollectiveContext("state", "(test)", 0, "state")
@@ -50,7 +50,7 @@ def test_the_backend_is_the_one_of_the_devices_type(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("onefold.comm.members.dist", configured(backend, config))
+    monkeypatch.setattr("onefold.comm.communicators.dist", configured(backend, config))
     assert backend_of(None, device) == expected
 
 
@@ -79,7 +79,7 @@ def test_a_group_without_a_backend_for_the_device_is_refused_in_a_sentence(
     words: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("onefold.comm.members.dist", configured(backend, config))
+    monkeypatch.setattr("onefold.comm.communicators.dist", configured(backend, config))
     with pytest.raises(ValueError) as caught:
         backend_of(None, device)
     for word in words:

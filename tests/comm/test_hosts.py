@@ -17,14 +17,14 @@ import onefold
 import standin
 from models import TinyMLP, features_of
 from onefold.comm import group as groups
-from onefold.comm.members import refuse_shared_device
-from onefold.comm.topology import (
+from onefold.comm.communicators import (
     communicators_of,
     flat_note,
     flat_over,
     host_identity,
     inner_of,
     nodes_of,
+    refuse_shared_device,
 )
 from onefold.device import device_identity, of_local_rank
 from onefold.layout import Topology

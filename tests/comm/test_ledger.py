@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from onefold.comm import Sent, TrafficLedger
-from onefold.comm.topology import sides_of
+from onefold.comm.communicators import sides_of
 from onefold.layout import Topology
 
 

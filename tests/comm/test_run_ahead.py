@@ -13,7 +13,7 @@ import onefold
 import standin
 import virtual
 from onefold.comm import CollectiveContext
-from onefold.comm.run_ahead import AHEAD, RunAhead
+from onefold.comm.pending import AHEAD, RunAhead
 from onefold.device import clocked
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.runtime import reduce

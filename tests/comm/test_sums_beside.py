@@ -18,7 +18,7 @@ import virtual
 from onefold.device import current_stream
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.traffic import Software
-from onefold.runtime import native_reductions
+from onefold.runtime import reduce_paths
 from onefold.simulation import prices
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COMPUTE, Timeline
@@ -113,7 +113,7 @@ def streams_of_sums(stage: int, options: dict[str, Any], seeds: int) -> list[str
     group = standin.new_group()
     expected = steps("virtual", group, stage, options)
     wrong: list[str] = []
-    plain = native_reductions.sum_parts
+    plain = reduce_paths.sum_parts
 
     def seen(parts: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         default = torch.accelerator.current_stream(parts.device).stream_id
@@ -121,7 +121,7 @@ def streams_of_sums(stage: int, options: dict[str, Any], seeds: int) -> list[str
             wrong.append("a sum was queued on the computing stream")
         plain(parts, *args, **kwargs)
 
-    native_reductions.sum_parts = seen
+    reduce_paths.sum_parts = seen
     for seed in range(seeds):
         virtual.start(seed=seed)
         computing = current_stream(torch.device("virtual", 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onefold.comm.topology import ranks_of_a_node
+from onefold.comm.communicators import ranks_of_a_node
 
 TORCHRUN = {"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}
 SLURM = {"SLURM_STEP_TASKS_PER_NODE": "4(x2)", "SLURM_STEP_NUM_TASKS": "8"}

@@ -19,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import onefold
 import onefold.lightning
-from onefold.runtime.registry import engine_of, is_sharded
+from onefold.runtime.hooks import engine_of, is_sharded
 
 
 class Wrong(list[str]):

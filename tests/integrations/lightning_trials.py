@@ -124,7 +124,7 @@ def strategy_of(given: Any) -> Any:
 
 def whole(module: L.LightningModule) -> dict[str, Tensor]:
     import onefold
-    from onefold.runtime.registry import is_sharded
+    from onefold.runtime.hooks import is_sharded
 
     return onefold.full_state_dict(module) if is_sharded(module) else module.state_dict()
 

@@ -24,7 +24,7 @@ class Given:
 
     def take(self, named: Any) -> None:
         from onefold.memory import GATHERED
-        from onefold.runtime.registry import engine_of, is_sharded
+        from onefold.runtime.hooks import engine_of, is_sharded
 
         out: dict[str, Any] = {}
         for name, value in named:

@@ -4,7 +4,7 @@ pageable memory, at any stage.
 Steps run as rank 0 of several on torch's fake process group, on the virtual device (tests/virtual),
 where each wait of the host raises at its place. What the fake group leaves out is not seen: the
 waits of a real backend's messages, and codecs. On native backends the host also asks whether the
-device has come to the unit before the last (comm/run_ahead.py); a device that keeps up has, which
+device has come to the unit before the last (comm/pending.py); a device that keeps up has, which
 tests/comm/test_run_ahead.py shows. Steps of `onefold train` are in
 tests/train/test_a_step_late.py.
 """
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.runtime import implementations
+from onefold.runtime import stepper
 from ranks import RankFailure
 
 virtual = pytest.importorskip("virtual")
@@ -69,7 +69,7 @@ def steps_without_a_wait(
             "cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks
         )
     if fused:
-        implementations.FUSED_ON = frozenset(("virtual",))
+        stepper.FUSED_ON = frozenset(("virtual",))
     plain = model_of(buffers, layer_norm="precision" not in recipe)
     model = onefold.shard(
         plain, onefold.Recipe.zero(stage, **recipe), device="virtual", units=(Block,)
@@ -135,7 +135,7 @@ def steps_two_units_ahead(stage: int, ranks: int) -> None:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from onefold.comm.run_ahead import AHEAD, RunAhead
+    from onefold.comm.pending import AHEAD, RunAhead
 
     dist.destroy_process_group()
     dist.init_process_group("cpu:fake,virtual:fake", store=FakeStore(), rank=0, world_size=ranks)

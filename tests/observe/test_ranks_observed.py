@@ -16,7 +16,7 @@ from observed_loops import one_step, sharded
 
 import onefold
 from models import TinyMLP, features_of
-from onefold.comm.members import format_ranks
+from onefold.comm.communicators import format_ranks
 from onefold.observe import Meter, measured, reconciled, record, write_observed
 from onefold.observe.trace import Recording
 from ranks import run_ranks

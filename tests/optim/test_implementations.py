@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.runtime import implementations
+from onefold.runtime import stepper
 from ranks import run_ranks
 
 LARGE, FEW = 192, 24  # 144 KiB a matrix, and 2 KiB
@@ -64,7 +64,7 @@ def implementation_of(
     fused_on: tuple[str, ...],
     foreach_on: tuple[str, ...],
 ) -> Any:
-    implementations.FUSED_ON = frozenset(fused_on)
+    stepper.FUSED_ON = frozenset(fused_on)
     sys.modules["torch.optim.optimizer"]._get_foreach_kernels_supported_devices = lambda: list(
         foreach_on
     )
@@ -138,7 +138,7 @@ def test_the_best_implementation_steps(
 
 
 def a_step_raises() -> Any:
-    implementations.FUSED_ON = frozenset(("cpu",))
+    stepper.FUSED_ON = frozenset(("cpu",))
     _, model, optimizer = trained(FEW, {}, {"stage": 2}, steps=1)
     model(torch.randn(4, FEW)).square().mean().backward()
 
@@ -156,7 +156,7 @@ def test_a_step_that_raises_leaves_the_groups_as_they_were() -> None:
 
 def overflow(fused: bool) -> Any:
     if fused:
-        implementations.FUSED_ON = frozenset(("cpu",))
+        stepper.FUSED_ON = frozenset(("cpu",))
     _, model, optimizer = trained(FEW, {}, {"stage": 2}, steps=1)
     scaler = onefold.GradScaler(model, init_scale=1024.0)
     asked: list[int] = []

@@ -26,7 +26,7 @@ from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import with_lora
 from onefold.recipe import Recipe, Tier
-from onefold.runtime.placement import offloaded_of_sizes
+from onefold.runtime.units import offloaded_of_sizes
 
 
 def test_offload_moves_every_state_once_and_none_is_lost() -> None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import onefold
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.runtime.autocast import cached_casts
+from onefold.runtime.saved_tensors import cached_casts
 from ranks import run_ranks
 from trials import Case, GPTCase, MLPCase, assert_trains_as_ddp
 

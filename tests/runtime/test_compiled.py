@@ -10,7 +10,7 @@ from torch import nn
 
 import onefold
 from models import TinyGPT, TinyMLP, features_of, tokens_of
-from onefold.runtime import compiled
+from onefold.runtime import differentiate
 from ranks import run_ranks
 from trials import GPTCase, assert_trains_as_ddp
 
@@ -98,7 +98,7 @@ def blocks_with_graphs(model: nn.Module, mode: str) -> nn.Module:
 
 def refused_in_the_first_pass(stage: int, where: str, mode: str) -> str:
     """What the first pass raises on a device for which torch records graphs."""
-    compiled.GRAPHED = frozenset(("cpu",))
+    differentiate.GRAPHED = frozenset(("cpu",))
     model = TinyGPT(depth=1)
     if where == "forward":
         blocks_with_graphs(model, mode)
@@ -134,9 +134,9 @@ def test_devices_without_cuda_graphs_ask_nothing() -> None:
 
     model = TinyGPT(depth=1)
     model.blocks[0].forward = _Graphed()  # type: ignore[assignment]
-    compiled.refuse_cuda_graphs(model, torch.device("cpu"))
+    differentiate.refuse_cuda_graphs(model, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'blocks\.0' was compiled with CUDA graphs"):
-        compiled.refuse_cuda_graphs(model, torch.device("cuda"))
+        differentiate.refuse_cuda_graphs(model, torch.device("cuda"))
 
 
 class _Graphed:

@@ -14,7 +14,7 @@ from torch import nn
 import onefold
 from models import TinyGPT, tokens_of
 from onefold.memory import MASTERS, PARAMETERS
-from onefold.runtime.parameters.storageless import StoragelessError
+from onefold.runtime.parameters.values import StoragelessError
 from ranks import run_ranks
 
 

@@ -20,7 +20,7 @@ from onefold.plan.shapes import architecture
 from onefold.plan.states import bound_of, units_of
 from onefold.recipe.core import LARGE_TRAFFIC
 from onefold.runtime import gather, reduce
-from onefold.runtime.reductions import Reduction
+from onefold.runtime.reduce_paths import Reduction
 from ranks import run_ranks
 
 WIDTH, LAYERS = 24, 9

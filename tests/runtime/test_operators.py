@@ -27,8 +27,8 @@ from onefold.runtime.parameters.interval import (
     local_part,
     spec_of,
 )
+from onefold.runtime.parameters.operators import names as operator_names
 from onefold.runtime.parameters.operators import names as known
-from onefold.runtime.parameters.operators import refusals
 from ranks import run_ranks
 
 SAMPLES = 1  # of each operator; `--all`: 5
@@ -163,7 +163,7 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
             if number == samples:
                 break
             given = (sample.input, *sample.args)
-            tensors = sum(1 for _ in refusals.tensors_among((given, sample.kwargs)))
+            tensors = sum(1 for _ in operator_names.tensors_among((given, sample.kwargs)))
             for inplace in (False, True):
                 function = op.inplace_variant if inplace else op.op
                 if function is None:
@@ -179,7 +179,7 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
                     args, kwargs = swapped((given, sample.kwargs), [at], owners)
                     if not any(
                         spec_of(t) is not None and t.layout is torch.strided
-                        for t in refusals.tensors_among((args, kwargs))
+                        for t in operator_names.tensors_among((args, kwargs))
                     ):
                         continue
                     what = f"{op.name}{'_' if inplace else ''}, sample {number}, tensor {at}"

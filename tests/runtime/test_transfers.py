@@ -9,7 +9,7 @@ import torch
 import onefold
 import virtual
 from onefold.memory import STAGING, MemoryLedger
-from onefold.runtime.transfers import Transfers
+from onefold.runtime.storage import Transfers
 from onefold.shard import capabilities
 
 DEVICE = "virtual:0"

@@ -98,7 +98,11 @@ def train(stage: int | None, **options: Any) -> Any:
     if stage is not None:
         assert engine is not None
         # Who held the engine has the new one
-        counted = engine.step_count, len(engine.entries), engine.units is onefold.engine_of(model).units
+        counted = (
+            engine.step_count,
+            len(engine.entries),
+            engine.units is onefold.engine_of(model).units,
+        )
         if counted != (5, len(list(model.parameters())), True):
             return f"steps, entries: {counted}"
     state = model.state_dict() if stage is None else onefold.full_state_dict(model)

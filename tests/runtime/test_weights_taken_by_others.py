@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import onefold
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 from ranks import run_ranks
 
 WIDTH, WORDS = 8, 48

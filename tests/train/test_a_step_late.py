@@ -22,7 +22,7 @@ from torch import nn
 
 import onefold
 from onefold.data.samples import Feed, Samples
-from onefold.optim.skip import skips_on_device
+from onefold.optim.clip import skips_on_device
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints, loop

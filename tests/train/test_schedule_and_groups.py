@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onefold.cores import physical_cores
-from onefold.memory.host import free_host_memory
+from onefold.memory.pool import free_host_memory
 from onefold.observe.memory import resident_memory
 from onefold.plan.api import USABLE
 from onefold.train.choose import Asked, choose

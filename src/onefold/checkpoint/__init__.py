@@ -22,7 +22,7 @@ A checkpoint contains no pickle.
 The package `pretrained` reads and writes Hugging Face folders; the package `inspection` has the
 commands on checkpoints.
 
-A parameter's `Entry` (runtime/entry.py) says which elements each rank holds. Its flat buffer's
+A parameter's `Entry` (runtime/flat.py) says which elements each rank holds. Its flat buffer's
 `Storage` (runtime/storage.py) gives access to those elements.
 """
 

@@ -24,13 +24,12 @@ from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
 from onefold.optim.whole_state import show_states
 from onefold.quant.moments import moment_policy
-from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.recipe.rows import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import new_masters, state_context
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.gather_paths import new_masters, state_context
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.storage import OnDisk
 
 #: Elements read at a time when the destination cannot be read into directly.

@@ -16,7 +16,7 @@ from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
 from onefold.comm import CollectiveContext
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 LOCK = ".lock"
 #: Seconds that a start waits for the lock. The system may take a moment to release the lock of a

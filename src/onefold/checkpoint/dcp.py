@@ -37,10 +37,10 @@ from onefold.optim.faced_states import loaded_elsewhere
 from onefold.optim.fresh import fresh_state
 from onefold.optim.whole import holds_some
 from onefold.optim.whole_state import show_states
-from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of
-from onefold.runtime.state.contents import contents
+from onefold.runtime.state.dicts import contents
 
 # Options of a parameter group that a load does not change.
 _OWN = ("params", "param_names", *LOCAL_OPTIONS)
@@ -180,7 +180,9 @@ class ModelState(_State):
                         " the dict that DCP loads, and set it yourself."
                     )
             self.engine.make_stale()
-            self.engine.uninitialized.given({name for name in (*places, *mine) if _clean(name) in state})
+            self.engine.uninitialized.given(
+                {name for name in (*places, *mine) if _clean(name) in state}
+            )
 
 
 class OptimizerState(_State):

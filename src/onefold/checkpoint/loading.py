@@ -35,8 +35,8 @@ from onefold.checkpoint.together import Said, Together, meet, raise_first, worde
 from onefold.checkpoint.values import decode
 from onefold.checkpoint.views import Prefetched
 from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of
-from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.hooks import engine_of
+from onefold.runtime.state.dicts import beside_parameters
 
 
 @dataclass(frozen=True)

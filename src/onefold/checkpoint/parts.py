@@ -33,9 +33,9 @@ from onefold.checkpoint.tensorfile import CODES, DTYPES, Planned, numel_of, writ
 from onefold.checkpoint.values import encode
 from onefold.optim.state_sorts import odd_keys, sort_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.storage import OnDisk
 
 

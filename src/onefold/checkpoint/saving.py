@@ -47,7 +47,7 @@ from onefold.checkpoint.parts import (
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Said, Together, meet, raise_different, raise_first, worded
 from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 

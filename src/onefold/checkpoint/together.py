@@ -18,7 +18,7 @@ from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
 from onefold.comm import CollectiveContext
 from onefold.runtime.engine import Engine
-from onefold.runtime.unset import UninitializedError
+from onefold.runtime.uninitialized import UninitializedError
 
 #: Seconds that a rank waits for the others: long enough to write the largest shard. The end of
 #: another rank's process is noticed at once.
@@ -137,7 +137,9 @@ class Together:
         try:
             self.agree(error)
         except CheckpointError as told:
-            if isinstance(error, UninitializedError):  # the error of every other use of such a model
+            if isinstance(
+                error, UninitializedError
+            ):  # the error of every other use of such a model
                 raise error from None
             raise told from error
         finally:

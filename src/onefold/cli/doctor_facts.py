@@ -19,7 +19,7 @@ from onefold.comm import MOVES
 from onefold.cores import physical_cores
 from onefold.doctor.calibration import Calibration, default_path
 from onefold.doctor.identity import cpu_name, usable_cpus
-from onefold.memory.host import free_host_memory, total_host_memory
+from onefold.memory.pool import free_host_memory, total_host_memory
 from onefold.plan.efficiency import shares_of
 from onefold.train.config import resolve
 from onefold.train.launch import ranks_to_start

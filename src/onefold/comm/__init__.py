@@ -15,8 +15,7 @@ optimizers.
 
 from onefold.comm.group import Group
 from onefold.comm.ledger import MOVES, Sent, TrafficEvent, TrafficLedger
-from onefold.comm.pending import Chain, Pending
-from onefold.comm.stall import CollectiveContext, StallError
+from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
 
 __all__ = [
     "MOVES",

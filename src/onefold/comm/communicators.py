@@ -1,41 +1,5 @@
-"""The engine's own communicators over the ranks of one group: how they are made, split, aborted and
-destroyed.
-
-    gloo      new_group; beside a native backend, connected on demand
-    native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
-
-[Note: NCCL's patience] The device waits for NCCL, not the host. The host notices a missing rank two
-units later (comm/run_ahead.py), or at the end of the backward pass, in the exchange over gloo, and
-then raises a `StallError`. NCCL's own watchdog would end the process without that error. A native
-communicator therefore has twice the stall timeout plus half a minute: the host begins to wait at
-most a pass after the move that waits. Only the watchdog helps a script that reads a number of the
-device (`loss.item()`) before either: torch then waits without a limit.
-
-[Note: streams of high priority] The blocks of a collective are few and short, and a computation
-will wait for them. On a stream of normal priority they begin when a multiprocessor has room, which
-products of a large batch may leave in some milliseconds only. So communicators of NCCL run on
-streams of high priority. Other options are those of the parent, or NCCL's own.
-
-[Note: the garbage collector] Destroying a communicator of NCCL waits for its operations, and for the
-other ranks' part in it. Python's garbage collector runs at different points on each rank. So a
-model that the collector frees (one with reference cycles) leaves its native communicators in a
-list; the next call that makes or destroys communicators destroys them, or the end of the process.
-
-[Note: connections on demand] gloo connects every rank to every other when a group is made. Beside a
-native backend it moves small messages only, between each rank and 2·log2(ranks) others. Such a group
-connects two ranks when one first sends to the other (torch 2.13 does so under TORCH_GLOO_LAZY_INIT).
-Until then a rank does not notice that another has ended, and waits up to five times the group's
-timeout for it. So ranks wait for each other in the store when the group is made. Then a barrier
-connects each rank with those that it exchanges small messages with: 1, 2, 4, ... places before and
-behind it.
-
-[Note: names of groups] The ranks of a new group find each other in the store under the group's
-name. torch makes it from a number of this process: how many groups it knows (2.13), or how many it
-has made (2.14). Ranks that are in different groups besides would wait under different names. After
-a group has gone, the next one could get its name, and find its old addresses. And on 2.14, groups
-that a subset of ranks makes would shift the names of all groups that the script makes later. So
-Onefold names its groups itself: after their ranks, and how often these have made some. Groups that
-other threads make meanwhile keep torch's names.
+"""The ranks of an axis, from a process group, a mesh or None, and the backend that moves their
+tensors.
 """
 
 from __future__ import annotations
@@ -45,19 +9,384 @@ import copy
 import functools
 import gc
 import itertools
+import math
 import os
+import re
+import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from onefold.comm.members import format_ranks
-from onefold.comm.stall import StallError
+from onefold.comm.pending import StallError
+from onefold.device import backend_name, device_count
+from onefold.layout import Topology
+from onefold.recipe.rows import FLAT, NODE
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks in short: "0-7", "0,8,16", "0-3,8-11"."""
+    out: list[list[int]] = []
+    for rank in ranks:
+        if out and rank == out[-1][1] + 1:
+            out[-1][1] = rank
+        else:
+            out.append([rank, rank])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in out)
+
+
+def members(given: Any) -> tuple[Any, list[int]]:
+    """Return the process group for `given`, and its global ranks.
+
+    The group is None for the default group, and for a single process without process groups, whose
+    ranks are [0].
+
+    Raises:
+        ValueError: `given` is not a process group or a mesh, there are no process groups, or this
+            rank is not in it.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        if given is not None:
+            raise ValueError(
+                f"group={given!r} was given, but this process is in no process group: call"
+                " torch.distributed.init_process_group() first, or leave group out to run on one"
+                " process."
+            )
+        return None, [0]
+    rank, group = dist.get_rank(), given
+    outside = f"rank {rank} is not in the given group{{}}: only its members call shard()."
+    if isinstance(given, int) and given == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(outside.format(" (new_group returned no group to it)"))
+    if hasattr(given, "get_group"):
+        if getattr(given, "ndim", 1) != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {given.ndim} dimensions {given.mesh_dim_names or ''}:"
+                " expected a one-dimensional one, such as mesh['data'] of a mesh with named"
+                " dimensions."
+            )
+        if getattr(given, "get_coordinate", list)() is None:
+            raise ValueError(outside.format(f" {given!r}"))
+        group = given.get_group()
+    if group is None:
+        return None, list(range(dist.get_world_size()))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            f"group={given!r}: expected a torch.distributed ProcessGroup (dist.new_group([0, 1])),"
+            " a one-dimensional DeviceMesh, or None for all ranks."
+        )
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        raise ValueError(
+            f"group={given!r} is no process group of this process (any more): it was destroyed, or"
+            " made elsewhere."
+        ) from None
+    if rank not in ranks:
+        raise ValueError(outside.format(f" of ranks {ranks}"))
+    return group, ranks
+
+
+def backend_of(process_group: Any, device: torch.device) -> str:
+    """Return the backend that moves tensors of `device` in this group: 'gloo', 'nccl', ...
+
+    A group that was made without naming a backend has one for each type of device, chosen by torch.
+    If 'gloo' was named, it moves tensors of any device, through the host.
+
+    Raises:
+        ValueError: the group has no backend for such tensors.
+    """
+    backends = dict(
+        part.split(":") for part in dist.get_backend_config(process_group).split(",") if ":" in part
+    )
+    found = backends.get(device.type)
+    if found is not None:
+        return found
+    if str(dist.get_backend(process_group)) == "gloo":
+        return "gloo"
+    has = ", ".join(f"{name} for {kind}" for kind, name in backends.items())
+    wanted = f"cpu:gloo,{device.type}:{backend_name(device)}" if device.type != "cpu" else "gloo"
+    raise ValueError(
+        f"the model is on {device}, and the process group has no backend for {device.type!r}"
+        f" tensors (it has {has or 'none'}): start it with"
+        f" torch.distributed.init_process_group({wanted!r}), or give shard() another group or"
+        " device."
+    )
+
+
+def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> None:
+    """Raise ValueError if several ranks compute on one device. NCCL would refuse it too, later, and
+    without naming a cure.
+
+    Args:
+        places: what identifies each global rank's host and device.
+        device: this rank's device.
+    """
+    sharing: dict[bytes, list[int]] = {}
+    for rank, place in places.items():
+        sharing.setdefault(place, []).append(rank)
+    together = max(sharing.values(), key=len)
+    if len(together) == 1:
+        return
+    count, kind = device_count(), device.type
+    cure = (
+        f"Give each rank its own before shard(): torch.{kind}.set_device(int(os.environ"
+        f"['LOCAL_RANK'])), or shard(..., device=f\"{kind}:{{os.environ['LOCAL_RANK']}}\")"
+    )
+    if count < len(together):
+        cure = (
+            f"Rank {dist.get_rank()} sees {count} device{'s' if count > 1 else ''}: start as many"
+            " ranks on each host as it has (torchrun --nproc-per-node), or give each task its own"
+            " (srun --gpus-per-task=1)"
+        )
+    raise ValueError(
+        f"ranks {format_ranks(sorted(together))} compute on one device ({device} on rank"
+        f" {dist.get_rank()}), and the backend needs one for each rank. {cure}."
+    )
+
+
+# -- topology --------------------------------------------------------------------------------------
+#
+# Which ranks share a node, and how many ranks make a group.
+#
+# The nodes are those of the launcher's variables. If it sets none, or none that can be used, the
+# ranks compare the identities of their hosts (`host_identity`) when the group is made.
+#
+# | recipe's `group` | ranks of a group, every node having the same number (above 1) in sequence     | else                            |
+# |-----------------|------------------------------------------------------------------------------------|---------------------------------|
+# | None             | the ranks of a node: two levels                                                   | all: one level                  |
+# | "node"           | the ranks of a node                                                               | raises, naming the nodes        |
+# | "flat"           | all: one level, every rank to every other                                         | the same                        |
+# | a number         | that many                                                                         | the same                        |
+#
+# `Topology` (layout/flat.py) says which interval each rank then has.
+
+
+#: Where nodes end: the number of consecutive ranks on each, or the node of each global rank, by the
+#: ranks' own comparison. None: all ranks are on one node.
+Nodes = int | Mapping[int, int] | None
+
+#: Variables with (ranks of this node, ranks of the run), by launcher: torchrun and others that set
+#: the same; Open MPI; MPICH, Intel MPI and MVAPICH.
+_SAID_BY = (
+    ("LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MPI_LOCALNRANKS", "PMI_SIZE"),
+)
+#: srun: "4(x2)", or "4" on one node; anything else is uneven.
+_SLURM = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS")
+#: srun's distributions that put consecutive ranks on a node.
+_NEIGHBOURS = ("", "block", "unknown")
+
+
+def ranks_of_a_node(
+    environment: Mapping[str, str] = os.environ, world_size: int | None = None
+) -> int | None:
+    """Return the number of ranks on each node, from the variables of torchrun, mpirun or srun.
+
+    None if no launcher has set them, if nodes have different numbers of ranks, or if the ranks of a
+    node are not consecutive.
+
+    Args:
+        environment: the environment variables.
+        world_size: the number of ranks of this run. Variables for another number are ignored: they
+            come from an outer run, inside which this one was started.
+
+    Raises:
+        ValueError: a variable is not a number of ranks, or exceeds the ranks of the run.
+    """
+    for here_name, all_name in _SAID_BY:
+        if here_name in environment and all_name in environment:
+            here = _count(environment, here_name)
+            return _each(here, _count(environment, all_name), world_size, here_name)
+    tasks, total = (environment.get(name, "") for name in _SLURM)
+    even = re.fullmatch(r"(\d+)(\(x\d+\))?", tasks)
+    distribution = environment.get("SLURM_DISTRIBUTION", "").partition(":")[0]
+    if even and total.isdigit() and distribution in _NEIGHBOURS:
+        return _each(int(even.group(1)), int(total), world_size, _SLURM[0])
+    return None
+
+
+def _count(environment: Mapping[str, str], name: str) -> int:
+    text = environment[name].strip()
+    if not text.isdigit() or not int(text):
+        raise ValueError(
+            f"the environment says {name}={environment[name]!r}: expected a number of ranks from 1"
+            " up, as launchers set it. Correct it, or unset it."
+        )
+    return int(text)
+
+
+def _each(here: int, all_of_them: int, world_size: int | None, name: str) -> int | None:
+    if world_size is not None and all_of_them != world_size:
+        return None
+    if here > all_of_them:
+        raise ValueError(
+            f"the environment says {name}={here} for a run of {all_of_them} ranks: a node cannot"
+            " have more ranks than there are. Correct it, or unset it."
+        )
+    return here if all_of_them % here == 0 else None
+
+
+def host_identity(environment: Mapping[str, str] = os.environ) -> str:
+    """Return what tells this host from others: its name and the id of its boot, or NCCL_HOSTID if
+    it is set. NCCL takes the same for a host.
+
+    Containers on one machine have names of their own. They count as hosts of their own, since they
+    reach each other over the network.
+    """
+    if said := environment.get("NCCL_HOSTID"):
+        return said
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"
+
+
+def inner_of(group: int | str | None, ranks: Sequence[int], per_node: Nodes) -> int:
+    """Return the ranks of a group, by the table of this module.
+
+    Raises:
+        ValueError: group="node", but `ranks` are spread over nodes unevenly or not consecutively.
+    """
+    if group == FLAT:
+        return len(ranks)
+    if group is not None and group != NODE:
+        return int(group)
+    nodes = nodes_of(ranks, per_node)
+    each = len(ranks) // len(set(nodes))
+    uneven = [len(list(neighbours)) for _, neighbours in groupby(nodes)] != [each] * len(set(nodes))
+    if group is None:  # by default, no groups if nodes are uneven or have one rank each
+        return len(ranks) if uneven or each == 1 else each
+    if uneven:
+        raise ValueError(
+            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same"
+            " number of neighbouring ranks on each node, or the number of ranks of a group."
+        )
+    return each
+
+
+def nodes_of(ranks: Sequence[int], per_node: Nodes) -> list[int]:
+    """Return the node of each global rank."""
+    if isinstance(per_node, Mapping):
+        return [per_node[rank] for rank in ranks]
+    return [rank // per_node if per_node else 0 for rank in ranks]
+
+
+def flat_over(nodes: Sequence[int], topology: Topology) -> bool:
+    """Return whether exchanges are flat over nodes: every rank sends to every other, although
+    several share a node. `nodes` has the node of each rank.
+
+    With m ranks on each node, reductions then send m times the bytes between nodes that they send
+    on two levels.
+    """
+    return not topology.two_levels and 1 < len(set(nodes)) < len(nodes)
+
+
+def communicators_of(topology: Topology) -> int:
+    """Return how many native communicators an engine's `Group` makes over these ranks: one each for
+    gathers and reductions over all ranks, or on two levels one over all ranks and two on each level.
+    """
+    if topology.size == 1:
+        return 0
+    return 5 if topology.two_levels else 2
+
+
+def flat_note(
+    group: int | str | None, ranks: Sequence[int], per_node: Nodes, topology: Topology
+) -> str:
+    """Return a sentence for a default (`group` is None) that is flat over nodes: why, what it costs
+    and what to do; "" if it is not.
+    """
+    nodes = nodes_of(ranks, per_node)
+    if group is not None or not flat_over(nodes, topology):
+        return ""
+    by_node: dict[int, list[int]] = {}
+    for rank, node in sorted(zip(ranks, nodes, strict=True)):
+        by_node.setdefault(node, []).append(rank)
+    runs = [len(list(neighbours)) for _, neighbours in groupby(nodes)]
+    uneven, scattered = len(set(map(len, by_node.values()))) > 1, len(runs) > len(by_node)
+    why = " and ".join(
+        ["unevenly"] * uneven + ["not as neighbours"] * scattered  # at least one of the two
+    )
+    shown = "; ".join(format_ranks(members) for members in list(by_node.values())[:8])
+    more = f"; and {len(by_node) - 8} more" if len(by_node) > 8 else ""
+    most, fitting = max(Counter(nodes).values()), math.gcd(*runs)
+    cure = "Start the same number of ranks on each host, numbered host by host"
+    if fitting > 1:
+        cure += f", or give group={fitting}: groups of ranks that share a host"
+    return (
+        f"the ranks lie on {len(by_node)} hosts {why} (ranks {shown}{more}), so that no two levels"
+        " can be made: every rank sends to every other, up to"
+        f" {most} times the bytes between hosts in a reduction. {cure}."
+    )
+
+
+def sides_of(
+    ranks: Sequence[int], per_node: Nodes, group: int | str | None, topology: Topology
+) -> tuple[list[int], str]:
+    """Return what counts as the node of each position, and the number of nodes in words; "" if
+    there is one.
+
+    If there is only one node, and the recipe names a number of ranks for its groups, the groups
+    stand for nodes.
+    """
+    nodes, name = nodes_of(ranks, per_node), "nodes"
+    if len(set(nodes)) == 1 and isinstance(group, int):
+        nodes, name = [number // topology.inner for number in topology.order], "groups"
+    count = len(set(nodes))
+    return nodes, f"{count} {name}" if count > 1 else ""
+
+
+# -- communicators ---------------------------------------------------------------------------------
+#
+# The engine's own communicators over the ranks of one group: how they are made, split, aborted and
+# destroyed.
+#
+#     gloo      new_group; beside a native backend, connected on demand
+#     native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
+#
+# [Note: NCCL's patience] The device waits for NCCL, not the host. The host notices a missing rank two
+# units later (comm/pending.py), or at the end of the backward pass, in the exchange over gloo, and
+# then raises a `StallError`. NCCL's own watchdog would end the process without that error. A native
+# communicator therefore has twice the stall timeout plus half a minute: the host begins to wait at
+# most a pass after the move that waits. Only the watchdog helps a script that reads a number of the
+# device (`loss.item()`) before either: torch then waits without a limit.
+#
+# [Note: streams of high priority] The blocks of a collective are few and short, and a computation
+# will wait for them. On a stream of normal priority they begin when a multiprocessor has room, which
+# products of a large batch may leave in some milliseconds only. So communicators of NCCL run on
+# streams of high priority. Other options are those of the parent, or NCCL's own.
+#
+# [Note: the garbage collector] Destroying a communicator of NCCL waits for its operations, and for the
+# other ranks' part in it. Python's garbage collector runs at different points on each rank. So a
+# model that the collector frees (one with reference cycles) leaves its native communicators in a
+# list; the next call that makes or destroys communicators destroys them, or the end of the process.
+#
+# [Note: connections on demand] gloo connects every rank to every other when a group is made. Beside a
+# native backend it moves small messages only, between each rank and 2·log2(ranks) others. Such a group
+# connects two ranks when one first sends to the other (torch 2.13 does so under TORCH_GLOO_LAZY_INIT).
+# Until then a rank does not notice that another has ended, and waits up to five times the group's
+# timeout for it. So ranks wait for each other in the store when the group is made. Then a barrier
+# connects each rank with those that it exchanges small messages with: 1, 2, 4, ... places before and
+# behind it.
+#
+# [Note: names of groups] The ranks of a new group find each other in the store under the group's
+# name. torch makes it from a number of this process: how many groups it knows (2.13), or how many it
+# has made (2.14). Ranks that are in different groups besides would wait under different names. After
+# a group has gone, the next one could get its name, and find its old addresses. And on 2.14, groups
+# that a subset of ranks makes would shift the names of all groups that the script makes later. So
+# Onefold names its groups itself: after their ranks, and how often these have made some. Groups that
+# other threads make meanwhile keep torch's names.
+
 
 #: Seconds added to twice the stall timeout for a native communicator.
 MARGIN = 30.0

@@ -1,7 +1,7 @@
 """`Group`: the ranks of one data-parallel axis, and its two levels. Their collectives are in
 comm/moves.py, the waiting in comm/peers.py.
 
-[Note: two levels] Ranks may be arranged in groups (layout/topology.py); by default the ranks of
+[Note: two levels] Ranks may be arranged in groups (layout/flat.py); by default the ranks of
 each node are a group if there are several nodes. This rank then has a group on each level:
 `intra_group` and `inter_group`. A gather over all ranks runs between groups first, then inside
 them. So each byte enters a node once.
@@ -17,23 +17,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from onefold.comm.communicators import Communicators, warn_of_one_connection
-from onefold.comm.ledger import TrafficLedger
-from onefold.comm.members import backend_of, format_ranks, members, refuse_shared_device
-from onefold.comm.messages import alike, both
-from onefold.comm.moves import Moves
-from onefold.comm.pending import Chains
-from onefold.comm.run_ahead import RunAhead
-from onefold.comm.stall import CollectiveContext, StallError
-from onefold.comm.topology import (
+from onefold.comm.communicators import (
+    Communicators,
     Nodes,
+    backend_of,
     flat_note,
     flat_over,
+    format_ranks,
     host_identity,
     inner_of,
+    members,
     ranks_of_a_node,
+    refuse_shared_device,
     sides_of,
+    warn_of_one_connection,
 )
+from onefold.comm.ledger import TrafficLedger
+from onefold.comm.moves import Moves
+from onefold.comm.peers import alike, both
+from onefold.comm.pending import Chains, CollectiveContext, RunAhead, StallError
 from onefold.comm.wire import GLOO, Wire, wire_of
 from onefold.device import device_identity, has_streams, new_stream
 from onefold.layout import Topology
@@ -49,7 +51,7 @@ class Group(Moves):
         device: where the moved tensors live.
         timeout: seconds a wait may take before it ends in a `StallError`.
         inner: ranks of each group: a number, None, "node" or "flat"; see the table of
-            comm/topology.py and [Note: two levels].
+            comm/communicators.py and [Note: two levels].
 
     Attributes:
         ranks: global ranks by position.
@@ -58,7 +60,7 @@ class Group(Moves):
             only on two levels.
         nodes: the node of each position, for the ledger.
         borders: the number of nodes in words, such as "2 nodes"; "" if there is one
-            (comm/topology.py).
+            (comm/communicators.py).
         flat_over_nodes: every rank sends to every other, although several share a node.
         flat_note: a sentence about that, if the recipe leaves the groups to Onefold; else "".
 

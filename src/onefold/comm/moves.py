@@ -32,9 +32,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from onefold.comm.messages import Messages
-from onefold.comm.pending import Chain, Pending
-from onefold.comm.stall import CollectiveContext, StallError
+from onefold.comm.peers import Messages
+from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
 from onefold.comm.wire import GLOO, Cut, Launch, Parts
 
 if TYPE_CHECKING:

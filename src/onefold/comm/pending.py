@@ -1,18 +1,124 @@
-"""Moves in flight, and chains of two moves."""
+"""`StallError`: the error of a rank that waited for others in vain.
+
+A wait fails by timeout, or because a peer's connection closed. It then ends in a `StallError` on
+every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which
+rank, which collective, for how long) and reads the notes of the others. So the error says where
+every rank is. A rank without a note was not waiting in any collective of this model.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from onefold.comm.ledger import TrafficEvent
-from onefold.comm.stall import CollectiveContext
-from onefold.device import use_stream
+from onefold.device import capturing, current_stream, reached, use_stream
 
 if TYPE_CHECKING:
     from onefold.comm.peers import Peers
+
+
+class StallError(RuntimeError):
+    """A rank waited in vain for another: the message names the rank, unit, step and the collective
+    that each rank is waiting in.
+    """
+
+
+@dataclass
+class CollectiveContext:
+    """What a collective is for: the move, the unit, the step, the phase (forward, backward, state),
+    for messages and the ledger.
+    """
+
+    move: str
+    unit: str
+    step: int
+    phase: str
+
+    def __str__(self) -> str:
+        return f"waiting in {self.move} of unit {self.unit!r} ({self.phase}, step {self.step})"
+
+
+#: Of a stall in a forward pass
+_GENERATING = (
+    " To generate texts, whose lengths differ between ranks, call generate(..., synced_gpus=True), so"
+    " that every rank makes equally many passes."
+)
+# Seconds that a rank waits, after it gave up, for the notes of the others.
+GRACE = 3.0
+
+
+def stall_error(
+    context: CollectiveContext,
+    waited: float,
+    cause: Exception,
+    group_name: str,
+    rank: int,
+    ranks: list[int],
+    heard: int | None,
+) -> StallError:
+    """Exchange notes through the store and return the error. `ranks` are global ranks; `heard` is
+    the last step that all ranks have ended, or None.
+    """
+    notes: dict[int, str] = {rank: f"{context}, {waited:.1f} s"}
+    missing = [r for r in ranks if r != rank]
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        key = f"onefold/stall/{group_name}/"
+        store.set(f"{key}{rank}", json.dumps({**asdict(context), "waited": waited}))
+        end = time.monotonic() + GRACE
+        while missing and time.monotonic() < end:
+            for other in list(missing):
+                if store.check([f"{key}{other}"]):
+                    note: dict[str, Any] = json.loads(store.get(f"{key}{other}"))
+                    since = note.pop("waited")
+                    notes[other] = f"{CollectiveContext(**note)}, {since:.1f} s"
+                    missing.remove(other)
+            time.sleep(0.05)
+    except Exception:  # the store may be gone with its rank: raise the error without the notes
+        pass
+    for other in missing:
+        notes[other] = (
+            "not waiting in any collective of this model (ended, or busy elsewhere); "
+            + (
+                f"last heard of at the end of step {heard}"
+                if heard is not None
+                else "not heard of yet"
+            )
+        )
+    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
+    closed = "closed" in text or "reset" in text
+    lines = [
+        f"rank {rank} gave up {context} after {waited:.1f} s: "
+        + (
+            "a peer's connection closed (a rank ended or gave up first)."
+            if closed
+            else "the other ranks did not come."
+        ),
+        "Where each rank stands:",
+        *(f"  rank {r}: {notes[r]}" for r in sorted(notes)),
+        (
+            "Ranks must run the same forward and backward passes on a sharded model, each with a"
+            " batch of its own, and with the same parameters frozen."
+            + (_GENERATING if context.phase == "forward" else "")
+            + " If a rank may be slower than this, raise stall_timeout in the recipe."
+        ),
+        f"(backend: {text[:200]})",
+    ]
+    return StallError("\n".join(lines))
+
+
+# -- pending ---------------------------------------------------------------------------------------
+#
+# Moves in flight, and chains of two moves.
 
 
 class Pending:
@@ -145,3 +251,91 @@ class Chains:
             yield
         finally:
             self._held = before
+
+
+# -- run ahead -------------------------------------------------------------------------------------
+#
+# How far the host runs ahead of the device.
+#
+#     host      queues unit 2 | unit 3   asks for the beginning of unit 2 before it queues unit 4
+#     device    ... unit 1    | waits for the gather of unit 2
+#     peer      hangs
+#
+# [Note: two units ahead] The host queues work without waiting for it. If a peer hangs, the device
+# waits in a collective, the host fills the device's queue of launches and blocks in a launch, where
+# no timeout of its own applies. So before the host queues unit i, the device must have come to the
+# beginning of unit i - 2. Two units are the device's work meanwhile, and the host never waits for what
+# it has just queued: a device that keeps up finds its next work queued, and the host finds the event
+# done. If the event does not come within the stall timeout, and the device is in a wait for a
+# collective, the rank raises a `StallError` that names this collective.
+#
+# Only native backends on devices with streams need this: gloo's waits are the host's own.
+
+
+#: Units that may be queued, and not begun by the device, when another one is queued.
+AHEAD = 2
+
+#: A wait of the device: (what for, an event before it, an event behind it).
+_Wait = tuple[CollectiveContext, Any, Any]
+
+
+class RunAhead:
+    """The marks before the units that a rank has queued. See [Note: two units ahead].
+
+    Attributes:
+        polls: how often the host had to wait for the device.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        timeout: float,
+        lost: Callable[[CollectiveContext, float], Exception],
+    ) -> None:
+        """
+        Args:
+            timeout: seconds that the device may be in one wait.
+            lost: returns the error of a rank that has waited in vain: (for what, seconds).
+        """
+        self.device, self.timeout, self.lost = device, timeout, lost
+        self.polls = 0
+        self._gave_up = False  # the group is broken: its next move raises
+        # (event, the device's waits that were queued before it and after the event before)
+        self._marks: deque[tuple[Any, list[_Wait]]] = deque()
+        self._waits: list[_Wait] = []
+        self._last: tuple[int, str] | None = None
+
+    def waits(self, context: CollectiveContext, before: Any, behind: Any) -> None:
+        """Note that the device will wait for a collective, between two events."""
+        self._waits.append((context, before, behind))
+
+    def comes(self, unit: int, phase: str, again: bool = False) -> None:
+        """Called before a unit is queued: wait until the device has begun the last but one.
+
+        Several calls for one unit, one after another, count once in a phase, unless `again` is
+        True.
+
+        Raises:
+            StallError: the device waits for a collective for longer than the timeout.
+        """
+        if self._gave_up or ((unit, phase) == self._last and not again):
+            return
+        self._last = unit, phase
+        if capturing(self.device):  # the work runs at each replay, and nobody may ask for it now
+            return
+        waits, self._waits = self._waits, []
+        self._marks.append((current_stream(self.device).record_event(), waits))
+        while len(self._marks) > AHEAD:
+            self._reach(*self._marks[0])
+            self._marks.popleft()
+
+    def _reach(self, mark: Any, waits: list[_Wait]) -> None:
+        if mark.query():
+            return
+        self.polls += 1
+        while not reached(mark, self.timeout):
+            for context, before, behind in waits:
+                if before.query() and not behind.query():
+                    self._gave_up = True
+                    raise self.lost(context, self.timeout)
+            # Else the device computes, however long: no other rank is late

@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent
-from onefold.comm.pending import Pending
-from onefold.comm.stall import CollectiveContext
+from onefold.comm.pending import CollectiveContext, Pending
 from onefold.device import simulated
 
 if TYPE_CHECKING:

@@ -16,44 +16,40 @@ CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and t
 CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
-from onefold.device.copies import CopyStream, Reading, Ticket, within
-from onefold.device.facts import (
-    MemoryFigures,
-    device_count,
-    device_names,
-    free_memory,
-    memory_figures,
-)
-from onefold.device.host_sums import HostSums, chunk_for
+from onefold.device.copies import CopyStream, HostSums, Reading, Ticket, chunk_for, within
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
-from onefold.device.place import (
-    available,
-    backend_name,
-    default_device,
-    device_identity,
-    guard,
-    of_local_rank,
-    rng_state,
-    set_default,
-    set_rng_state,
-    with_index,
-)
 from onefold.device.streams import (
     Clock,
+    MemoryFigures,
     Stream,
+    available,
+    backend_name,
     capturing,
     clocked,
     current_stream,
+    default_device,
+    device_count,
+    device_identity,
+    device_names,
+    free_memory,
+    guard,
     has_streams,
+    host_threads,
+    memory_figures,
     new_event,
     new_stream,
+    of_local_rank,
     reached,
+    rng_state,
     seconds_between,
+    set_default,
+    set_rng_state,
     simulated,
     synchronize,
     use_stream,
+    using_threads,
+    with_index,
 )
-from onefold.device.threads import host_threads, using_threads
 
 __all__ = [
     "Clock",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.pretrained.merged import Merging
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 #: TRL's method that yields (name, whole tensor) of each parameter for vLLM.
 _HOOK = "_iter_named_params"

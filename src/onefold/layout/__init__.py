@@ -2,7 +2,16 @@
 processes and makes no tensors.
 """
 
-from onefold.layout.flat import ALIGNMENT, BLOCK, FlatLayout, Part, Slot, overlap, round_up
+from onefold.layout.flat import (
+    ALIGNMENT,
+    BLOCK,
+    FlatLayout,
+    Part,
+    Slot,
+    Topology,
+    overlap,
+    round_up,
+)
 from onefold.layout.spec import (
     LOW,
     Adds,
@@ -16,7 +25,6 @@ from onefold.layout.spec import (
     grouped_as,
     hops_of,
 )
-from onefold.layout.topology import Topology
 
 __all__ = [
     "ALIGNMENT",

@@ -1,24 +1,15 @@
-"""The flat address space of a unit's parameters, divided into one interval for each rank.
+"""Two levels of ranks: `outer` groups of `inner` consecutive ranks (usually a node) each.
 
-Three parameters over four ranks (`.` is alignment, `-` is padding at the end):
+Six ranks in groups of three, on the left by their numbers, on the right by their positions in the
+address space:
 
-    address   0        320  384      640            1280 1300  1536
-              |w.......|....|b.......|v.............|....------|
-    rank 0    [0 ........... 384)
-    rank 1                  [384 ........ 768)
-    rank 2                                [768 ....... 1152)
-    rank 3                                             [1152 .. 1536)
+    group 0    rank 0   rank 1   rank 2         group 0    0   2   4        intra-group: 0 2 4  |  1 3 5
+    group 1    rank 3   rank 4   rank 5         group 1    1   3   5        inter-group: 0 1  |  2 3  |  4 5
 
-`__post_init__` checks that
-
-1. slots are in order and do not overlap. Each starts at a multiple of `ALIGNMENT` elements, or of
-   `block` if there is one: blocks are counted from a parameter's beginning, and each must be on one
-   rank.
-2. the intervals of the ranks tile the space exactly. All have the same length, a multiple of
-   `quantum` elements.
-3. no slot reaches past the end.
-
-Every length here is in elements, never bytes. Pure integer arithmetic: no tensors, no processes.
+[Note: positions] A rank's position says which interval of a flat buffer it owns. Positions count
+across the groups first. So the ranks of an `inter_group`, one of each group, own adjacent
+intervals, and together these are one shard, the part of one rank in the division among an
+`intra_group`. A gather between groups and then inside them therefore needs no reordering.
 """
 
 from __future__ import annotations
@@ -28,7 +19,84 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from onefold.recipe.moments import BLOCK
+from onefold.recipe.rows import BLOCK
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`size` ranks in groups of `inner`.
+
+    Raises:
+        ValueError: the groups do not divide the ranks.
+    """
+
+    size: int
+    inner: int
+
+    def __post_init__(self) -> None:
+        if self.inner < 1 or self.size % self.inner:
+            fitting = [n for n in range(1, self.size + 1) if self.size % n == 0]
+            raise ValueError(
+                f"groups of {self.inner} ranks do not divide {self.size}"
+                f" rank{'s' if self.size > 1 else ''}: choose a size of"
+                f" {', '.join(map(str, fitting))}."
+            )
+
+    @property
+    def outer(self) -> int:
+        """The number of groups."""
+        return self.size // self.inner
+
+    @property
+    def order(self) -> list[int]:
+        """The rank number, 0 to size − 1, of each position."""
+        return [(p % self.outer) * self.inner + p // self.outer for p in range(self.size)]
+
+    def intra_group(self, position: int) -> list[int]:
+        """Return the positions in the group of `position`, which is one of them."""
+        return list(range(position % self.outer, self.size, self.outer))
+
+    def inter_group(self, position: int) -> list[int]:
+        """Return the positions, one of each group, that hold the same shard as `position`, which is
+        one of them.
+        """
+        first = position // self.outer * self.outer
+        return list(range(first, first + self.outer))
+
+    @property
+    def two_levels(self) -> bool:
+        """Whether there are several groups of several ranks: moves run inside and between them."""
+        return 1 not in (self.inner, self.outer)
+
+    def position_of(self, rank: int) -> int:
+        """Return the position of the rank with this number, 0 to size − 1."""
+        return rank % self.inner * self.outer + rank // self.inner
+
+
+# -- flat ------------------------------------------------------------------------------------------
+#
+# The flat address space of a unit's parameters, divided into one interval for each rank.
+#
+# Three parameters over four ranks (`.` is alignment, `-` is padding at the end):
+#
+#     address   0        320  384      640            1280 1300  1536
+#               |w.......|....|b.......|v.............|....------|
+#     rank 0    [0 ........... 384)
+#     rank 1                  [384 ........ 768)
+#     rank 2                                [768 ....... 1152)
+#     rank 3                                             [1152 .. 1536)
+#
+# `__post_init__` checks that
+#
+# 1. slots are in order and do not overlap. Each starts at a multiple of `ALIGNMENT` elements, or of
+#    `block` if there is one: blocks are counted from a parameter's beginning, and each must be on one
+#    rank.
+# 2. the intervals of the ranks tile the space exactly. All have the same length, a multiple of
+#    `quantum` elements.
+# 3. no slot reaches past the end.
+#
+# Every length here is in elements, never bytes. Pure integer arithmetic: no tensors, no processes.
+
 
 # Slots and intervals start at multiples of this. 64 elements are a whole number of SIMD vectors in
 # every dtype, so an element-wise kernel computes an element with the same instructions wherever the

@@ -44,19 +44,17 @@ from typing import Literal, Protocol
 
 import torch
 
-from onefold.layout.flat import FlatLayout, Slot, overlap, round_up
-from onefold.layout.topology import Topology
+from onefold.layout.flat import FlatLayout, Slot, Topology, overlap, round_up
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.options import SECTOR
-from onefold.recipe.rows import GROUP, NATIVE
+from onefold.recipe.rows import GROUP, NATIVE, bytes_of_moments
 
 #: Encoded parts begin at multiples of this many bytes: scales are read as 4-byte numbers.
 CODED_ALIGNMENT = 16
 LOW = (torch.float32, torch.bfloat16, torch.float16)
 #: The ranks of a hop: all ranks, those of a group, or one of each group.
 Level = Literal["all", "intra-group", "inter-group"]
-#: Who adds gradients up (runtime/reductions.py). "pairwise": this rank, part by part, as gloo's
+#: Who adds gradients up (runtime/reduce_paths.py). "pairwise": this rank, part by part, as gloo's
 #: messages arrive. "at once": this rank, all parts of one NCCL operation together. "backend": NCCL
 #: itself, under reduce="native".
 Adds = Literal["pairwise", "at once", "backend"]
@@ -194,7 +192,7 @@ class ShardSpec:
     """The sizes of one flat buffer; see the docstring of this module.
 
     Attributes:
-        position: this rank's position; see [Note: positions] in layout/topology.py.
+        position: this rank's position; see [Note: positions] in layout/flat.py.
         trainable: the parameters were trainable when the model was sharded.
         resident: the whole always exists; it is gathered only when it has become stale.
         unsharded: one rank and one dtype: parameters stay in their memory, without a flat buffer.

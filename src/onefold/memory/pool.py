@@ -1,24 +1,122 @@
-"""Pools of buffers: a buffer is taken, and given back when the work that reads it is done.
-
-[Note: nobody reads a reused buffer] A tensor that autograd has saved, a module's output, or
-anything else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore counts
-the owners of the storage. If the pool's handle is the only one, the buffer can be reused. Else the
-pool forgets it, and the memory lives as long as its last reader. So a buffer is never reused while
-something can still read it, and no caller has to keep track of readers.
-"""
+"""`TierError`: the error of a failed file operation on the NVMe tier, in a sentence with a hint."""
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
+import re
 import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from onefold.device import host_empty, host_pages, owners_of
 from onefold.device.pinned import HUGE_PAGE
+
+_ANOTHER = "name another disk in nvme=, or store more on the host"
+_HINTS = {
+    errno.ENOSPC: f"free space there, {_ANOTHER}",
+    errno.EDQUOT: f"the quota is used up: free space, {_ANOTHER}",
+    errno.EFBIG: (
+        "files may not grow that large here (`ulimit -f`, or the file system's own limit):"
+        f" {_ANOTHER}"
+    ),
+    errno.EIO: (
+        "the disk itself reports an error (the system's log has more): name another disk in nvme="
+    ),
+    errno.EROFS: "the file system is read-only: name another folder in nvme=",
+    errno.EACCES: "name a folder in nvme= that this user may write to",
+    errno.EPERM: "name a folder in nvme= that this user may write to",
+    errno.ENOTDIR: "a part of the path is a file: name a folder in nvme=",
+    errno.ENOENT: "create it, or name another folder in nvme=",
+    errno.EMFILE: "too many files are open (`ulimit -n`)",
+    errno.ESTALE: (
+        "the network file system has lost the file: name a folder in nvme= on a disk of this"
+        " machine"
+    ),
+}
+
+
+class TierError(RuntimeError):
+    """A file operation failed. The message has the operation, path, system's error and a hint."""
+
+
+def in_words(error: OSError) -> str:
+    """Return the system's error message, and a hint what to do about it if there is one."""
+    said = error.strerror or str(error) or type(error).__name__
+    hint = _HINTS.get(error.errno or 0)
+    return f"{said}; {hint}" if hint else said
+
+
+def failure(what: str, path: Path, error: OSError) -> TierError:
+    """Return the error for an operation `what` on `path` that the system refused."""
+    return TierError(f"{what} {path} failed: {in_words(error)}.")
+
+
+# -- host ------------------------------------------------------------------------------------------
+#
+# The memory of this host: how much is free, and how much there is.
+
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_host_memory() -> int:
+    """Return the bytes of memory that can be allocated without swapping: the kernel's figure or the
+    cgroup's, whichever is lower.
+    """
+    candidates = []
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        found = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
+        if found:
+            candidates.append(int(found.group(1)) * 1024)
+    except OSError:
+        pass
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((_CGROUP / "memory.current").read_text())
+            cache = re.search(
+                r"^inactive_file (\d+)", (_CGROUP / "memory.stat").read_text(), re.MULTILINE
+            )
+            candidates.append(int(limit) - used + (int(cache.group(1)) if cache else 0))
+    except (OSError, ValueError):
+        pass
+    if not candidates and hasattr(os, "sysconf"):
+        candidates.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)
+    return max(0, min(candidates))
+
+
+def total_host_memory() -> int:
+    """Return the bytes of host memory that this process may use at most: the machine's or the
+    cgroup's limit, whichever is lower; 0 if neither is known.
+    """
+    found = (
+        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    )
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        found += [] if limit == "max" else [int(limit)]
+    except (OSError, ValueError):
+        pass
+    return min(found, default=0)
+
+
+# -- pool ------------------------------------------------------------------------------------------
+#
+# Pools of buffers: a buffer is taken, and given back when the work that reads it is done.
+#
+# [Note: nobody reads a reused buffer] A tensor that autograd has saved, a module's output, or
+# anything else may alias a gathered buffer (`w.t()`, `w[idx]`, a tied head). `give` therefore counts
+# the owners of the storage. If the pool's handle is the only one, the buffer can be reused. Else the
+# pool forgets it, and the memory lives as long as its last reader. So a buffer is never reused while
+# something can still read it, and no caller has to keep track of readers.
+
 
 # Categories of the ledger, by the names that plans and reports use too.
 PARAMETERS, MASTERS, GRADIENTS = "parameters", "master weights", "gradients"

@@ -27,8 +27,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from onefold.plan.schema import ACTIVATIONS, LOGITS
 from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of, is_sharded
 
 
 class _Held:

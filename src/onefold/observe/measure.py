@@ -28,7 +28,7 @@ from onefold.observe.memory import (
 )
 from onefold.observe.trace import Recording
 from onefold.plan.schema import CATEGORIES, ENGINE, FRAGMENTATION, MOMENTS, Account
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 
 def measured(

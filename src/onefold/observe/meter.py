@@ -25,8 +25,8 @@ from torch import nn
 from onefold.device import Reading, has_streams
 from onefold.observe.memory import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
 from onefold.plan.schema import MOMENTS
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of
 
 Number = float | int | torch.Tensor
 Row = dict[str, Any]

@@ -29,7 +29,7 @@ from onefold.observe.activations import watch_activations
 from onefold.observe.memory import DEVICE, MOVED, ledgers_of, moments_by_tier
 from onefold.plan.schema import CATEGORIES, MOMENTS
 from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 
 @dataclass(frozen=True)

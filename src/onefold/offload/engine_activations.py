@@ -19,7 +19,7 @@ from onefold.offload.activations import ActivationStore
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
 
 

@@ -34,8 +34,7 @@ from torch.optim.optimizer import Optimizer
 from onefold.device import Ticket, current_stream, use_stream
 from onefold.offload.step import HALF, drop_stepped_gradients, step_flat
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
+from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.unit import Unit
 

@@ -1,7 +1,7 @@
 """Shards whose masters and states are in files on NVMe, stepped chunk by chunk (offload/step.py).
 
 Between steps the optimizer's parameters are storageless: they have a shape and a dtype, but no
-memory (runtime/parameters/storageless.py).
+memory (runtime/parameters/values.py).
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from onefold.memory import (
     STAGING,
     empty,
 )
-from onefold.memory.tier_error import TierError
+from onefold.memory.pool import TierError
 from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
 from onefold.recipe import Tier
-from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
-from onefold.runtime.capabilities import Region, Transfer
-from onefold.runtime.parameters.storageless import StatePlace, storageless
+from onefold.recipe.rows import grain_of, items_of
+from onefold.runtime.parameters.values import StatePlace, storageless
+from onefold.runtime.resources import Region, Transfer
 from onefold.runtime.storage import OnDisk, state_shape
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.flat import Flat
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.resources import Resources
 
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 

@@ -7,7 +7,7 @@
             disk     read 1   read 2   read 3 | write 1   read 4 | write 2   ...
             step              chunk 1           chunk 2             chunk 3
 
-For each unit or chunk the optimizer sees only the parameters to step (runtime/steps.py). On
+For each unit or chunk the optimizer sees only the parameters to step (runtime/stepper.py). On
 NVMe it sees stand-ins: slices of staging buffers with slices of gradients and states. Between steps
 `optimizer.state` of the real parameter holds scalars as they are. Each element-wise state, and each
 part of a packed moment (quant/moments.py), is represented by a tensor on the meta device. If
@@ -34,19 +34,18 @@ from torch.optim.optimizer import Optimizer
 import onefold.quant.moments as moments
 from onefold.layout import overlap
 from onefold.memory import GRADIENTS
-from onefold.memory.tier_error import TierError
+from onefold.memory.pool import TierError
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
-from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.recipe.rows import SIGNED, grain_of, packed
 from onefold.runtime.backward import agree_on_failure
-from onefold.runtime.capabilities import Transfer
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.implementations import groups_of, only, raw_step
-from onefold.runtime.parameters.storageless import StatePlace, is_storageless
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.parameters.values import StatePlace, is_storageless
+from onefold.runtime.pending_gradients import unique_bytes
+from onefold.runtime.resources import Transfer
+from onefold.runtime.stepper import groups_of, only, raw_step
 from onefold.runtime.storage import state_shape
-from onefold.runtime.unreduced import unique_bytes
 
 #: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
 #: written while the next one is stepped.

@@ -1,4 +1,4 @@
-"""The `Stepper` for shards that the user's optimizer cannot step by itself: see runtime/steps.py."""
+"""The `Stepper` for shards that the user's optimizer cannot step by itself: see runtime/stepper.py."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from onefold.offload.in_backward import InBackwardStepper
 from onefold.offload.step import step_apart, stepped_apart
 from onefold.quant.moments import torchao_format
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.steps import Stepper
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.stepper import Stepper
 from onefold.runtime.unit import Unit
 
 

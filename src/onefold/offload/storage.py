@@ -11,7 +11,7 @@
 
 [Note: the device adds] The sum of a later micro-batch is added to the gradient on the host by the
 device: chunks of the host's sum go up into a small buffer, are added, and come down to the same
-place (device/host_sums.py). The host would have to wait for each copy, and would add more slowly.
+place (device/copies.py). The host would have to wait for each copy, and would add more slowly.
 The bits are those of an addition on the host.
 
 [Note: norms on the device] A device with streams measures gradients before they leave it, if the
@@ -41,15 +41,13 @@ from onefold.device import host_empty
 from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
-from onefold.recipe.moments import grain_of
-from onefold.runtime.parameters.storageless import storageless
-from onefold.runtime.parameters.values import written
+from onefold.recipe.rows import grain_of
+from onefold.runtime.parameters.values import storageless, written
 from onefold.runtime.storage import Storage, refuse_written
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.flat import Flat
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.resources import Resources
 
 
 def state_kind(key: str, dtype: torch.dtype) -> str:

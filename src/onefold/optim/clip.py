@@ -12,13 +12,18 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 
 from onefold.comm import CollectiveContext
+from onefold.device import has_streams
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.stepper import is_known, supports_scaling
 from onefold.runtime.storage import Storage
 
 
@@ -152,3 +157,123 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
         mine, CollectiveContext("control", "(gradient norm)", engine.step_count, "optimizer")
     )
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
+
+
+# -- scaler ----------------------------------------------------------------------------------------
+#
+# Loss scaling for fp16: torch's GradScaler, with an overflow on one rank seen by all ranks.
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Dynamic loss scaling for a sharded model: `scale`, `unscale_`, `step`, `update` as in
+    `torch.amp.GradScaler`.
+
+    Gradients are unscaled on the rank that owns them; if any rank found an infinity or a NaN, every
+    rank skips the step.
+
+    Args:
+        module: the model that `onefold.shard` returned.
+        options: those of torch.amp.GradScaler (init_scale, growth_factor, backoff_factor,
+            growth_interval, enabled).
+    """
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        self._engine: Engine = engine_of(module)
+        super().__init__(self._engine.device.type, **options)
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step as torch's GradScaler does. With a fused optimizer the device skips the step after
+        an overflow, without a synchronization.
+        """
+        engine = self._engine
+        known = "_step_supports_amp_scaling" in optimizer.__dict__ or kwargs.get("closure") or args
+        with disable_torch_function():
+            alone = (
+                not engine.offloaded_flats
+                and engine.recipe.moments is None
+                and not engine.unsharded
+            )
+            fuses = not known and alone and supports_scaling(optimizer, engine.device)
+        if not fuses:
+            return super().step(optimizer, *args, **kwargs)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+        try:
+            return super().step(optimizer)
+        finally:
+            del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        engine = self._engine
+        with disable_torch_function(), torch.no_grad():
+            grads, on_disk = in_memory(
+                engine, (p for group in optimizer.param_groups for p in group["params"])
+            )
+            found = torch.zeros((), dtype=torch.float32, device=engine.device)
+            for on_one in by_device(grads):
+                here = torch.zeros((), dtype=torch.float32, device=on_one[0].device)
+                on_host = on_one[0].device.type == "cpu"
+                with engine.transfers.host_threads() if on_host else nullcontext():
+                    torch._amp_foreach_non_finite_check_and_unscale_(
+                        on_one, here, inv_scale.to(here.device)
+                    )
+                found += here.to(engine.device)
+            for storage in on_disk:
+                found += not storage.gradients_finite()
+                storage.scale_gradients(inv_scale)
+            engine.agree_on_overflow(found)
+        return {engine.device: found}
+
+
+# -- skip ------------------------------------------------------------------------------------------
+#
+# Skip a step without telling the host: the device decides.
+#
+# torch's fused kernels take a number on the device, `found_inf`. If it is 1, the kernel writes
+# neither weights nor moments, and torch takes back the step counts that bias correction uses. All
+# state is as if `step()` had not been called.
+#
+# | the step is made                                        | who decides                                         |
+# |---------------------------------------------------------|-----------------------------------------------------|
+# | by a fused kernel, on a device with streams             | the device                                          |
+# | on the host (offloaded shards)                          | the host, which waits for the gradients anyway      |
+# | piece by piece (packed moments, stochastic rounding)    | the host: packing them again would change them      |
+# | by a loop or foreach, or by an unknown optimizer        | the host: these take no `found_inf`                 |
+# | on a device without streams                             | the host: it never waits for such a device          |
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
+    """Return whether `step_unless` can be used: the device decides. See the table above."""
+    in_one_piece = (
+        not engine.offloaded_flats
+        and engine.recipe.moments is None
+        and not engine.recipe.stochastic_rounding
+    )
+    fused = is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
+    return has_streams(engine.device) and in_one_piece and fused
+
+
+def step_unless(
+    optimizer: Any, skip: torch.Tensor, scaler: torch.amp.GradScaler | None = None
+) -> None:
+    """Call `optimizer.step()`, without effect if `skip` is 1. The host never reads `skip`.
+
+    Args:
+        optimizer: one for which `skips_on_device` returns True.
+        skip: 0 or 1 in fp32, 0-dim, on the device, the same on every rank.
+        scaler: the scaler that has unscaled the gradients. The step is also skipped if it found an
+            overflow. The caller must call its `update`.
+    """
+    if scaler is not None:
+        for found in scaler._found_inf_per_device(optimizer).values():
+            skip = torch.maximum(skip, (found > 0).to(skip))
+    optimizer.grad_scale, optimizer.found_inf = None, skip
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

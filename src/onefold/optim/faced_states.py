@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.optim.fresh import fresh_state
 from onefold.quant.moments import torchao_format
-from onefold.recipe.moments import FORMATS, SIGNED, packed
+from onefold.recipe.rows import FORMATS, SIGNED, packed
 from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,
@@ -36,7 +36,7 @@ from onefold.runtime.parameters.interval import (
     dress,
     spec_of,
 )
-from onefold.runtime.parameters.storageless import StatePlace
+from onefold.runtime.parameters.values import StatePlace
 
 _enabled = torch._C._is_torch_function_enabled
 

@@ -16,9 +16,8 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import gather_whole
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.gather_paths import gather_whole
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import tell_all
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from onefold.device import available, default_device, device_count, free_memory, with_index
 from onefold.doctor.calibration import Calibration, CalibrationError
-from onefold.memory.host import free_host_memory
+from onefold.memory.pool import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.evaluate import Candidate
 from onefold.plan.hardware import Gpu, Machine

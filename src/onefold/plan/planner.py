@@ -41,7 +41,7 @@ from onefold.plan.states import topology_of, units_of
 from onefold.plan.subject import is_in_tiles, subject_of
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.rows import FLAT
-from onefold.runtime.placement import offload_notes
+from onefold.runtime.units import offload_notes
 
 
 @dataclass(frozen=True, repr=False)

@@ -10,7 +10,7 @@
 | sends to other nodes    | 512 MiB, however many peers           | NCCL's issues 1450 and 2363: one shared buffer                |
 
 Ordered sums and codecs send to every peer; native sums (reduce="native") do not. The engine makes
-its communicators as `onefold.comm.topology.communicators_of` counts them. The script's own process
+its communicators as `onefold.comm.communicators.communicators_of` counts them. The script's own process
 group is not counted: it takes a communicator more once the script uses it on the device.
 `python benchmarks/gpu.py --only communicators` measures all of these.
 """
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onefold.comm.topology import communicators_of
+from onefold.comm.communicators import communicators_of
 from onefold.layout import Topology
 from onefold.plan.hardware import Machine
 from onefold.plan.wire import elsewhere

@@ -49,7 +49,7 @@ from functools import lru_cache
 
 import torch
 
-from onefold.comm.topology import flat_over, inner_of, nodes_of
+from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.device import chunk_for
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology, grouped_as
 from onefold.memory import MASTERS, MOMENTS, PARAMETERS, RESIDUALS
@@ -58,7 +58,7 @@ from onefold.quant import codec
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
-from onefold.runtime.placement import offloaded_of_sizes
+from onefold.runtime.units import offloaded_of_sizes
 
 # -- layouts ---------------------------------------------------------------------------------------
 

@@ -31,8 +31,8 @@ from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, some
 from onefold.pretrained.hf_names import Layout, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
 from onefold.pretrained.streams import Pieces, Progress, Sheet
-from onefold.runtime.registry import engine_of
-from onefold.runtime.state.contents import unguarded
+from onefold.runtime.hooks import engine_of
+from onefold.runtime.state.dicts import unguarded
 
 FILES = "adapter_model"
 #: The prefix that peft adds to the names of a model that it wraps.
@@ -86,7 +86,9 @@ def save_adapters(
             names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
         outline = Outline.of(model)
         first = {name: names_[0] for names_ in outline.ties for name in names_}
-        engine.uninitialized.refuse("save_adapters() would write", {first[n] for n in names.values()})
+        engine.uninitialized.refuse(
+            "save_adapters() would write", {first[n] for n in names.values()}
+        )
         stepped = outline.dtypes | masters(engine)
         dtypes = {key: converted(stepped[name], dtype) for key, name in names.items()}
         copies: dict[str, list[str]] = {}

@@ -31,9 +31,9 @@ from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Layout, is_transformers, writing
 from onefold.pretrained.streams import Pieces, Progress, Sheet
 from onefold.runtime.engine import Engine
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of
-from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.storage import OnDisk
 
 #: The default for the bytes of tensors in one file.

@@ -16,9 +16,9 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.pretrained.hf_names import Runs, Shape, overlapping
+from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of, is_sharded
-from onefold.runtime.state.contents import contents
+from onefold.runtime.state.dicts import contents
 
 #: Elements compared at a time if a source holds two tensors for parameters that the model ties.
 STEP = 1 << 20

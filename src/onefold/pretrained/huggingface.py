@@ -29,7 +29,7 @@ from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, some, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
 from onefold.runtime.engine import Engine
-from onefold.runtime.registry import engine_of, is_sharded
+from onefold.runtime.hooks import engine_of, is_sharded
 
 
 class HuggingFaceSource(Source):

@@ -36,7 +36,7 @@ from onefold.pretrained.fitted import Outline, unwrapped
 from onefold.pretrained.hf_names import Shape
 from onefold.pretrained.huggingface import HuggingFaceSource
 from onefold.pretrained.streams import Pieces, Progress, Sheet
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 
 def export_merged(

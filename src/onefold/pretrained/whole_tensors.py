@@ -25,12 +25,11 @@ from onefold.memory import GATHERED
 from onefold.pretrained.merged import Merging
 from onefold.recipe.options import bytes_of
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import state_context
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.gather_paths import state_context
+from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.registry import engine_of
-from onefold.runtime.state.contents import beside_parameters
+from onefold.runtime.state.dicts import beside_parameters
 from onefold.runtime.state.stream import tell_all
 
 #: Values of `dtype=` besides torch's dtypes: the compute dtype and the master weights' dtype.

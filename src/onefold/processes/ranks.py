@@ -28,7 +28,7 @@ from onefold.device import (
     of_local_rank,
     set_default,
 )
-from onefold.memory.host import free_host_memory
+from onefold.memory.pool import free_host_memory
 from onefold.wording import TrainError
 
 #: Seconds within which all ranks must have started.

@@ -12,8 +12,7 @@ from onefold.recipe import Tier
 from onefold.runtime.storage import OnDisk, Storage, refuse_written
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.flat import Flat
+    from onefold.runtime.flat import Entry, Flat
 
 
 class EncodedIntervals:

@@ -22,7 +22,7 @@ from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
 from onefold.memory import GATHERED, Pool
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
-from onefold.runtime.gathers import CopyStream, Gather
+from onefold.runtime.gather_paths import CopyStream, Gather
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat

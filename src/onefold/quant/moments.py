@@ -32,10 +32,9 @@ from torch.optim.optimizer import Optimizer
 from onefold.quant.bf16_rounding import key_of, to_bf16
 from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe import Recipe
-from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
-from onefold.runtime.implementations import groups_of, only, raw_step
+from onefold.recipe.rows import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.stepper import groups_of, only, raw_step
 
 #: Elements stepped at a time. On a CPU the unpacked values stay in the cache. Other devices need more
 #: work per call: 2**24 elements take 256 MB of unpacked values and gradients.

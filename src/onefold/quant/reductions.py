@@ -17,10 +17,10 @@ from onefold.comm.codec import Codec
 from onefold.layout import overlap
 from onefold.memory import REDUCTION
 from onefold.runtime.flat import Flat
-from onefold.runtime.reductions import PartsSending, Reduce, Reduction, Sending
+from onefold.runtime.reduce_paths import PartsSending, Reduce, Reduction, Sending
 
 if TYPE_CHECKING:
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.resources import Resources
 
 
 class EncodedReduce(Reduce):

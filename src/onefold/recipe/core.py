@@ -23,7 +23,6 @@ from typing import Any, Concatenate, Literal, ParamSpec
 import torch
 
 from onefold.recipe.checks import check_dtype, check_recipe, divided_among, remarks, without_effect
-from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.options import (
     OPTIONS,
     UNLIMITED,
@@ -42,7 +41,7 @@ from onefold.recipe.options import (
     WireCodec,
     refuse_unknown,
 )
-from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
+from onefold.recipe.rows import BLOCK, FLAT, FORMATS, GROUP, NATIVE, NODE, Placement, Tier
 
 #: Bytes of small units that may be gathered ahead, and of small reductions that may be in flight,
 #: beyond the counts `prefetch` and `in_flight`. For so few bytes latency dominates, and waiting for
@@ -334,7 +333,7 @@ class Recipe:
 
         Args:
             native: the backend has sums of its own (NCCL).
-            flat_over_nodes: see above; `onefold.comm.topology.flat_over`.
+            flat_over_nodes: see above; `onefold.comm.communicators.flat_over`.
         """
         decides = self.reduce is None and self.gradients.codec is None
         return replace(self, reduce=NATIVE) if decides and native and flat_over_nodes else self

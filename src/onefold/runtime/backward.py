@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from onefold.comm import CollectiveContext
-from onefold.comm.messages import alike, both
-from onefold.memory.tier_error import TierError
+from onefold.comm.peers import alike, both
+from onefold.memory.pool import TierError
 from onefold.runtime import differentiate
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
-from onefold.runtime.order import last_units, with_missing, with_unseen
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.unreduced import show_pending
+from onefold.runtime.pending_gradients import show_pending
+from onefold.runtime.schedule import last_units, with_missing, with_unseen
 
 if TYPE_CHECKING:
-    from onefold.runtime.capabilities import Activations
-    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Entry
     from onefold.runtime.gather import Gatherer
-    from onefold.runtime.parameters.write_counters import ForwardPass
-    from onefold.runtime.progress import Resources, Spans
+    from onefold.runtime.parameters.values import ForwardPass
     from onefold.runtime.reduce import Reducer
-    from onefold.runtime.steps import Stepper
+    from onefold.runtime.resources import Activations, Resources, Spans
+    from onefold.runtime.stepper import Stepper
 
 
 class Backward:

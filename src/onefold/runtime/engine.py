@@ -32,29 +32,30 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.backward import Backward, agree_on_failure
-from onefold.runtime.buffers import Buffers
-from onefold.runtime.capabilities import Capabilities
-from onefold.runtime.checks import Structure, check_in_place
+from onefold.runtime.buffers import Buffers, Structure, check_in_place
 from onefold.runtime.differentiate import in_autograd
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat
+from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.forward import Forward
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.gathers import whole_masters
+from onefold.runtime.gather_paths import whole_masters
 from onefold.runtime.parameters.gradient_hooks import IN_BACKWARD
-from onefold.runtime.parameters.write_counters import WriteCounters
-from onefold.runtime.placement import offloaded_units
-from onefold.runtime.progress import MasterAccess, Progress, Resources, Span, Spans
+from onefold.runtime.parameters.values import WriteCounters
+from onefold.runtime.pending_gradients import (
+    follow_trainable,
+    follow_trainable_of,
+    gradient_bytes,
+    show_pending,
+    take_pending,
+)
 from onefold.runtime.reduce import Reducer
+from onefold.runtime.refresh import Copies
 from onefold.runtime.residuals import Residuals
-from onefold.runtime.stale import Copies
-from onefold.runtime.steps import Stepper
-from onefold.runtime.trained import follow_trainable, follow_trainable_of
-from onefold.runtime.transfers import Transfers
+from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
+from onefold.runtime.stepper import Stepper
+from onefold.runtime.storage import Transfers
+from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import State, Unit, bind
-from onefold.runtime.units import UnitSpec
-from onefold.runtime.unreduced import gradient_bytes, show_pending, take_pending
-from onefold.runtime.unset import Uninitialized
+from onefold.runtime.units import UnitSpec, offloaded_units
 
 
 class Engine:
@@ -283,7 +284,9 @@ class Engine:
         """Whether the code that runs now computes with whole parameters: in a forward pass, or in
         its recomputation in backward.
         """
-        return bool(self.stack) or (in_autograd() and not self.closed and not self.full_params_depth)
+        return bool(self.stack) or (
+            in_autograd() and not self.closed and not self.full_params_depth
+        )
 
     @property
     def step_count(self) -> int:

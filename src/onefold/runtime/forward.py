@@ -20,23 +20,25 @@ from torch import nn
 
 from onefold.memory import storage_of
 from onefold.runtime.backward import Backward
-from onefold.runtime.buffers import Buffers
-from onefold.runtime.capabilities import Activations
-from onefold.runtime.checks import Structure, check_in_place, check_not_wrapped
-from onefold.runtime.compiled import refuse_cuda_graphs
-from onefold.runtime.differentiate import TRANSFORMS, in_autograd, keep_hooks_from_compiler
-from onefold.runtime.entry import Entry
+from onefold.runtime.buffers import Buffers, Structure, check_in_place, check_not_wrapped
+from onefold.runtime.differentiate import (
+    TRANSFORMS,
+    in_autograd,
+    keep_hooks_from_compiler,
+    refuse_cuda_graphs,
+    tensors_in,
+)
+from onefold.runtime.flat import Entry
 from onefold.runtime.gather import Gatherer, Recorded
-from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.in_pass import lent, put, take_back
 from onefold.runtime.parameters.parameter import ForwardDepth, disable_torch_function
-from onefold.runtime.parameters.write_counters import ForwardPass, WriteCounters
-from onefold.runtime.progress import Resources, Spans
+from onefold.runtime.parameters.values import ForwardPass, WriteCounters
+from onefold.runtime.pending_gradients import follow_trainable
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.stale import Copies, keep_writes, refresh
-from onefold.runtime.trained import follow_trainable
+from onefold.runtime.refresh import Copies, keep_writes, refresh
+from onefold.runtime.resources import Activations, Resources, Spans
+from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.unit import State, Unit
-from onefold.runtime.unset import Uninitialized
 
 
 @dataclasses.dataclass(slots=True)

@@ -13,7 +13,7 @@ demand, and then all ranks must gather it at the same point.
 
 [Note: last units stay] The backward pass begins with the unit that the forward pass used last and
 the units that enclose it. These stay gathered between the two passes. The order seen in the first
-step tells which units they are (`last_units` in runtime/order.py), so the first step itself still
+step tells which units they are (`last_units` in runtime/schedule.py), so the first step itself still
 releases them. Every later pass over the whole model that records gradients keeps all of them on
 every rank, including those that a rank did not use. They are released together, at points that
 every rank passes: at the next forward pass, before an optimizer steps, at the end of any backward
@@ -25,8 +25,9 @@ drop different outputs.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -34,20 +35,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.memory import GATHERED, storage_of
-from onefold.memory.tier_error import TierError
+from onefold.memory.pool import TierError
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
-from onefold.runtime.autocast import CachedCasts
+from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
-from onefold.runtime.gathers import CopyStream
-from onefold.runtime.handles import saving
-from onefold.runtime.nested import tensors_in
-from onefold.runtime.order import Walk, backwards
+from onefold.runtime.gather_paths import CopyStream
+from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parameters.values import written
+from onefold.runtime.saved_tensors import CachedCasts, saving
+from onefold.runtime.schedule import Walk, backwards
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.resources import Resources
 
 
 class Recorded:
@@ -120,12 +122,12 @@ class Gatherer:
         self.on_copy_stream: CopyStream = (
             self.transfers.up.on_stream if self.transfers.up.asynchronous else nullcontext
         )
-        # Where torch.autocast may cast gathered parameters, see runtime/autocast.py
+        # Where torch.autocast may cast gathered parameters, see runtime/saved_tensors.py
         fp32 = any(f.dtypes.compute == torch.float32 for u in self.sharded for f in u.flats)
         self.casts = CachedCasts(resources.device) if fp32 else None
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has reached the output of a unit
-        # Units that stay gathered between passes without gradients (runtime/keep_gathered.py)
+        # Units that stay gathered between passes without gradients (runtime/gather.py)
         self.kept_gathered: frozenset[int] = frozenset()
         self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
@@ -313,7 +315,9 @@ class Gatherer:
                 self._look_ahead(walk)
 
     def _look_ahead(self, walk: Walk) -> None:
-        waiting = [u for u in self.gathered.values() if not u.claimed and u.index not in self.staying]
+        waiting = [
+            u for u in self.gathered.values() if not u.claimed and u.index not in self.staying
+        ]
         ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
         while self.ahead and (index := walk.next()) is not None:
             unit = self.units[index]
@@ -426,7 +430,9 @@ class Gatherer:
             flat.stale = False
             full = self.buffer_of(unit, flat)
             on_copy_stream = self.on_copy_stream if flat.storage.copies else nullcontext
-            under_way = flat.gather.start(full, partial(self.put, flat, full), context, on_copy_stream)
+            under_way = flat.gather.start(
+                full, partial(self.put, flat, full), context, on_copy_stream
+            )
             if under_way is not None:
                 unit.pending.append(under_way)
             if on_copy_stream is not nullcontext:
@@ -513,7 +519,11 @@ class Gatherer:
         """
         if unit.resident or unit.state is not State.GATHERED or unit.borrowed or unit.lent:
             return
-        if self.forward_walk is not None and self.learned and self.forward_walk.next() == unit.index:
+        if (
+            self.forward_walk is not None
+            and self.learned
+            and self.forward_walk.next() == unit.index
+        ):
             self.forward_walk.at += 1
             unit.claimed = False
             return
@@ -559,3 +569,61 @@ differentiate.keep_hooks_from_compiler(Gatherer.release_when_gone)
 def _writes(unit: Unit) -> int:
     """Return how often the unit's masters have been written to, as far as version counters tell."""
     return sum(written(entry.param) for entry in unit.entries)
+
+
+# -- keep gathered ---------------------------------------------------------------------------------
+#
+# Units that stay gathered between passes without gradients: `onefold.keep_gathered`.
+#
+#     enter        pass    pass    pass with gradients    pass              leave
+#     gather all   ·       ·       release                gather all again  release
+#
+# They are also released when their masters are written to (an optimizer step, a load, a write); the
+# next pass without gradients gathers them again. Units that do not fit under the limit are gathered
+# and released in each pass as usual.
+
+
+def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
+    """Return the indices of the units that stay gathered: those that fit under `limit` bytes, taken
+    in the agreed order of the forward pass, which is the same on every rank.
+    """
+    chosen, left = [], limit
+    for index in engine.gather.forward_order:
+        nbytes = engine.units[index].gathered_bytes
+        if left is None or nbytes <= left:
+            chosen.append(index)
+            left = None if left is None else left - nbytes
+    return frozenset(chosen)
+
+
+@contextlib.contextmanager
+def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
+    """See `onefold.keep_gathered`.
+
+    Raises:
+        RuntimeError: it was entered inside a pass, or inside `keep_gathered` of the same model.
+    """
+    gather = engine.gather
+    if engine.stack or engine.progress.backward_open:
+        raise RuntimeError(
+            "keep_gathered was entered inside a pass of the model; enter it outside."
+        )
+    if gather.kept_gathered:
+        raise RuntimeError(
+            "keep_gathered was entered inside keep_gathered of the same model; leave the outer one"
+            " first."
+        )
+    gather.kept_gathered = fitting(engine, limit)
+    try:
+        with disable_torch_function(), torch.no_grad():
+            engine.transfers.check()
+            engine.copies.look_for_writes()
+            gather.gather_kept()
+            for index in gather.kept_gathered:
+                gather.wait(engine.units[index])
+        yield
+    finally:
+        if not engine.closed:
+            with disable_torch_function():
+                gather.release_kept()
+            gather.kept_gathered = frozenset()

@@ -35,21 +35,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
-from onefold.memory.tier_error import TierError
+from onefold.memory.pool import TierError
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
-from onefold.runtime.entry import Entry
-from onefold.runtime.flat import Flat, Shares
+from onefold.runtime.flat import Entry, Flat, Shares
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
-from onefold.runtime.reductions import Reduction, broadcast_back
+from onefold.runtime.pending_gradients import take_pending
+from onefold.runtime.reduce_paths import Reduction, broadcast_back
 from onefold.runtime.unit import Unit
-from onefold.runtime.unreduced import take_pending
 
 if TYPE_CHECKING:
     from onefold.runtime.gather import Gatherer
-    from onefold.runtime.parameters.write_counters import WriteCounters
-    from onefold.runtime.progress import Resources, Spans
-    from onefold.runtime.steps import Stepper
+    from onefold.runtime.parameters.values import WriteCounters
+    from onefold.runtime.resources import Resources, Spans
+    from onefold.runtime.stepper import Stepper
 
 
 #: A gradient of at most SMALL bytes waits for others of its unit, until the waiting ones have more

@@ -13,10 +13,10 @@ from onefold.device import has_streams
 from onefold.layout import overlap
 from onefold.memory import RESIDUALS, MemoryLedger, nbytes_of
 from onefold.recipe import Recipe
-from onefold.runtime.progress import Progress
+from onefold.runtime.resources import Progress
 
 if TYPE_CHECKING:
-    from onefold.runtime.reductions import Reduction
+    from onefold.runtime.reduce_paths import Reduction
     from onefold.runtime.unit import Unit
 
 #: (flat buffer, first address, hop)

@@ -29,14 +29,12 @@ from torch import nn
 from onefold.comm import Pending
 from onefold.device import Ticket
 from onefold.layout import LOW, Dtypes, Tiers, grouped_as
-from onefold.runtime.entry import Entry, declared_dtype
-from onefold.runtime.flat import Flat
-from onefold.runtime.placement import rests_encoded
-from onefold.runtime.units import Found, UnitSpec, WeightTile
+from onefold.runtime.flat import Entry, Flat, declared_dtype
+from onefold.runtime.units import Found, UnitSpec, WeightTile, rests_encoded
 
 if TYPE_CHECKING:
-    from onefold.runtime.parameters.owning_engine import OwningEngine
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.parameters.parameter import OwningEngine
+    from onefold.runtime.resources import Resources
 
 
 class State(enum.Enum):

@@ -45,7 +45,7 @@ from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.stale import FIRST
+from onefold.runtime.refresh import FIRST
 from onefold.simulation.clock import Clock, Recording
 from onefold.simulation.prices import Prices
 from onefold.simulation.refusals import OPTIMIZERS, check, check_timed

@@ -12,7 +12,7 @@ bits each tile's part is rounded before it is added. With the same tile size the
 same, on every tier.
 
 [Note: one tile at a time] A tile is a unit: its weight is gathered when the tile is called, and
-released after the call. Autograd saves a handle in place of the weight (runtime/handles.py), in a
+released after the call. Autograd saves a handle in place of the weight (runtime/saved_tensors.py), in a
 recomputed forward pass too (`saving`). So the backward pass gathers a tile, reads it and releases
 it, even if other operations still need that tile.
 """
@@ -31,8 +31,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from onefold.layout import Part
-from onefold.runtime.handles import saving
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.saved_tensors import saving
 from onefold.runtime.units import TiledModule, WeightTile
 from onefold.tiling.weight import copy_of, stored, weight_of
 

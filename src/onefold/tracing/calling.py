@@ -30,7 +30,7 @@ def loss_of(output: Any) -> torch.Tensor:
     """Return the scalar to differentiate, in fp32: the output's loss, else the sum of its first
     floating-point tensor.
     """
-    from onefold.runtime.nested import tensors_in
+    from onefold.runtime.differentiate import tensors_in
 
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     tensors = (

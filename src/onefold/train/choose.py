@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from onefold.memory.host import free_host_memory
+from onefold.memory.pool import free_host_memory
 from onefold.plan.api import USABLE, Beside, plan_here
 from onefold.plan.evaluate import Candidate
 from onefold.plan.formulas import transformer_flops_per_token

@@ -60,9 +60,8 @@ from torch import nn
 
 import onefold
 from onefold.checkpoint.per_rank import capture, restore
-from onefold.runtime.differentiate import in_autograd
+from onefold.runtime.differentiate import in_autograd, tensors_in
 from onefold.runtime.engine import Engine
-from onefold.runtime.nested import tensors_in
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.train.prepare import Run
 from onefold.wording import TrainError

@@ -18,7 +18,7 @@ during the next step:
 
 A step with a non-finite loss or norm must not change the weights. Two rules ensure that:
 
-- The device itself skips the update if loss or norm are not finite (optim/skip.py).
+- The device itself skips the update if loss or norm are not finite (optim/clip.py).
 - The host judges step s before it launches the update of step s + 1. After a bad step s, the
   weights are still those that step s began with. The gradients of step s + 1 are then dropped and
   computed again.
@@ -43,7 +43,7 @@ from onefold.data.samples import Feed
 from onefold.device import Reading, memory_figures
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
-from onefold.optim.skip import skips_on_device
+from onefold.optim.clip import skips_on_device
 from onefold.processes.signals import Stop
 from onefold.train.faults import NonFinite, Pace, Verdict, locate
 from onefold.train.keeper import Keeper

@@ -17,7 +17,7 @@ import torch
 import onefold
 from onefold.data.samples import Batch, Feed, eval_batches, held_out_batch
 from onefold.device import has_streams
-from onefold.optim.skip import step_unless
+from onefold.optim.clip import step_unless
 from onefold.train.prepare import Run
 from onefold.wording import TrainError
 

@@ -27,7 +27,7 @@ from onefold.integrations.deepspeed.config.classes import optimizer_class
 from onefold.integrations.deepspeed.engine import DeepSpeedEngine
 from onefold.integrations.deepspeed.schedules import build_schedule
 from onefold.recipe import Recipe
-from onefold.runtime.registry import engine_of, is_sharded
+from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.unsharded import unshard
 
 logger = logging.getLogger("onefold")

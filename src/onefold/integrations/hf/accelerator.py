@@ -17,7 +17,7 @@ import onefold
 from onefold.integrations.hf import loading
 from onefold.integrations.hf.arguments import divides_parameters
 from onefold.recipe import Recipe
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 
 class ShardingAccelerator(Accelerator):

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 import onefold
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 
 class WholeWeights:

@@ -16,7 +16,7 @@ from torch import nn
 import onefold
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.recipe import Recipe
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 logger = logging.getLogger("onefold")
 #: The attribute of such a model that names the folder of its weights.

@@ -43,7 +43,7 @@ from onefold.integrations.hf.refusals import (
     refuse_model,
 )
 from onefold.recipe import Recipe
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 if TYPE_CHECKING:
     _Host: Any = transformers.Trainer

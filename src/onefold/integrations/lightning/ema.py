@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 import onefold
 from onefold.ema import EMA as Average
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 
 class EMA(Callback):

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
 from onefold.recipe import Recipe
-from onefold.runtime.registry import engine_of, is_sharded
+from onefold.runtime.hooks import engine_of, is_sharded
 
 FORMS = ("folder", "file")
 

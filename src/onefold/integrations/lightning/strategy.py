@@ -25,8 +25,8 @@ from onefold.integrations.figures import Figures
 from onefold.integrations.lightning import checkpoints, refusals
 from onefold.integrations.lightning.precision import converts, in_precision
 from onefold.recipe import Recipe
-from onefold.runtime.registry import is_sharded
-from onefold.runtime.state.materialize import has_meta
+from onefold.runtime.hooks import is_sharded
+from onefold.runtime.state.start import has_meta
 
 
 class Strategy(DDPStrategy):

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from onefold.memory.tier_error import failure
+from onefold.memory.pool import failure
 from onefold.offload.nvme.buffer import PAGE, page_buffer, rounded
 from onefold.offload.nvme.datafile import ALLOCATE, READ, WRITE
 from onefold.offload.nvme.files import Folder, as_paths

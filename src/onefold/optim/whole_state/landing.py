@@ -30,9 +30,9 @@ from onefold.optim.whole_state.outline import (
     numbers_of,
     refuse_moment,
 )
-from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.recipe.rows import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import Put, from_first, tell_all
 from onefold.runtime.storage import OnDisk

@@ -12,8 +12,8 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.runtime.engine import Engine
-from onefold.runtime.entry import Entry
-from onefold.runtime.registry import engine_of_entry
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of_entry
 
 #: The engines in whose parameters this module looks for those of optimizers.
 engines: weakref.WeakSet[Engine] = weakref.WeakSet()

@@ -20,7 +20,7 @@ import torch
 from onefold.runtime.parameters.interval import ShardedParameterError, get_grad, set_grad
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Entry
 
 _T: Any = torch.Tensor
 _disable_torch_function = torch._C.DisableTorchFunctionSubclass

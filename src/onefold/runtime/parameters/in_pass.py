@@ -17,7 +17,7 @@ sees the memory of a tensor. So the weight must be whole when a module's attribu
 forward pass gathers nothing.
 
 A tensor saved for backward in gathered memory becomes a handle, whoever saves it: see
-runtime/handles.py. What code keeps without saving it is gathered again before its backward pass:
+runtime/saved_tensors.py. What code keeps without saving it is gathered again before its backward pass:
 see [Note: kept by hand] in runtime/forward.py.
 """
 
@@ -34,7 +34,7 @@ from onefold.runtime.parameters.parameter import ForwardDepth
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
-    from onefold.runtime.parameters.owning_engine import OwningEngine
+    from onefold.runtime.parameters.parameter import OwningEngine
     from onefold.runtime.unit import Unit
 
 

@@ -37,7 +37,7 @@ from onefold.layout import overlap
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
-    from onefold.runtime.parameters.owning_engine import OwningEngine
+    from onefold.runtime.parameters.parameter import OwningEngine
 
 # Inside it sharded parameters and intervals are plain tensors over local memory
 disable_torch_function = torch._C.DisableTorchFunctionSubclass

@@ -22,15 +22,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
-from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler
-from onefold.runtime.nested import tensors_in
+from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler, tensors_in
 from onefold.runtime.parameters.interval import disable_torch_function, spec_of
-from onefold.runtime.parameters.write_counters import ForwardPass
+from onefold.runtime.parameters.values import ForwardPass
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.flat import Flat
-    from onefold.runtime.parameters.owning_engine import OwningEngine
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.parameters.parameter import OwningEngine
     from onefold.runtime.unit import Unit
 
 

@@ -1,21 +1,14 @@
-"""`ShardedParameter`: the object that `model.parameters()` returns, and optimizers step, for each
-sharded parameter.
+"""`OwningEngine`: what sharded parameters and intervals use of the engine that they belong to.
 
-It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional,
-in master precision. It reports the shape and the number of elements of the whole parameter, and
-keeps every attribute that the user has set on the original.
+The engine is `Engine` (runtime/engine.py). Parameters refer to it weakly, and only by this
+protocol: their modules must not import the engine's.
 
-| who reads it                                      | sees                                                                              |
-|---------------------------------------------------|-----------------------------------------------------------------------------------|
-| the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
-| the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
-| code in a pass that reads `module.weight`         | the whole parameter, gathered by the read (in_pass.py)                            |
-| code in a pass that has it from `parameters()`    | the whole parameter, gathered on first use (shape and dtype need no gather)       |
-| code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
-| other code, with gradients enabled                | the whole parameter, gathered for the operation (`outside`)                       |
-| other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |
-
-`parameter.onefold` holds the name, the logical shape, this rank's interval and `gather()`.
+| user code                                         | needs                                                     |
+|---------------------------------------------------|-----------------------------------------------------------|
+| in a pass of the model, with a sharded parameter  | `computing`, `in_pass`, `use`                             |
+| between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `backward_event`    |
+| between passes, reading or writing values         | `whole`, `masters`                                        |
+| torch.amp.GradScaler                              | `agree_on_overflow`                                       |
 """
 
 from __future__ import annotations
@@ -23,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -50,7 +43,6 @@ from onefold.runtime.parameters.operators import (
     writes_in_place,
 )
 from onefold.runtime.parameters.outside import compute_outside
-from onefold.runtime.parameters.storageless import seen_storageless, storageless_error
 from onefold.runtime.parameters.values import (
     before_write,
     dropped_grad,
@@ -59,11 +51,96 @@ from onefold.runtime.parameters.values import (
     give_whole,
     seen_data,
     seen_grad,
+    seen_storageless,
+    storageless_error,
 )
+from onefold.runtime.resources import MasterAccess, Progress
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.parameters.owning_engine import OwningEngine
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.parameters.values import WriteCounters
+    from onefold.runtime.unit import Unit
+
+
+class OwningEngine(Protocol):
+    """See the docstring of this module. `device` is where the model computes."""
+
+    device: torch.device
+    progress: Progress
+    masters: MasterAccess
+    write_counters: WriteCounters
+
+    @property
+    def computing(self) -> bool:
+        """Whether code now computes with whole parameters: in a forward pass, or in its
+        recomputation in backward.
+        """
+        ...
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a forward or backward pass of the model is under way."""
+        ...
+
+    def use(self, entry: Entry, keeps: bool = False) -> nn.Parameter:
+        """Return the whole parameter, for code in a forward pass outside the unit that owns it.
+        `keeps`: it stays whole until the pass ends.
+        """
+        ...
+
+    def whole(self, entry: Entry) -> torch.Tensor:
+        """Return the whole parameter in master precision as a new tensor. Collective."""
+        ...
+
+    def agree_on_overflow(self, found: torch.Tensor) -> None:
+        """Set `found` on every rank, in place, if it is set on any. Collective."""
+        ...
+
+    def backward_event(self, accumulates: bool = False) -> None:
+        """Tell the engine that a backward pass has reached something of its own."""
+        ...
+
+    @property
+    def gathered_buffers(self) -> dict[int, tuple[Unit, Flat]]:
+        """The unit and the flat buffer of each gathered buffer, by `storage_of` its memory."""
+        ...
+
+    def begin_outside(self, entry: Entry) -> Unit:
+        """Begin an operation with gradients outside a forward pass. Returns the unit whose whole
+        parameters it uses.
+        """
+        ...
+
+    def gather_outside(self, unit: Unit) -> bool:
+        """Make the unit's whole parameters available. Returns True if that took a gather; the
+        caller must then call `release_outside`. Collective at stage 3.
+        """
+        ...
+
+    def release_outside(self, unit: Unit) -> None: ...
+
+
+# -- parameter -------------------------------------------------------------------------------------
+#
+# `ShardedParameter`: the object that `model.parameters()` returns, and optimizers step, for each
+# sharded parameter.
+#
+# It is an `nn.Parameter` over plain memory: this rank's interval of the parameter, one-dimensional,
+# in master precision. It reports the shape and the number of elements of the whole parameter, and
+# keeps every attribute that the user has set on the original.
+#
+# | who reads it                                      | sees                                                                              |
+# |---------------------------------------------------|-----------------------------------------------------------------------------------|
+# | the optimizer inside `step()`                     | a plain `nn.Parameter` over the local interval (see `bare`)                       |
+# | the forward pass of the unit that owns it         | the whole parameter (another object, swapped in)                                  |
+# | code in a pass that reads `module.weight`         | the whole parameter, gathered by the read (in_pass.py)                            |
+# | code in a pass that has it from `parameters()`    | the whole parameter, gathered on first use (shape and dtype need no gather)       |
+# | code inside a backward pass of the model          | the same, but the interval for `.data`, `detach()` and in-place operations        |
+# | other code, with gradients enabled                | the whole parameter, gathered for the operation (`outside`)                       |
+# | other code without; `.data`, `.grad`, `detach()`  | an interval that shows the shape of the whole (`interval`, `operators`)           |
+#
+# `parameter.onefold` holds the name, the logical shape, this rank's interval and `gather()`.
+
 
 __all__ = [
     "ShardInfo",

@@ -1,7 +1,13 @@
-"""Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine."""
+"""Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored
+on NVMe or encoded.
+
+A kernel that is given a tensor without memory may read address 0. So user code only sees them as a
+`Storageless`, which answers questions about its shape and raises an explanation otherwise.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,17 +16,153 @@ from torch import nn
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
+    disable_torch_function,
     dress,
     get_grad,
     set_grad,
     spec_of,
 )
-from onefold.runtime.parameters.operators import slice_of
-from onefold.runtime.parameters.storageless import Storageless, storageless
+from onefold.runtime.parameters.operators import META, name_of, slice_of
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
+    from onefold.runtime.flat import Entry
     from onefold.runtime.parameters.parameter import ShardInfo
+
+
+class StoragelessError(RuntimeError):
+    """Elements on NVMe, or encoded ones, were used as if they were in memory."""
+
+
+def storageless(like: torch.Tensor, what: str) -> torch.Tensor:
+    """Return a storageless tensor with the shape, dtype and device of `like`. `what` describes it
+    in messages.
+    """
+    out = torch.empty_like(like.detach())
+    out.untyped_storage().resize_(0)
+    return seen_storageless(out, what, spec_of(like))
+
+
+def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = None) -> torch.Tensor:
+    """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec`
+    it shows the shape of the whole.
+    """
+    seen = t.as_subclass(Storageless)
+    seen.what, seen.spec = what, spec
+    return seen
+
+
+def is_storageless(t: torch.Tensor) -> bool:
+    """Whether `t` should have memory and has none."""
+    return t.numel() > 0 and t.device.type != "meta" and t.untyped_storage().nbytes() == 0
+
+
+def storageless_error(func: Any, what: str) -> StoragelessError:
+    """Return the error for code that computes with something storageless."""
+    return StoragelessError(
+        f"{getattr(func, '__name__', func)} was given {what}, whose elements are stored on NVMe or"
+        " encoded. Read a parameter with `parameter.onefold.gather()` (on every rank), write with"
+        " `onefold.full_params(model, write=True)`, clip with onefold.clip_grad_norm_, drop"
+        " gradients with zero_grad() (set_to_none=True, its default); offload_gradients='cpu'"
+        " keeps gradients in memory."
+    )
+
+
+class Storageless(torch.Tensor):
+    """See the docstring of this module."""
+
+    what: str = "a tensor"
+    spec: IntervalSpec | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if (
+            isinstance(first, Storageless)
+            and first.spec is not None
+            and (meta := META.get(name_of(func))) is not None
+        ):
+            return meta(first.spec, *args, **(kwargs or {}))
+        if func in NEEDS_NO_ELEMENTS or func in _MADE_WITHOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise storageless_error(
+            func,
+            next(
+                (t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"
+            ),
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Storageless({self.what}, on NVMe or encoded)"
+
+
+def _tensors(value: Any) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    return [value]
+
+
+_T: Any = torch.Tensor
+#: Functions that do not need a tensor's elements, and return none of them.
+NEEDS_NO_ELEMENTS = {
+    getattr(_T, name).__get__
+    for name in ("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+                 "itemsize", "nbytes", "grad", "grad_fn", "_version", "is_quantized", "names", "is_nested")
+    if hasattr(_T, name)
+} | {
+    _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__, _T.is_contiguous,
+    _T.requires_grad_, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
+    torch.is_floating_point, torch.is_complex, torch.numel, _T.grad.__set__, _T.requires_grad.__set__,
+    _T.register_hook, _T.register_post_accumulate_grad_hook,
+}  # fmt: skip
+#: Functions whose result has the elements of their argument, so that it may be storageless too.
+_MADE_WITHOUT = {_T.data.__get__, _T.detach, _T.detach_}
+
+
+class StatePlace(torch.Tensor):
+    """A placeholder in `optimizer.state` for a state on NVMe. Copying or pickling it raises, since
+    the copy would not hold the state. With a `spec` it shows the shape of the whole to user code.
+    """
+
+    spec: IntervalSpec | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, StatePlace) and first.spec is not None:
+            meta = META.get(name_of(func))
+            if meta is not None:
+                return meta(first.spec, *args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def of(shape: Any, dtype: torch.dtype) -> StatePlace:
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(StatePlace)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise _elsewhere()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise _elsewhere()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _elsewhere()
+
+
+def _elsewhere() -> StoragelessError:
+    return StoragelessError(
+        "a state of the optimizer was to be copied or pickled, and it is stored on NVMe:"
+        " local_state_dict() holds a place for it only. optimizer.state_dict() brings the whole to"
+        " rank 0's host; onefold.save and onefold.load write and read it at any stage and tier."
+    )
+
+
+# -- values ----------------------------------------------------------------------------------------
+#
+# Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine.
 
 
 def before_write(param: Any, seen: bool) -> None:
@@ -158,7 +300,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
 def give_whole(entry: Entry, whole: nn.Parameter, value: torch.Tensor) -> None:
     """Run `param.data = value` in a forward pass, by code outside the unit that owns the parameter.
 
-    The value goes to the whole parameter; runtime/stale.py copies it to the masters.
+    The value goes to the whole parameter; runtime/refresh.py copies it to the masters.
 
     Raises:
         ShardedParameterError: `value` has another shape, dtype or device.
@@ -221,3 +363,133 @@ def written(param: torch.Tensor) -> int:
     known = param.__dict__.get("_onefold_data")
     through = 0 if known is None else known._version + param.__dict__["_onefold_written"]
     return param._version + through
+
+
+# -- write counters --------------------------------------------------------------------------------
+#
+# Which parameters have been written to since a forward pass computed with them.
+#
+#     forward A   step   backward A     an error, as in plain PyTorch: the weights that A's gradients need are overwritten
+#     forward A   backward A   step     the usual order
+#     forward A, forward B   step over B's parameters   backward A     fine
+#
+# Autograd's version counters do not notice this: an optimizer writes to the masters, but a backward
+# pass reads the flat buffers that are gathered or copied from them.
+#
+# Each forward pass stores one number, the count of writes when it began. If the count has changed
+# when its backward pass begins, the backward pass walks up the graph from the pass's output, and
+# raises if it meets a parameter whose values have been overwritten. Not every write overwrites:
+# copies in another dtype keep the old values until they are refreshed, and an optimizer writes only
+# to the parameters that it steps.
+
+
+class WriteCounters:
+    """Counts the writes to an engine's masters. `entry.last_write` is the number of the last write
+    to that entry.
+    """
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = entries  # the engine's own list, which it clears when it closes
+        self.count = 0
+        # Parameters that got a gradient on some rank since they were last stepped
+        self.graded: set[int] = set()
+
+    def stepped(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Count a step of an optimizer over `entries` as a write to those with a gradient.
+
+        For an entry of which this rank owns no element, a gradient on any other rank counts.
+        Returns such entries that the other ranks have stepped.
+        """
+        self.count += 1
+        others: list[Entry] = []
+        for entry in entries:
+            graded = entry.number in self.graded
+            if get_grad(entry.param) is not None:
+                entry.last_write = self.count
+            elif (graded or entry.graded_elsewhere) and self._is_others(entry):
+                entry.last_write = self.count
+                # A step of offloaded shards has dropped their gradients by now
+                if entry.graded_elsewhere or entry.flat.storage.offloaded:
+                    others.append(entry)
+            self.graded.discard(entry.number)
+        return others
+
+    @staticmethod
+    def _is_others(entry: Entry) -> bool:
+        """Whether this rank owns no element of `entry`, and so never has a gradient of it."""
+        a, b = entry.flat.local(entry)
+        return a == b
+
+    def all_of(self, entries: Iterable[Entry]) -> None:
+        """Count a write to the masters of all `entries`."""
+        self.count += 1
+        for entry in entries:
+            entry.last_write = self.count
+
+    def refuse_if_computed_with(self, since: int) -> None:
+        """Check the parameters upstream of the current autograd node. Called in a hook of a
+        backward pass.
+
+        Raises:
+            RuntimeError: a parameter among them was overwritten after write number `since`.
+        """
+        written = {
+            id(e.compute): e
+            for e in self._entries
+            if e.last_write > since and e.flat.overwritten_since(e.last_write)
+        }
+        node = torch._C._current_autograd_node()
+        found = _leaves(node, written) if written and node is not None else []
+        if found:
+            others = f" and {len(found) - 1} others have" if len(found) > 1 else " has"
+            raise RuntimeError(
+                "backward() of a forward pass that ran before optimizer.step(), or before another"
+                f" write to the parameters: {found[0]!r}{others} changed since, so the gradients"
+                " would be wrong. Call backward() before step(), or run the forward pass again."
+            )
+
+
+class ForwardPass:
+    """What a backward pass needs to know of its forward pass: the count of writes when it began."""
+
+    __slots__ = ("_counters", "of_root", "open", "since", "task")
+
+    def __init__(self, counters: WriteCounters) -> None:
+        self._counters, self.since, self.task = counters, counters.count, -1
+        # open: it has a graph that no backward pass has consumed. of_root: a pass of the whole
+        # model
+        self.open = self.of_root = False
+
+    def backward_reached(self, whole: bool) -> None:
+        """Check for writes when the backward pass reaches an output of the pass (`whole`) or of one
+        unit in it. Once an output of the pass was checked, its units are not checked in that backward
+        pass.
+
+        Raises:
+            RuntimeError: its parameters have been written to since the forward pass.
+        """
+        if self.since == self._counters.count:
+            return
+        task = torch._C._current_graph_task_id()
+        if whole:
+            self.task = task
+        elif self.task == task:
+            return
+        with disable_torch_function():
+            self._counters.refuse_if_computed_with(self.since)
+
+
+def _leaves(start: Any, wanted: dict[int, Entry]) -> list[str]:
+    """Return the names of the parameters in `wanted` (by the id of the whole parameter) that the
+    graph upstream of `start` reaches.
+    """
+    found, seen, todo = [], {start}, [start]
+    while todo:
+        node = todo.pop()
+        if (entry := wanted.get(id(getattr(node, "variable", None)))) is not None:
+            found.append(entry.slot.name)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    return sorted(found)

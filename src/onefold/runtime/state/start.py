@@ -4,16 +4,27 @@ it logs at the end.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext
+from onefold.memory import GATHERED
 from onefold.recipe import Recipe
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.engine import Engine
-from onefold.runtime.state.materialize import has_meta
+from onefold.runtime.flat import Entry, Flat
+from onefold.runtime.gather_paths import put_elements, state_context, whole_masters
+from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.state.stream import from_first
+from onefold.runtime.uninitialized import is_marked, mark, value_of
+from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec
 
 _START = CollectiveContext("control", "(start)", 0, "state")
@@ -157,3 +168,348 @@ def idle_notes(engine: Engine) -> list[str]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+# -- values ----------------------------------------------------------------------------------------
+#
+# Whole parameters outside a forward pass: `lay_out` divides rank 0's among the ranks;
+# `full_params` shows them to be read and changed. All are collective: every rank calls them.
+
+
+def scatter_masters(
+    engine: Engine, flat: Flat, full: torch.Tensor | None, master: torch.Tensor
+) -> None:
+    """Send each rank its part of rank 0's `full` ([numel], master precision; None elsewhere), into
+    `master`.
+    """
+    group, context = engine.group, state_context(engine.resources, flat.unit_name)
+    with torch.no_grad():
+        if group.rank == 0:
+            assert full is not None
+            sends = []  # a fake group has nobody to send to
+            if not group.fake:
+                sends = [(p, full[slice(*flat.owned_by(p))]) for p in range(1, group.size)]
+            group.exchange(sends, [], context, flat.index, move="state").wait()
+            master.copy_(full[flat.owned[0] : flat.owned[1]])
+        else:
+            group.exchange([], [(0, master)], context, flat.index, move="state").wait()
+
+
+def _rewrite(engine: Engine, flat: Flat, full: torch.Tensor | None) -> None:
+    """Replace the masters of every rank by rank 0's `full`, on whatever tier they are stored."""
+    landing = flat.storage.landing(engine.device)
+    scatter_masters(engine, flat, full, landing)
+    flat.storage.store(landing)
+
+
+@contextlib.contextmanager
+def full_params(engine: Engine, write: bool) -> Iterator[None]:
+    """Put whole parameters in master precision in place of the sharded ones, inside the context.
+    See `onefold.full_params`.
+    """
+    if engine.stack:
+        raise RuntimeError(
+            "full_params was entered inside a forward pass of the model; enter it outside."
+        )
+    if write:
+        engine.masters.about_to_write()
+    elif engine.uninitialized and not engine.full_params_depth:
+        engine.uninitialized.look()
+        engine.uninitialized.refuse("full_params() would show")
+    if engine.full_params_depth:  # nested: the outer one has gathered
+        if write and not engine.full_params_write:
+            raise RuntimeError(
+                "full_params(write=True) was entered inside full_params(); give write=True to the"
+                " outer one."
+            )
+        yield
+        return
+    if not engine.unsharded:
+        engine.refuse_changes("full_params")
+    held: list[tuple[Unit, Flat, torch.Tensor | None]] = []
+    # Whole parameters that are in tiles, by name: one buffer for all tiles of each
+    joint: dict[str, torch.Tensor] = {}
+    shown: list[tuple[Entry, nn.Parameter, torch.Tensor]] = []
+    with disable_torch_function():
+        for unit in engine.units:
+            for flat in unit.flats:
+                if flat.unsharded:
+                    continue
+                full = whole_masters(engine.resources, flat)
+                held.append((unit, flat, None if flat.tiled else full))
+                engine.memory.add(
+                    GATHERED, flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                )
+                for entry in flat.entries:
+                    whole = flat.view(full, entry)
+                    if flat.tiled:
+                        whole = _place_in(joint, entry, whole).copy_(whole)
+                    stand_in = nn.Parameter(whole, requires_grad=False)
+                    flat.swap(entry, stand_in)
+                    if write:
+                        shown.append((entry, stand_in, whole))
+                del full, whole
+    engine.full_params_depth, engine.full_params_write = 1, write
+    try:
+        yield
+    finally:
+        engine.full_params_depth = 0
+        with disable_torch_function(), torch.no_grad():
+            wrong = _take_over(shown)
+            shown.clear()
+            for unit, flat, kept in held:
+                for entry in flat.entries:
+                    flat.swap(entry, entry.param)
+                if write:
+                    _rewrite(engine, flat, kept if kept is not None else _apart(joint, flat))
+                engine.memory.add(
+                    GATHERED, -flat.layout.numel * flat.dtypes.master.itemsize, unit.name
+                )
+            if write:
+                engine.make_stale()
+                engine.uninitialized.look()
+        if wrong:
+            raise ValueError(wrong)
+
+
+def _take_over(shown: list[tuple[Entry, nn.Parameter, torch.Tensor]]) -> str | None:
+    """Copy whole parameters that the user has given other memory (`p.data = value`), or replaced,
+    back to the memory they had. Returns a complaint if a shape does not fit.
+    """
+    wrong = None
+    for entry, stand_in, whole in shown:
+        placed = [
+            found
+            for places, attribute, _ in entry.places
+            if (found := places.get(attribute)) is not None
+        ]
+        param = next((p for p in placed if p is not stand_in), stand_in)
+        if param.data_ptr() != whole.data_ptr():
+            if param.shape == whole.shape:
+                whole.copy_(param)
+            else:
+                wrong = wrong or (
+                    f"inside full_params(write=True) parameter {entry.slot.name!r} of shape"
+                    f" {tuple(whole.shape)} was given data of shape {tuple(param.shape)}. Another"
+                    " shape is given inside `with onefold.unsharded(model):`."
+                )
+    return wrong
+
+
+def _place_in(joint: dict[str, torch.Tensor], entry: Entry, like: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tile in its whole parameter, which `joint` has by the parameter's name.
+    A missing one is allocated.
+    """
+    part = entry.part
+    if part.names[0] not in joint:
+        joint[part.names[0]] = torch.empty(part.numel, dtype=like.dtype, device=like.device)
+    return joint[part.names[0]][part.first : part.first + entry.slot.numel].view(entry.slot.shape)
+
+
+def _apart(joint: dict[str, torch.Tensor], flat: Flat) -> torch.Tensor:
+    """Copy the tiles of `flat` from `joint` into a new whole buffer, [numel]."""
+    like = joint[flat.entries[0].part.names[0]]
+    full = torch.zeros(flat.layout.numel, dtype=like.dtype, device=like.device)
+    for entry in flat.entries:
+        flat.view(full, entry).copy_(_place_in(joint, entry, like))
+    return full
+
+
+def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
+    """Build the unit's flat buffers from rank 0's weights. Parameters named in `incoming` are filled
+    with NaN until they are loaded.
+    """
+    for flat in unit.flats:
+        if flat.unsharded:
+            continue
+
+        def fill(master: torch.Tensor, flat: Flat = flat) -> None:
+            if any(entry.slot.name in incoming for entry in flat.entries):
+                master.zero_()
+                for entry in flat.entries:
+                    if entry.slot.name not in incoming:
+                        whole = _source(entry).detach().reshape(-1) if engine.rank == 0 else None
+                        put = partial(put_elements, master, entry)
+                        from_first(engine, entry, flat.dtypes.master, whole, put)
+                    elif master.is_floating_point() and not flat.storage.encoded:
+                        # See [Note: marks of what is uninitialized] in runtime/uninitialized.py
+                        a, b = flat.local(entry)
+                        master[a - flat.owned[0] : b - flat.owned[0]].fill_(math.nan)
+                return
+            full = None
+            if engine.rank == 0:
+                full = torch.zeros(
+                    flat.layout.numel, dtype=flat.dtypes.master, device=engine.device
+                )
+                for entry in flat.entries:
+                    source = _source(entry)
+                    flat.view(full, entry).copy_(source.detach())
+            scatter_masters(engine, flat, full, master)
+
+        with disable_torch_function(), torch.no_grad():
+            flat.build(fill, engine.device)
+
+
+def _source(entry: Entry) -> torch.Tensor:
+    """Return rank 0's value of a parameter that is about to be laid out."""
+    parameters, attribute, _ = entry.places[0]
+    source = value_of(entry)
+    source = parameters[attribute] if source is None else source  # None: it has no elements
+    assert source is not None
+    return source
+
+
+# -- materialize -----------------------------------------------------------------------------------
+#
+# Models built on the meta device: memory and values unit by unit, never all at once.
+
+
+Init = Callable[[nn.Module], object]
+
+
+def modules_of(spec: UnitSpec, others: Iterable[UnitSpec]) -> list[tuple[str, nn.Module]]:
+    """The modules of a unit that are not inside another unit, with their dotted names."""
+    return _walk(spec.name, spec.module, {id(o.module) for o in others if o is not spec})
+
+
+def _walk(prefix: str, module: nn.Module, without: set[int]) -> list[tuple[str, nn.Module]]:
+    # Not a nested function: one that calls itself is a reference cycle, and would keep the model
+    # alive until the collector runs.
+    out = [(prefix, module)]
+    for name, child in module.named_children():
+        if id(child) not in without:
+            out += _walk(f"{prefix}.{name}" if prefix else name, child, without)
+    return out
+
+
+def has_meta(module: nn.Module) -> bool:
+    return any(t.is_meta for t in (*module.parameters(), *module.buffers()))
+
+
+def materialize(
+    spec: UnitSpec,
+    others: Iterable[UnitSpec],
+    device: torch.device,
+    init: Init | None,
+    root: nn.Module,
+    values: bool,
+    incoming: Collection[str] = (),
+    memory: bool = False,
+) -> list[tuple[str, nn.Module, str]]:
+    """Give the unit's own meta tensors memory on `device`, and initialize them if `values`.
+
+    Initial values come from `init(module)`, else from the module's `reset_parameters()`, else from
+    the root's `_init_weights(module)`, which transformers models have. A parameter that nothing
+    initializes stays on the meta device, or is marked (runtime/uninitialized.py).
+
+    Args:
+        values: False if another rank has the values; only buffers then get memory.
+        incoming: names of parameters that will be loaded. They stay on the meta device while the
+            initializer runs, so that no value is made for them.
+        memory: give the parameters that are loaded, or not initialized, memory of their own.
+
+    Returns:
+        the buffers that nothing gave a value: (name, module, key).
+    """
+    uninitialized = []
+    for name, module in modules_of(spec, others):
+        dot = f"{name}." if name else ""
+        buffers = [key for key, b in module._buffers.items() if b is not None and b.is_meta]
+        ours = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        later = {key: p for key, p in ours.items() if dot + key in incoming}
+        for key in buffers:
+            module._buffers[key] = mark(torch.empty_like(module._buffers[key], device=device))  # type: ignore[arg-type]
+        how = _initializer(module, init, root)
+        # Whether the module has parameters with values, which the initializer would overwrite
+        there = any(p is not None and not p.is_meta for p in module._parameters.values())
+        if values and how is not None and (len(later) < len(ours) or (buffers and not there)):
+            for key in ours.keys() - later.keys():
+                _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
+            with torch.no_grad():
+                how()
+        elif values and memory:
+            for key in ours.keys() - later.keys():
+                _put(module, key, mark(_empty(ours[key], device)))  # type: ignore[arg-type]
+        if values:
+            uninitialized += [
+                (dot + key, module, key)
+                for key in buffers
+                if (b := module._buffers[key]) is not None and is_marked(b)
+            ]
+        if memory:
+            for key, param in later.items():
+                _put(module, key, _empty(param, device))
+    return uninitialized
+
+
+def _empty(like: nn.Parameter, device: torch.device) -> nn.Parameter:
+    param = nn.Parameter(torch.empty_like(like, device=device), requires_grad=like.requires_grad)
+    # The same dicts, so that the handles that the user holds still remove hooks
+    param._backward_hooks = like._backward_hooks
+    if like._post_accumulate_grad_hooks is not None:
+        param._post_accumulate_grad_hooks = like._post_accumulate_grad_hooks
+    return param
+
+
+def _put(module: nn.Module, key: str, param: nn.Parameter | None) -> None:
+    # An RNN also keeps a list of its parameters, which it updates on assignment
+    if isinstance(module, nn.RNNBase):
+        setattr(module, key, param)
+    else:
+        module._parameters[key] = param
+
+
+def _initializer(
+    module: nn.Module, init: Init | None, root: nn.Module
+) -> Callable[[], object] | None:
+    """Return the function that initializes the module's own tensors; None if there is none."""
+    own_way: Callable[[], object] | None = getattr(module, "reset_parameters", None)
+    how = init or getattr(root, "_init_weights", None)
+    if init is None and own_way is not None:
+        return own_way
+    return partial(how, module) if how is not None else None
+
+
+def tie(specs: Iterable[UnitSpec]) -> None:
+    """Tie parameters again that were one object before `materialize`, which made a new one for each
+    module that refers to it.
+    """
+    for spec in specs:
+        for found in spec.found:
+            tensors = [module._parameters[key] for module, key in found.places]
+            whole = next((t for t in tensors if t is not None and not is_marked(t)), tensors[0])
+            for module, attribute in found.places:
+                if module._parameters[attribute] is not whole:
+                    _put(module, attribute, whole)
+
+
+# -- values that another object keeps --------------------------------------------------------------
+#
+# The keeper of a parameter's values is an attribute of the parameter, named by `KEEPER`. `shard` asks
+# it for a unit's values just before it lays out the unit, so no rank holds more than one unit of them.
+
+
+#: The attribute of a parameter that refers to its keeper.
+KEEPER = "_onefold_keeper"
+
+
+class Keeper(Protocol):
+    """An object that keeps the values of parameters which no engine has laid out yet."""
+
+    def give_up(self, params: Sequence[nn.Parameter]) -> None:
+        """Make the parameters whole on every rank, with rank 0's values, and forget them.
+        Collective.
+        """
+
+
+def fetch(params: Iterable[nn.Parameter]) -> None:
+    """Make those parameters whole that have a keeper; the others stay as they are. Collective if
+    any has one.
+    """
+    kept: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
+    for param in params:
+        keeper = param.__dict__.get(KEEPER)
+        if keeper is not None:
+            kept.setdefault(id(keeper), (keeper, []))[1].append(param)
+    for keeper, held in kept.values():
+        keeper.give_up(held)

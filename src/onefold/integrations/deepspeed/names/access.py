@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from onefold.integrations.deepspeed.names.parameter_facts import entry_of
 from onefold.optim.whole import optimizers_over
-from onefold.runtime.entry import Entry
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
-from onefold.runtime.parameters.operators.local import slice_of
+from onefold.runtime.parameters.operators.rules import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
-from onefold.runtime.parameters.storageless import Storageless
-from onefold.runtime.registry import engine_of_entry
+from onefold.runtime.parameters.values import Storageless
+from onefold.runtime.pending_gradients import whole_local_gradient
 from onefold.runtime.storage import OnDisk
-from onefold.runtime.unreduced import whole_local_gradient
 
 #: The optimizers of an engine: the one that `deepspeed.initialize` has made an engine with, or what
 #: a search through all objects of Python has found.

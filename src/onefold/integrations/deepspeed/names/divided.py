@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from onefold.device import available, default_device
 from onefold.runtime.parameters.operators.names import words
-from onefold.runtime.state.materialize import KEEPER
+from onefold.runtime.state.start import KEEPER
 
 #: The attribute for the number that a parameter got under `Init`, the same on all ranks.
 NUMBER = "_onefold_init_number"
@@ -112,7 +112,7 @@ class DividedParameter(_Divided, nn.Parameter):
 
 
 class Intervals:
-    """The keeper of divided parameters (see runtime/state/materialize.py).
+    """The keeper of divided parameters (see runtime/state/start.py).
 
     `onefold.shard` calls `give_up` just before it lays a unit out.
     """

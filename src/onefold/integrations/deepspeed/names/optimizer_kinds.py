@@ -35,7 +35,7 @@ from onefold.integrations.deepspeed.names.access import (
     note_optimizer,
     safe_get_local_grad,
 )
-from onefold.runtime.registry import engine_of
+from onefold.runtime.hooks import engine_of
 
 if TYPE_CHECKING:
     from onefold.integrations.deepspeed.engine import DeepSpeedEngine

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.comm import StallError
-from onefold.comm.stall import GRACE
+from onefold.comm.pending import GRACE
 
 #: The next rendezvous's number. It is the same on every rank, because no rank can skip one.
 _count = itertools.count()

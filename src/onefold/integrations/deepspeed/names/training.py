@@ -45,8 +45,8 @@ from onefold.integrations.deepspeed.setup import assemble, chosen_config, join, 
 from onefold.integrations.vllm import stream_under_the_name
 from onefold.layout import LOW
 from onefold.recipe import COMPUTE_DTYPES
-from onefold.runtime.entry import declare
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.flat import declare
+from onefold.runtime.hooks import is_sharded
 
 _of_engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _sharded: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -33,7 +33,7 @@ from onefold.integrations.deepspeed.checkpoint_reader import DeepSpeedSource, is
 from onefold.integrations.deepspeed.names.parameter_facts import DEPTH, alone
 from onefold.integrations.deepspeed.saving import write_tensors
 from onefold.recipe.options import bytes_of
-from onefold.runtime.registry import is_sharded
+from onefold.runtime.hooks import is_sharded
 
 _LATEST = "latest"
 #: An output with one of these suffixes is a file; any other is a folder.

@@ -37,10 +37,8 @@ from onefold.runtime.parameters.operators.dispatch import (
     name_of,
     writes_in_place,
 )
-from onefold.runtime.parameters.operators.local import Stepping, slice_of
-from onefold.runtime.parameters.operators.metadata import META, METADATA
-from onefold.runtime.parameters.operators.names import OF_ANOTHERS_KIND, words
-from onefold.runtime.parameters.operators.reductions import norms_of
+from onefold.runtime.parameters.operators.names import META, METADATA, OF_ANOTHERS_KIND, words
+from onefold.runtime.parameters.operators.rules import Stepping, norms_of, slice_of
 
 __all__ = [
     "META",

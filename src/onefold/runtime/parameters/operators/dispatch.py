@@ -12,17 +12,6 @@ from onefold.runtime.parameters.interval import (
     dress,
     spec_of,
 )
-from onefold.runtime.parameters.operators.lists import on_lists, unscale
-from onefold.runtime.parameters.operators.local import (
-    draw,
-    draw_like,
-    elementwise,
-    give_to,
-    given_out,
-    like_another,
-    on_locals,
-)
-from onefold.runtime.parameters.operators.metadata import META, metadata_of
 from onefold.runtime.parameters.operators.names import (
     DRAWN,
     DRAWN_LIKE,
@@ -31,20 +20,36 @@ from onefold.runtime.parameters.operators.names import (
     FRESH,
     LIKE,
     LOCAL,
+    META,
     NUMBERS,
     READ_VIEWS,
     REDUCED,
     REFUSED,
     VIEWS,
     WRITTEN,
+    metadata_of,
+    refusal,
+    subject_of,
+    tensors_among,
 )
-from onefold.runtime.parameters.operators.reductions import reduce_to_number
-from onefold.runtime.parameters.operators.refusals import refusal, subject_of, tensors_among
-from onefold.runtime.parameters.operators.views import expanded, get_item, set_item, view_of
-from onefold.runtime.parameters.operators.whole import (
+from onefold.runtime.parameters.operators.rules import (
     as_number,
+    draw,
+    draw_like,
+    elementwise,
+    expanded,
+    get_item,
+    give_to,
+    given_out,
+    like_another,
+    on_lists,
+    on_locals,
     only_reads,
     read_whole,
+    reduce_to_number,
+    set_item,
+    unscale,
+    view_of,
     whole_of,
     write_whole,
 )

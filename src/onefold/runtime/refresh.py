@@ -1,7 +1,7 @@
 """Which copies of masters are stale after the masters were written to.
 
     master ──┬── the resident whole (stages 0 to 2)                          ► refreshed before it is used
-             ├── a cached shard: secondary or encoded (runtime/gathers.py)   ► made anew by the next gather
+             ├── a cached shard: secondary or encoded (runtime/gather_paths.py)   ► made anew by the next gather
              └── a gathered unit whose backward pass never came              ► released
 
 Masters are written to by an optimizer step, by code outside a step (version counters tell), and by
@@ -18,12 +18,10 @@ import torch
 
 from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
-from onefold.runtime.entry import Entry, point
-from onefold.runtime.flat import Flat
+from onefold.runtime.flat import Entry, Flat, point
 from onefold.runtime.gather import Gatherer
-from onefold.runtime.parameters.values import written
-from onefold.runtime.parameters.write_counters import WriteCounters
-from onefold.runtime.progress import Progress
+from onefold.runtime.parameters.values import WriteCounters, written
+from onefold.runtime.resources import Progress
 from onefold.runtime.storage import refuse_written
 from onefold.runtime.unit import State, Unit
 
@@ -221,7 +219,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
 # | `self.weight.clamp_()` under no_grad                 | the parameter's version counter                                                 |
 # | `self.weight.data = renorm(self.weight.data)`        | the parameter lies in other memory                                              |
 # | `self.weight.data.clamp_()`                          | this rank's part differs from the masters: compared in the first passes, and in |
-# |                                                      | all later ones once a module has read `.data` (`Whole` in runtime/entry.py)     |
+# |                                                      | all later ones once a module has read `.data` (`Whole` in runtime/flat.py)     |
 #
 # All ranks have to write the same, as under DDP.
 
@@ -247,7 +245,7 @@ def keep_writes(unit: Unit) -> None:
             and not flat.written_in_forward
             and flat.compared >= FIRST
         ):
-            continue  # an assignment to `.data` sets the flag too (`Whole` in runtime/entry.py)
+            continue  # an assignment to `.data` sets the flag too (`Whole` in runtime/flat.py)
         flat.seen_versions = versions
         written = []
         for entry in flat.entries:

@@ -1,6 +1,10 @@
-"""The state of a run (which step, which pass), and the resources that the parts of an engine share.
+"""Code outside the core that follows the passes over a model, whoever runs them.
 
-The engine sets the state. The gatherer and the reducer read it, and report failures.
+    a forward pass over the model, or a part of it, begins    `forward_begins`
+    a backward pass that accumulates gradients begins         `backward_begins`: what its gradients are multiplied with
+
+A training engine that divides losses, or drops the gradients of the last step, cannot rely on calls
+of its own: a script may call the module itself, and `loss.backward()`.
 """
 
 from __future__ import annotations
@@ -9,22 +13,132 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from onefold.comm import CollectiveContext
+from onefold.comm.codec import Codec
+from onefold.recipe import Recipe
 from onefold.recipe.rows import GROUP
 
 if TYPE_CHECKING:
     from onefold.comm import Group
+    from onefold.layout import Tiers
     from onefold.memory import MemoryLedger, Pool
-    from onefold.recipe import Recipe
-    from onefold.runtime.capabilities import Capabilities
     from onefold.runtime.flat import Flat
-    from onefold.runtime.following import PassFollower
+    from onefold.runtime.gather_paths import Gather
+    from onefold.runtime.reduce_paths import Reduce
     from onefold.runtime.residuals import Residuals
-    from onefold.runtime.transfers import Transfers
+    from onefold.runtime.storage import Storage, Transfers
+    from onefold.runtime.unit import Unit
+
+
+class PassFollower(Protocol):
+    """Set as `Progress.follower`; None follows nothing.
+
+    Attributes:
+        weight: what the gradients of every pass are multiplied with: the number of ranks turns the
+            mean over ranks into a sum.
+        synchronizes: the pass under way ends with reduced gradients, unless it is under `no_sync`.
+    """
+
+    weight: float
+
+    @property
+    def synchronizes(self) -> bool: ...
+
+    def forward_begins(self) -> None:
+        """A forward pass begins that no other contains, not even a backward pass."""
+
+    def backward_begins(self) -> float:
+        """A backward pass begins, and no gradient of it has arrived. Returns what its gradients are
+        multiplied with, besides `weight`.
+        """
+        ...
+
+
+# -- capabilities ----------------------------------------------------------------------------------
+#
+# What an engine is given from outside the core: `shard()` knows which capability a recipe needs,
+# and hands its maker to the engine.
+#
+# | question                                              | answered by        | maker                      |
+# |-------------------------------------------------------|--------------------|----------------------------|
+# | where is a shard stored                               | `Storage`          | `Capabilities.storage`     |
+# | how does the whole come together                      | `Gather`           | `Capabilities.gather`      |
+# | how do partial gradients become sums                  | `Reduce`           | `Capabilities.reduce`      |
+# | where do saved activations wait for the backward pass | `Activations`      | `Capabilities.activations` |
+# | how is an interval written as fewer bytes             | `comm.codec.Codec` | `Capabilities.codec`       |
+# | what holds regions on NVMe                            | `Store`            | `Capabilities.store`       |
+#
+# The engine and its parts import none of these implementations. One more is given to `Engine.start`,
+# since it works with the whole engine: who steps a shard, and when (`Stepper` in runtime/stepper.py).
+
+
+class Transfer(Protocol):
+    """A read or write under way."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Raises:
+        TierError: it failed.
+        """
+
+
+class Region(Protocol):
+    """A range of elements on disk."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def read(self, first: int, into: torch.Tensor) -> Transfer: ...
+
+    def write(self, first: int, data: torch.Tensor) -> Transfer: ...
+
+
+class Store(Protocol):
+    """What one rank stores on NVMe."""
+
+    def region(self, name: str, numel: int, dtype: torch.dtype) -> Region: ...
+
+    def close(self) -> None: ...
+
+
+class Activations(Protocol):
+    """Where saved activations wait; it is called when passes begin and end. `store` is None if
+    activations stay on the device, and the calls then do nothing.
+    """
+
+    store: Any
+
+    def begin_forward(self) -> None: ...
+    def end_forward(self) -> None: ...
+    def end_backward(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The makers. See the table of this module."""
+
+    storage: Callable[[Flat, Tiers | None, bool, Resources], Storage]  # (..., stored encoded, ...)
+    gather: Callable[[Flat, Resources], Gather]
+    reduce: Callable[[Flat, int, Resources], Reduce]  # (flat buffer, hop, ...)
+    activations: Callable[[list[Unit], Resources, dict[int, tuple[Unit, Flat]]], Activations]
+    codec: Callable[[str], Codec]
+    store: Callable[[Recipe, int, bool], Store]  # (recipe, rank, the device has streams)
+
+
+# -- progress --------------------------------------------------------------------------------------
+#
+# The state of a run (which step, which pass), and the resources that the parts of an engine share.
+#
+# The engine sets the state. The gatherer and the reducer read it, and report failures.
 
 
 class Progress:
@@ -34,7 +148,7 @@ class Progress:
         step_count: synchronized backward passes so far.
         synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
             whatever the recipe says. pending: gradients wait for a later reduction.
-        follower: code outside the core that follows the passes (runtime/following.py). factor: what
+        follower: code outside the core that follows the passes (runtime/resources.py). factor: what
             the gradients of the backward pass under way are multiplied with, besides `weight`.
         graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.
@@ -45,7 +159,7 @@ class Progress:
         outside_graphs: operations with gradients outside a forward pass
             (runtime/parameters/outside.py) have run since the last backward pass.
         optimizer_seen: an optimizer over these parameters has stepped once. stepped: one has
-            stepped since the engine last looked for stale copies (runtime/stale.py).
+            stepped since the engine last looked for stale copies (runtime/refresh.py).
             reduced_since_gather: gradients were reduced since that look.
         failure: an error of background work, or of a disk, that was not raised yet. Ranks agree on
             it in a backward pass, and the next optimizer step raises it on all of them, so that no

@@ -1,34 +1,103 @@
-"""How a torch optimizer is made to step: with which of its implementations, and over other tensors
-than its parameters.
+"""Who steps a shard, and when.
 
-[Note: implementations] Which of torch's implementations steps sharded parameters if
-the user has named none (`foreach` and `fused` are None):
+| shard                                   | stepped by                                   | when                         |
+|-----------------------------------------|----------------------------------------------|------------------------------|
+| on the device                           | the user's optimizer itself                  | at `optimizer.step()`        |
+| with moments in 8 or 4 bits             | its rule, piece by piece (quant/moments.py)  | before the rest of that step |
+| on the host                             | the user's optimizer, unit by unit           | before the rest of that step |
+| on NVMe                                 | the user's optimizer, chunk by chunk         | before the rest of that step |
+| on the host or NVMe, `step_in_backward` | as above, in a thread (offload/in_backward.py) | when its gradient has landed |
 
-| parameters are                                     | torch takes by itself | here                                                   |
-|----------------------------------------------------|-----------------------|--------------------------------------------------------|
-| on an accelerator                                  | foreach               | fused: one pass over masters, gradients and states     |
-| on the host, of a model on an accelerator          | a loop in Python      | fused                                                  |
-| on the host, of a model on the host: few and small | a loop in Python      | foreach: the same bits, fewer calls                    |
-| any other                                          | a loop in Python      | the same: it stays in the cache; DDP's bits            |
-
-On the host, foreach gives the same bits as the loop. For Adam and AdamW, fused differs from both in
-the last bit, on any device. So a model on the host keeps the bits that it has under DDP. A model on
-an accelerator takes what is fastest: its gradients are summed in another order than by NCCL's
-all-reduce anyway. To choose, give the optimizer `foreach=False` (the loop), `foreach=True` or
-`fused=True`.
-
-This holds only for torch's own classes whose groups have both options, and only during a step:
-outside of it `param_groups` are as the user made them.
+The user's step leaves out what was stepped "before the rest": such parameters have no `.grad` while
+it runs (optim/step_hooks.py).
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.unit import Unit
+
+
+class Stepper(ABC):
+    """Steps those shards of one engine that the user's optimizer does not step by itself."""
+
+    # -- at optimizer.step() -----------------------------------------------------------------------
+
+    @abstractmethod
+    def keeps_own_format(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer itself keeps its moments in fewer bits (as torchao's do)."""
+
+    @abstractmethod
+    def apart(self, optimizer: Optimizer, entries: Sequence[Entry]) -> list[Entry]:
+        """Return those of `entries` that `step` is to be called for. `optimizer` steps them all.
+
+        Raises:
+            ValueError: the recipe and the optimizer disagree on the format of moments.
+        """
+
+    @abstractmethod
+    def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
+        """Step `entries`, which `apart` has returned. Collective if any is stored on NVMe.
+
+        Raises:
+            TierError: on every rank, if a disk failed on one.
+        """
+
+    # -- in the backward pass ----------------------------------------------------------------------
+
+    def takes(self, flat: Flat, which: list[bool]) -> bool:
+        """Whether `flat` is stepped as soon as the gradients of the entries `which` are there."""
+        return False
+
+    def landed(self, flat: Flat) -> None:
+        """Called for a flat buffer that `takes` accepts, once its gradients are `.grad` of its
+        parameters.
+        """
+
+    def has_stepped(self, unit: Unit) -> bool:
+        """Whether part of the unit was stepped in the backward pass under way."""
+        return False
+
+    def join(self) -> None:
+        """Wait for the steps in the backward pass that are under way."""
+
+    def close(self) -> None:
+        """End the work in the background."""
+
+
+# -- implementations -------------------------------------------------------------------------------
+#
+# How a torch optimizer is made to step: with which of its implementations, and over other tensors
+# than its parameters.
+#
+# [Note: implementations] Which of torch's implementations steps sharded parameters if
+# the user has named none (`foreach` and `fused` are None):
+#
+# | parameters are                                     | torch takes by itself | here                                                   |
+# |----------------------------------------------------|-----------------------|--------------------------------------------------------|
+# | on an accelerator                                  | foreach               | fused: one pass over masters, gradients and states     |
+# | on the host, of a model on an accelerator          | a loop in Python      | fused                                                  |
+# | on the host, of a model on the host: few and small | a loop in Python      | foreach: the same bits, fewer calls                    |
+# | any other                                          | a loop in Python      | the same: it stays in the cache; DDP's bits            |
+#
+# On the host, foreach gives the same bits as the loop. For Adam and AdamW, fused differs from both in
+# the last bit, on any device. So a model on the host keeps the bits that it has under DDP. A model on
+# an accelerator takes what is fastest: its gradients are summed in another order than by NCCL's
+# all-reduce anyway. To choose, give the optimizer `foreach=False` (the loop), `foreach=True` or
+# `fused=True`.
+#
+# This holds only for torch's own classes whose groups have both options, and only during a step:
+# outside of it `param_groups` are as the user made them.
+
 
 #: Element-wise, with both options, and (SGD, Adam, AdamW on the host) with the loop's bits in
 #: foreach.
@@ -156,7 +225,7 @@ def only(
 
     Args:
         device: that of the model. It decides on the implementation of the step
-            (runtime/steps.py); None leaves that to torch.
+            (runtime/stepper.py); None leaves that to torch.
     """
     wanted: dict[int, list[torch.Tensor]] = {}
     for param, stand_in in zip(real, stand_ins, strict=True):

@@ -1,16 +1,10 @@
-"""How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat
-buffer.
+"""The hops of a gradient from the whole to this rank's interval.
 
-| class             | file             | path of a rank's part                                                   |
-|-------------------|------------------|-------------------------------------------------------------------------|
-| `LocalGather`     | here             | every rank has all masters: a copy, or nothing                           |
-| `FlatGather`      | here             | owned ── all owners ──► whole                                            |
-| `SecondaryGather` | here             | interval ── inter-group ──► shard (cached) ── intra-group ──► whole      |
-| `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
+    over all ranks, no groups        whole ────────────── all ──────────────► interval
+    over all ranks, in groups        whole ── intra-group ──► shard ── inter-group ──► interval
 
 `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in layout/topology.py). A gather may have a cached shard: the secondary shard (hpZ), or
-this rank's part encoded (qwZ). Gathers start from it until masters are written to.
+positions] in layout/flat.py). At each hop the parts are added in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -18,18 +12,62 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.comm import Chain, CollectiveContext, Pending
+from onefold.comm import Chain, CollectiveContext, Group, Pending
+from onefold.layout import Level, ShardSpec
 from onefold.memory import PARAMETERS, nbytes_of
 from onefold.runtime.parameters.interval import disable_torch_function
 
 if TYPE_CHECKING:
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.flat import Flat
-    from onefold.runtime.progress import Resources
+    from onefold.runtime.flat import Entry, Flat
+    from onefold.runtime.resources import Resources
+
+
+@dataclass(frozen=True)
+class GroupHop:
+    """One step of a reduction: the ranks of `group` divide a range of addresses among themselves.
+    `ranges` are their parts, by position.
+    """
+
+    group: Group
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The addresses that this rank sums."""
+        return self.ranges[self.group.rank]
+
+
+def group_hops(spec: ShardSpec, group: Group) -> tuple[GroupHop, ...]:
+    """Return the hops of a gradient, each with the group of ranks that it runs among."""
+
+    def ranks(level: Level) -> Group:
+        if level == "all":
+            return group
+        return group.intra_group if level == "intra-group" else group.inter_group
+
+    return tuple(GroupHop(ranks(hop.level), hop.ranges) for hop in spec.hops)
+
+
+# -- gathers ---------------------------------------------------------------------------------------
+#
+# How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat
+# buffer.
+#
+# | class             | file             | path of a rank's part                                                   |
+# |-------------------|------------------|-------------------------------------------------------------------------|
+# | `LocalGather`     | here             | every rank has all masters: a copy, or nothing                           |
+# | `FlatGather`      | here             | owned ── all owners ──► whole                                            |
+# | `SecondaryGather` | here             | interval ── inter-group ──► shard (cached) ── intra-group ──► whole      |
+# | `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
+#
+# `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
+# positions] in layout/flat.py). A gather may have a cached shard: the secondary shard (hpZ), or
+# this rank's part encoded (qwZ). Gathers start from it until masters are written to.
 
 
 #: Makes a context whose work may go to another stream than the computing one.

@@ -26,9 +26,10 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.runtime.entry import Entry
-    from onefold.runtime.progress import Progress
+    from onefold.runtime.flat import Entry
+    from onefold.runtime.resources import Progress
     from onefold.runtime.unit import Unit
+
 
 #: The end of an error message: what to do.
 _HOW = (
@@ -128,7 +129,8 @@ class Uninitialized:
             return
         payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         said = self._group.exchange_control(
-            payload, CollectiveContext("control", "(uninitialized)", self._progress.step_count, "state")
+            payload,
+            CollectiveContext("control", "(uninitialized)", self._progress.step_count, "state"),
         )
         together = torch.stack(said).amin(0).tolist()  # a value on any rank is enough
         first = said[0].tolist()  # rank 0's buffers become everybody's
@@ -234,10 +236,14 @@ def without_value(group: Group, unit: Unit, incoming: Collection[str]) -> set[st
     ]
     if mine and group.size > 1 and not group.fake:
         payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
-        mine = group.exchange_control(payload, CollectiveContext("control", "(uninitialized)", 0, "state"))[
-            0
-        ].tolist()
-    return {entry.slot.name for entry, uninitialized in zip(unit.entries, mine, strict=True) if uninitialized}
+        mine = group.exchange_control(
+            payload, CollectiveContext("control", "(uninitialized)", 0, "state")
+        )[0].tolist()
+    return {
+        entry.slot.name
+        for entry, uninitialized in zip(unit.entries, mine, strict=True)
+        if uninitialized
+    }
 
 
 def value_of(entry: Entry) -> torch.Tensor | None:
