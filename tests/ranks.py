@@ -41,7 +41,7 @@ from typing import Any
 PRELOADED = [
     "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo", "torch.nn.parallel",
     "torch.utils.checkpoint", "onefold.shard", "onefold.checkpoint", "onefold.offload", "onefold.offload.engine_activations",
-    "onefold.offload.in_backward", "onefold.offload.steps", "onefold.plan", "models", "ranks", "trials",
+    "onefold.offload.in_backward", "onefold.offload.stepper", "onefold.plan", "models", "ranks", "trials",
 ]  # fmt: skip
 #: {name of a fork server: what it imports before that}
 SERVERS: dict[str, tuple[str, ...]] = {

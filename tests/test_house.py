@@ -99,7 +99,7 @@ def test_an_import_that_goes_up_or_round_is_noticed(
             "runtime/reduce.py",
             "runtime/reduce_paths.py",
         ),
-        *("runtime/reduce_paths.py", "quant/gathers.py", "quant/reductions.py"),
+        *("runtime/reduce_paths.py", "quant/gather_paths.py", "quant/reduce_paths.py"),
     ],
 )
 def test_what_gathers_and_reduces_knows_no_engine(file: str) -> None:

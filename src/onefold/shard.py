@@ -334,12 +334,12 @@ def capabilities() -> Capabilities:
         spec = flat.spec
         if flat.storage.encoded:
             from onefold.quant.encoded_storage import EncodedStorage
-            from onefold.quant.gathers import EncodedRestGather
+            from onefold.quant.gather_paths import EncodedRestGather
 
             assert isinstance(flat.storage, EncodedStorage)
             return EncodedRestGather(flat, flat.storage, shared.pool)
         if spec.gather_codec is not None:
-            from onefold.quant.gathers import EncodedGather, EncodedSecondaryGather
+            from onefold.quant.gather_paths import EncodedGather, EncodedSecondaryGather
 
             made = EncodedSecondaryGather if spec.has_secondary else EncodedGather
             return made(flat, named(shared.recipe.parameters.codec or ""), shared.pool)
@@ -350,7 +350,7 @@ def capabilities() -> Capabilities:
     def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
         group, codec = flat.hops[at].group, shared.residuals.codec
         if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.fake:
-            from onefold.quant.reductions import EncodedReduce
+            from onefold.quant.reduce_paths import EncodedReduce
 
             return EncodedReduce(flat, at, shared, codec)
         if shared.recipe.reduce == NATIVE and group.size > 1:
@@ -441,7 +441,7 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
 
 
 def _stepper(engine: Engine) -> Stepper:
-    from onefold.offload.steps import OffloadStepper
+    from onefold.offload.stepper import OffloadStepper
 
     return OffloadStepper(engine)
 

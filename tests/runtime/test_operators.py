@@ -27,8 +27,8 @@ from onefold.runtime.parameters.interval import (
     local_part,
     spec_of,
 )
-from onefold.runtime.parameters.operators import names as operator_names
 from onefold.runtime.parameters.operators import names as known
+from onefold.runtime.parameters.operators import names as operator_names
 from ranks import run_ranks
 
 SAMPLES = 1  # of each operator; `--all`: 5

@@ -159,12 +159,12 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
 # The nodes are those of the launcher's variables. If it sets none, or none that can be used, the
 # ranks compare the identities of their hosts (`host_identity`) when the group is made.
 #
-# | recipe's `group` | ranks of a group, every node having the same number (above 1) in sequence     | else                            |
-# |-----------------|------------------------------------------------------------------------------------|---------------------------------|
-# | None             | the ranks of a node: two levels                                                   | all: one level                  |
-# | "node"           | the ranks of a node                                                               | raises, naming the nodes        |
-# | "flat"           | all: one level, every rank to every other                                         | the same                        |
-# | a number         | that many                                                                         | the same                        |
+# | recipe's `group` | ranks of a group, every node having the same number (above 1) in sequence | else                     |
+# |------------------|---------------------------------------------------------------------------|--------------------------|
+# | None             | the ranks of a node: two levels                                           | all: one level           |
+# | "node"           | the ranks of a node                                                       | raises, naming the nodes |
+# | "flat"           | all: one level, every rank to every other                                 | the same                 |
+# | a number         | that many                                                                 | the same                 |
 #
 # `Topology` (layout/flat.py) says which interval each rank then has.
 

@@ -63,7 +63,7 @@ def group_hops(spec: ShardSpec, group: Group) -> tuple[GroupHop, ...]:
 # | `LocalGather`     | here             | every rank has all masters: a copy, or nothing                           |
 # | `FlatGather`      | here             | owned ── all owners ──► whole                                            |
 # | `SecondaryGather` | here             | interval ── inter-group ──► shard (cached) ── intra-group ──► whole      |
-# | `EncodedGather`   | quant/gathers.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
+# | `EncodedGather`   | quant/gather_paths.py | as `FlatGather` or `SecondaryGather`, encoded once after a step          |
 #
 # `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
 # positions] in layout/flat.py). A gather may have a cached shard: the secondary shard (hpZ), or

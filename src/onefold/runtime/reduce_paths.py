@@ -16,7 +16,7 @@ One `Reduce` for each hop of each flat buffer, chosen once in `shard()`:
 | `RowsReduce`       | native_reductions.py | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
 | `BackendReduce`    | native_reductions.py | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
 | `BackendAllReduce` | native_reductions.py | in an all_reduce of the backend        | by the backend, for every rank          |
-| `EncodedReduce`    | quant/reductions.py  | encoded (qgZ)                          | here, decoded, in rank order            |
+| `EncodedReduce`    | quant/reduce_paths.py  | encoded (qgZ)                          | here, decoded, in rank order            |
 
 [Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
 to the dtype of the wire. That holds too where the mean stays on this rank (stages 1 to 3). So the second half of stage 0's
