@@ -3,10 +3,10 @@ optimizers.
 
 | question                                     | files, in the order to read them       |
 |----------------------------------------------|----------------------------------------|
-| Who are the ranks, and which share a node?   | `members`, `topology`, `communicators` |
-| How do tensors move, on one level or two?    | `group` ► `moves` ► `wire`, `pending`  |
-| How do ranks exchange a few bytes?           | `messages`                             |
-| How does a rank wait, and give up waiting?   | `peers`, `run_ahead`, `stall`       |
+| Who are the ranks, and which share a node?   | `communicators`                        |
+| How do tensors move, on one level or two?    | `group` ► `moves` ► `wire`             |
+| How do ranks exchange a few bytes?           | `peers`                                |
+| How does a rank wait, and give up waiting?   | `pending`, `peers`                     |
 | How are the parts of a reduction added up?   | `sums`, `triton_sums`, `triton_floats` |
 | How is a Triton kernel launched?             | `launching`                            |
 | What does a codec promise?                   | `codec`                                |

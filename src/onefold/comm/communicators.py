@@ -1,6 +1,4 @@
-"""The ranks of an axis, from a process group, a mesh or None, and the backend that moves their
-tensors.
-"""
+"""The ranks, the nodes they are on, and the communicators among them."""
 
 from __future__ import annotations
 
@@ -30,6 +28,11 @@ from onefold.comm.pending import StallError
 from onefold.device import backend_name, device_count
 from onefold.layout import Topology
 from onefold.recipe.rows import FLAT, NODE
+
+# -- members ---------------------------------------------------------------------------------------
+#
+# The ranks of an axis, from a process group, a mesh or None, and the backend that moves their
+# tensors.
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -152,7 +155,7 @@ def refuse_shared_device(places: Mapping[int, bytes], device: torch.device) -> N
     )
 
 
-# -- topology --------------------------------------------------------------------------------------
+# -- nodes and groups ------------------------------------------------------------------------------
 #
 # Which ranks share a node, and how many ranks make a group.
 #

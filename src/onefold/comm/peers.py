@@ -252,7 +252,7 @@ class Peers:
         )
 
 
-# -- messages --------------------------------------------------------------------------------------
+# -- small messages --------------------------------------------------------------------------------
 #
 # Small messages between ranks. What the host reads goes over gloo, on any backend.
 

@@ -1,10 +1,4 @@
-"""`StallError`: the error of a rank that waited for others in vain.
-
-A wait fails by timeout, or because a peer's connection closed. It then ends in a `StallError` on
-every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which
-rank, which collective, for how long) and reads the notes of the others. So the error says where
-every rank is. A rank without a note was not waiting in any collective of this model.
-"""
+"""Waiting for moves: what is under way, how far the host runs ahead, and the error of a wait in vain."""
 
 from __future__ import annotations
 
@@ -24,6 +18,16 @@ from onefold.device import capturing, current_stream, reached, use_stream
 
 if TYPE_CHECKING:
     from onefold.comm.peers import Peers
+
+
+# -- the error -------------------------------------------------------------------------------------
+#
+# `StallError`: the error of a rank that waited for others in vain.
+#
+# A wait fails by timeout, or because a peer's connection closed. It then ends in a `StallError` on
+# every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which
+# rank, which collective, for how long) and reads the notes of the others. So the error says where
+# every rank is. A rank without a note was not waiting in any collective of this model.
 
 
 class StallError(RuntimeError):
@@ -116,7 +120,7 @@ def stall_error(
     return StallError("\n".join(lines))
 
 
-# -- pending ---------------------------------------------------------------------------------------
+# -- what is under way -----------------------------------------------------------------------------
 #
 # Moves in flight, and chains of two moves.
 
@@ -253,7 +257,7 @@ class Chains:
             self._held = before
 
 
-# -- run ahead -------------------------------------------------------------------------------------
+# -- how far the host runs ahead -------------------------------------------------------------------
 #
 # How far the host runs ahead of the device.
 #

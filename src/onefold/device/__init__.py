@@ -4,13 +4,11 @@ and the host.
 No other room uses torch.cuda or torch.accelerator (except for Triton kernels and the doctor's
 facts). It knows no modules, no parameters and no collectives.
 
-    place.py      the device and its index, a thread's current device, the random state
-    streams.py    streams and events; on a device without streams, work is done when the call returns
-    copies.py     CopyStream: copies beside the computation; Reading: numbers that the host reads later
-    host_sums.py  sums in pinned host memory that grow by sums on the device
-    pinned.py     pinned host memory
-    threads.py    how many threads of the host work on what is stored there
-    facts.py      bytes allocated and free, names of devices
+    streams.py  the device of this rank and what it is; streams and events (on a device without streams,
+                work is done when the call returns); the host's threads
+    copies.py   CopyStream: copies beside the computation; Reading: numbers that the host reads later;
+                HostSums: sums in pinned host memory that grow by sums on the device
+    pinned.py   pinned host memory
 
 CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and torch.Event. On a
 CPU, and on a device without streams (with one warning), the same calls run synchronously.

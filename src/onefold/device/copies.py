@@ -281,7 +281,7 @@ class Reading:
         return [float(number) for number in self._host]
 
 
-# -- host sums -------------------------------------------------------------------------------------
+# -- sums on the host, added by the device ---------------------------------------------------------
 #
 # Sums in pinned host memory that grow by sums on the device.
 #

@@ -1,4 +1,4 @@
-"""Allocated and free bytes of a device, and which devices there are."""
+"""What a device is, which one is this rank's, its streams, and the host's threads."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from onefold.cores import launcher_environment, physical_cores, threads_for
+
+# -- facts -----------------------------------------------------------------------------------------
+#
+# Allocated and free bytes of a device, and which devices there are.
 
 
 class MemoryFigures(NamedTuple):
@@ -68,7 +72,7 @@ def device_names() -> tuple[str, ...]:
     )
 
 
-# -- place -----------------------------------------------------------------------------------------
+# -- a rank's device -------------------------------------------------------------------------------
 #
 # The device: its index, the current device of a thread, and its random state.
 
@@ -190,7 +194,7 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
     torch.get_device_module(device).set_rng_state(state, with_index(device))
 
 
-# -- threads ---------------------------------------------------------------------------------------
+# -- threads of the host ---------------------------------------------------------------------------
 #
 # How many threads of the host a rank's operators use.
 
@@ -225,7 +229,7 @@ def using_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-# -- streams ---------------------------------------------------------------------------------------
+# -- streams and events ----------------------------------------------------------------------------
 #
 # Streams and events of a device.
 #

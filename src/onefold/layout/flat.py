@@ -1,16 +1,4 @@
-"""Two levels of ranks: `outer` groups of `inner` consecutive ranks (usually a node) each.
-
-Six ranks in groups of three, on the left by their numbers, on the right by their positions in the
-address space:
-
-    group 0    rank 0   rank 1   rank 2         group 0    0   2   4        intra-group: 0 2 4  |  1 3 5
-    group 1    rank 3   rank 4   rank 5         group 1    1   3   5        inter-group: 0 1  |  2 3  |  4 5
-
-[Note: positions] A rank's position says which interval of a flat buffer it owns. Positions count
-across the groups first. So the ranks of an `inter_group`, one of each group, own adjacent
-intervals, and together these are one shard, the part of one rank in the division among an
-`intra_group`. A gather between groups and then inside them therefore needs no reordering.
-"""
+"""Where every element lives: positions of ranks, and the addresses in a flat buffer."""
 
 from __future__ import annotations
 
@@ -20,6 +8,21 @@ from functools import cached_property
 from math import prod
 
 from onefold.recipe.rows import BLOCK
+
+# -- positions -------------------------------------------------------------------------------------
+#
+# Two levels of ranks: `outer` groups of `inner` consecutive ranks (usually a node) each.
+#
+# Six ranks in groups of three, on the left by their numbers, on the right by their positions in the
+# address space:
+#
+#     group 0    rank 0   rank 1   rank 2         group 0    0   2   4        intra-group: 0 2 4  |  1 3 5
+#     group 1    rank 3   rank 4   rank 5         group 1    1   3   5        inter-group: 0 1  |  2 3  |  4 5
+#
+# [Note: positions] A rank's position says which interval of a flat buffer it owns. Positions count
+# across the groups first. So the ranks of an `inter_group`, one of each group, own adjacent
+# intervals, and together these are one shard, the part of one rank in the division among an
+# `intra_group`. A gather between groups and then inside them therefore needs no reordering.
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Topology:
         return rank % self.inner * self.outer + rank // self.inner
 
 
-# -- flat ------------------------------------------------------------------------------------------
+# -- addresses -------------------------------------------------------------------------------------
 #
 # The flat address space of a unit's parameters, divided into one interval for each rank.
 #

@@ -1,4 +1,4 @@
-"""`TierError`: the error of a failed file operation on the NVMe tier, in a sentence with a hint."""
+"""Buffers that are used again, the host's memory, and errors of a tier."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ import torch
 
 from onefold.device import host_empty, host_pages, owners_of
 from onefold.device.pinned import HUGE_PAGE
+
+# -- errors of a tier ------------------------------------------------------------------------------
+#
+# `TierError`: the error of a failed file operation on the NVMe tier, in a sentence with a hint.
+
 
 _ANOTHER = "name another disk in nvme=, or store more on the host"
 _HINTS = {
@@ -57,7 +62,7 @@ def failure(what: str, path: Path, error: OSError) -> TierError:
     return TierError(f"{what} {path} failed: {in_words(error)}.")
 
 
-# -- host ------------------------------------------------------------------------------------------
+# -- the host's memory -----------------------------------------------------------------------------
 #
 # The memory of this host: how much is free, and how much there is.
 
@@ -107,7 +112,7 @@ def total_host_memory() -> int:
     return min(found, default=0)
 
 
-# -- pool ------------------------------------------------------------------------------------------
+# -- the pool --------------------------------------------------------------------------------------
 #
 # Pools of buffers: a buffer is taken, and given back when the work that reads it is done.
 #

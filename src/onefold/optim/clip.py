@@ -1,11 +1,4 @@
-"""Clip by the global norm of gradients that are divided among the ranks.
-
-[Note: the norm's order] At every stage each rank computes the norms of its own intervals (at stage
-0 too, where it holds all gradients) and adds their powers in fp64. Then the ranks' sums are added
-in rank order. So the norm has the same bits at every stage. It costs one pass over 1/N of the
-gradients and one exchange of 8 bytes. Gradients are measured by the model's device, also if they
-are stored on the host: see [Note: norms on the device] in offload/storage.py.
-"""
+"""Gradient norms, clipping and loss scaling."""
 
 from __future__ import annotations
 
@@ -25,6 +18,16 @@ from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.stepper import is_known, supports_scaling
 from onefold.runtime.storage import Storage
+
+# -- norms -----------------------------------------------------------------------------------------
+#
+# Clip by the global norm of gradients that are divided among the ranks.
+#
+# [Note: the norm's order] At every stage each rank computes the norms of its own intervals (at stage
+# 0 too, where it holds all gradients) and adds their powers in fp64. Then the ranks' sums are added
+# in rank order. So the norm has the same bits at every stage. It costs one pass over 1/N of the
+# gradients and one exchange of 8 bytes. Gradients are measured by the model's device, also if they
+# are stored on the host: see [Note: norms on the device] in offload/storage.py.
 
 
 def own_gradients(engine: Engine) -> list[torch.Tensor | Entry]:
@@ -159,7 +162,7 @@ def _total_norm(engine: Engine, parts: list[torch.Tensor | Entry], p: float) -> 
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
 
 
-# -- scaler ----------------------------------------------------------------------------------------
+# -- loss scaling ----------------------------------------------------------------------------------
 #
 # Loss scaling for fp16: torch's GradScaler, with an overflow on one rank seen by all ranks.
 
@@ -230,7 +233,7 @@ class GradScaler(torch.amp.GradScaler):
         return {engine.device: found}
 
 
-# -- skip ------------------------------------------------------------------------------------------
+# -- steps that are left out -----------------------------------------------------------------------
 #
 # Skip a step without telling the host: the device decides.
 #

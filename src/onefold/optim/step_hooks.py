@@ -319,7 +319,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         faced_states.stepped_elsewhere(optimizer, [entry.param for entry in elsewhere])
 
 
-# -- elementwise -----------------------------------------------------------------------------------
+# -- does an update look at one element only? ------------------------------------------------------
 #
 # Find out by trial which optimizers may step intervals of parameters.
 #

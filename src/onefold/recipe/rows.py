@@ -1,25 +1,4 @@
-"""The vocabulary of recipe rows: placements, tiers, and the ranks that a row is divided among.
-
-Ranks are arranged in groups, usually the ranks of a node, because links inside a node are faster
-than between nodes. If the launcher says that there are several nodes, everything moves over two
-levels, inside nodes and between them, so each byte enters a node once. With "flat", every rank
-exchanges with every other, and a byte enters a node once for each of its ranks. A row's `over` says
-which ranks it is divided among: "all", or those of each "group". Each group then has a replica of
-the row.
-
-| recipe                       | parameters | gradients | optimizer | between groups, a step of m micro-batches          |
-|------------------------------|------------|-----------|-----------|----------------------------------------------------|
-| ZeRO-3                       | all        | all       | all       | 3mΨ                                                |
-| HSDP, MiCS                   | group      | group     | group     | 2Ψ/G, once: gradients reduced                      |
-| hybrid optimizer sharding    | group      | group     | all       | 2Ψ/G, once: gradients reduced, parameters gathered |
-| second copy (ZeRO++ hpZ)     | group      | all       | all       | Ψ once, and mΨ: gradients                          |
-
-Parameters over a group with an optimizer over all ranks are a second copy: each rank keeps 1/G of
-the parameters, from which gathers read. The copy is refreshed once after each optimizer step.
-
-Sources: Zhao et al. 2023 (PyTorch FSDP, hybrid sharding), Zhang et al. 2022 (MiCS), Wang et al.
-2023 (ZeRO++).
-"""
+"""The three rows of a recipe, and the formats of moments."""
 
 from __future__ import annotations
 
@@ -29,6 +8,31 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+
+# -- rows ------------------------------------------------------------------------------------------
+#
+# The vocabulary of recipe rows: placements, tiers, and the ranks that a row is divided among.
+#
+# Ranks are arranged in groups, usually the ranks of a node, because links inside a node are faster
+# than between nodes. If the launcher says that there are several nodes, everything moves over two
+# levels, inside nodes and between them, so each byte enters a node once. With "flat", every rank
+# exchanges with every other, and a byte enters a node once for each of its ranks. A row's `over` says
+# which ranks it is divided among: "all", or those of each "group". Each group then has a replica of
+# the row.
+#
+# | recipe                       | parameters | gradients | optimizer | between groups, a step of m micro-batches          |
+# |------------------------------|------------|-----------|-----------|----------------------------------------------------|
+# | ZeRO-3                       | all        | all       | all       | 3mΨ                                                |
+# | HSDP, MiCS                   | group      | group     | group     | 2Ψ/G, once: gradients reduced                      |
+# | hybrid optimizer sharding    | group      | group     | all       | 2Ψ/G, once: gradients reduced, parameters gathered |
+# | second copy (ZeRO++ hpZ)     | group      | all       | all       | Ψ once, and mΨ: gradients                          |
+#
+# Parameters over a group with an optimizer over all ranks are a second copy: each rank keeps 1/G of
+# the parameters, from which gathers read. The copy is refreshed once after each optimizer step.
+#
+# Sources: Zhao et al. 2023 (PyTorch FSDP, hybrid sharding), Zhang et al. 2022 (MiCS), Wang et al.
+# 2023 (ZeRO++).
+
 
 #: Values of `Row.over`.
 ALL, GROUP = "all", "group"
@@ -57,7 +61,7 @@ class Tier(enum.Enum):
     NVME = "nvme"
 
 
-# -- moments ---------------------------------------------------------------------------------------
+# -- formats of moments ----------------------------------------------------------------------------
 #
 # The formats in which Adam's moments may be stored: names, sizes, and how they are packed.
 #

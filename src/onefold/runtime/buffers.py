@@ -160,7 +160,7 @@ def _nbytes(buffer: torch.Tensor) -> int:
     return once.numel() * once.element_size()
 
 
-# -- checks ----------------------------------------------------------------------------------------
+# -- checks of what a model has become -------------------------------------------------------------
 #
 # Checks at the beginning of a pass over the model: is the model still the one that was sharded?
 

@@ -1,4 +1,6 @@
-"""Tensors inside what modules return."""
+"""Autograd and the compiler: what runs inside a backward pass, and what torch.compile must leave
+alone.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,11 @@ from torch import nn
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
+
+
+# -- tensors in what modules return ----------------------------------------------------------------
+#
+# Tensors inside what modules return.
 
 
 def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
@@ -29,7 +36,7 @@ def tensors_in(value: Any, depth: int = 4) -> list[torch.Tensor]:
     return [t for part in parts for t in tensors_in(part, depth - 1)]
 
 
-# -- differentiate ---------------------------------------------------------------------------------
+# -- inside autograd -------------------------------------------------------------------------------
 #
 # `torch.autograd.grad` and its like: backward passes that accumulate nothing into the parameters
 # of a model.
@@ -161,7 +168,7 @@ def _run_uncompiled(code: CodeType) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
-# -- compiled --------------------------------------------------------------------------------------
+# -- CUDA graphs -----------------------------------------------------------------------------------
 #
 # Models that torch.compile compiles: which of its modes stage 3 supports.
 #

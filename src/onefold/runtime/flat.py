@@ -1,6 +1,4 @@
-"""A parameter of a flat buffer: the optimizer's object, the object that a forward pass sees, and
-the places that refer to it.
-"""
+"""A unit's flat buffers (`Flat`) and the parameters in them (`Entry`)."""
 
 from __future__ import annotations
 
@@ -44,6 +42,12 @@ if TYPE_CHECKING:
     from onefold.runtime.parameters.parameter import OwningEngine
     from onefold.runtime.reduce_paths import Reduce
     from onefold.runtime.resources import Resources
+
+
+# -- a parameter -----------------------------------------------------------------------------------
+#
+# A parameter of a flat buffer: the optimizer's object, the object that a forward pass sees, and
+# the places that refer to it.
 
 
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
@@ -270,7 +274,7 @@ class Entry:
         return shape, *items_of(part.first + x, part.first + y, grain)
 
 
-# -- flat ------------------------------------------------------------------------------------------
+# -- a flat buffer ---------------------------------------------------------------------------------
 #
 # A flat buffer bound to a unit's parameters: masters for the optimizer, the whole for the forward
 # pass.

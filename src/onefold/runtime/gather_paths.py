@@ -1,11 +1,4 @@
-"""The hops of a gradient from the whole to this rank's interval.
-
-    over all ranks, no groups        whole ────────────── all ──────────────► interval
-    over all ranks, in groups        whole ── intra-group ──► shard ── inter-group ──► interval
-
-`interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
-positions] in layout/flat.py). At each hop the parts are added in the accumulation dtype.
-"""
+"""How gradients and parameters travel: the hops among groups of ranks, and the paths of a gather."""
 
 from __future__ import annotations
 
@@ -25,6 +18,17 @@ from onefold.runtime.parameters.interval import disable_torch_function
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.resources import Resources
+
+
+# -- hops ------------------------------------------------------------------------------------------
+#
+# The hops of a gradient from the whole to this rank's interval.
+#
+#     over all ranks, no groups        whole ────────────── all ──────────────► interval
+#     over all ranks, in groups        whole ── intra-group ──► shard ── inter-group ──► interval
+#
+# `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
+# positions] in layout/flat.py). At each hop the parts are added in the accumulation dtype.
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def group_hops(spec: ShardSpec, group: Group) -> tuple[GroupHop, ...]:
     return tuple(GroupHop(ranks(hop.level), hop.ranges) for hop in spec.hops)
 
 
-# -- gathers ---------------------------------------------------------------------------------------
+# -- paths of a gather -----------------------------------------------------------------------------
 #
 # How the whole of a flat buffer comes together. `shard()` chooses one `Gather` for each flat
 # buffer.

@@ -1,6 +1,4 @@
-"""Which engine works on which module. References to modules are weak: the registry keeps no model
-alive.
-"""
+"""The hooks that tie an engine to the modules of its units, and which engine works on which module."""
 
 from __future__ import annotations
 
@@ -17,6 +15,12 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function, infos, refuse_pickling
 from onefold.runtime.unit import Unit
+
+# -- which engine ----------------------------------------------------------------------------------
+#
+# Which engine works on which module. References to modules are weak: the registry keeps no model
+# alive.
+
 
 _engines: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()
 
@@ -92,7 +96,7 @@ def engine_of(module: nn.Module) -> Engine:
     return engine
 
 
-# -- hooks -----------------------------------------------------------------------------------------
+# -- hooks on modules ------------------------------------------------------------------------------
 #
 # The hooks that tie an engine to the modules of its units.
 

@@ -1,9 +1,4 @@
-"""Gradients that wait for the boundary: what the user sees of them, and may do to them.
-
-Under `onefold.no_sync` a unit's gradient stays whole in its flat buffer, unreduced. `.grad` shows
-this rank's part of it, so that zero_grad() has something to drop. The engine follows a drop. It
-refuses any other change, which would reach only one rank's part of one rank's gradient.
-"""
+"""Gradients that wait for the boundary, and which parameters get gradients at all."""
 
 from __future__ import annotations
 
@@ -29,6 +24,15 @@ if TYPE_CHECKING:
     from onefold.runtime.reduce import Reducer
     from onefold.runtime.resources import Resources
     from onefold.runtime.unit import Unit
+
+
+# -- pending gradients -----------------------------------------------------------------------------
+#
+# Gradients that wait for the boundary: what the user sees of them, and may do to them.
+#
+# Under `onefold.no_sync` a unit's gradient stays whole in its flat buffer, unreduced. `.grad` shows
+# this rank's part of it, so that zero_grad() has something to drop. The engine follows a drop. It
+# refuses any other change, which would reach only one rank's part of one rank's gradient.
 
 
 def show_pending(reduce: Reducer) -> None:
@@ -210,7 +214,7 @@ def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
                 yield storage.nbytes()
 
 
-# -- trained ---------------------------------------------------------------------------------------
+# -- which parameters train ------------------------------------------------------------------------
 #
 # Which parameters train: `requires_grad` as the user has set it, and hooks on their gradients.
 

@@ -450,7 +450,7 @@ def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: GroupHop) -> tuple[
     return buffer.split([b - a for a, b in cuts])
 
 
-# -- native reductions -----------------------------------------------------------------------------
+# -- sums on a native backend ----------------------------------------------------------------------
 #
 # Reductions on backends with collectives of their own (NCCL). See the table in reductions.py.
 #

@@ -1,11 +1,4 @@
-"""Code outside the core that follows the passes over a model, whoever runs them.
-
-    a forward pass over the model, or a part of it, begins    `forward_begins`
-    a backward pass that accumulates gradients begins         `backward_begins`: what its gradients are multiplied with
-
-A training engine that divides losses, or drops the gradients of the last step, cannot rely on calls
-of its own: a script may call the module itself, and `loss.backward()`.
-"""
+"""What the parts of one engine share: the state of the run, and what `shard()` has chosen."""
 
 from __future__ import annotations
 
@@ -34,6 +27,17 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
 
 
+# -- who follows the passes ------------------------------------------------------------------------
+#
+# Code outside the core that follows the passes over a model, whoever runs them.
+#
+#     a forward pass over the model, or a part of it, begins    `forward_begins`
+#     a backward pass that accumulates gradients begins         `backward_begins`: what its gradients are multiplied with
+#
+# A training engine that divides losses, or drops the gradients of the last step, cannot rely on calls
+# of its own: a script may call the module itself, and `loss.backward()`.
+
+
 class PassFollower(Protocol):
     """Set as `Progress.follower`; None follows nothing.
 
@@ -58,7 +62,7 @@ class PassFollower(Protocol):
         ...
 
 
-# -- capabilities ----------------------------------------------------------------------------------
+# -- what capabilities give ------------------------------------------------------------------------
 #
 # What an engine is given from outside the core: `shard()` knows which capability a recipe needs,
 # and hands its maker to the engine.
@@ -134,7 +138,7 @@ class Capabilities:
     store: Callable[[Recipe, int, bool], Store]  # (recipe, rank, the device has streams)
 
 
-# -- progress --------------------------------------------------------------------------------------
+# -- which step, which pass ------------------------------------------------------------------------
 #
 # The state of a run (which step, which pass), and the resources that the parts of an engine share.
 #

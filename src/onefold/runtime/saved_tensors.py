@@ -1,17 +1,4 @@
-"""Weights that torch.autocast casts.
-
-[Note: casts are handles] Under torch.autocast, a matrix product computes with a cast of its fp32
-weight. Two things keep that cast alive, and with it the memory that stage 3 has freed:
-
-    autograd                 saves the cast for the backward pass              a handle takes its place: the cast of what is gathered then
-    autocast's cache         until the outermost autocast context is left      the cast has no memory while its unit is not gathered
-
-The cache itself stays. All uses of a weight share the cast, a node of the graph: there autograd adds
-the gradients of the uses, in the autocast's dtype. So the sums have the same bits as under DDP.
-
-A frozen weight is cast again in each use, and the result is no node of the graph. Nothing tells
-whose cast it is, so autograd keeps it. A warning says so.
-"""
+"""What autograd saves of gathered buffers and of their casts."""
 
 from __future__ import annotations
 
@@ -41,6 +28,23 @@ from onefold.runtime.unit import Unit
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.gather import Gatherer
+
+
+# -- casts -----------------------------------------------------------------------------------------
+#
+# Weights that torch.autocast casts.
+#
+# [Note: casts are handles] Under torch.autocast, a matrix product computes with a cast of its fp32
+# weight. Two things keep that cast alive, and with it the memory that stage 3 has freed:
+#
+#     autograd                 saves the cast for the backward pass              a handle takes its place: the cast of what is gathered then
+#     autocast's cache         until the outermost autocast context is left      the cast has no memory while its unit is not gathered
+#
+# The cache itself stays. All uses of a weight share the cast, a node of the graph: there autograd adds
+# the gradients of the uses, in the autocast's dtype. So the sums have the same bits as under DDP.
+#
+# A frozen weight is cast again in each use, and the result is no node of the graph. Nothing tells
+# whose cast it is, so autograd keeps it. A warning says so.
 
 
 logger = logging.getLogger("onefold")

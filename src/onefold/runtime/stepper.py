@@ -74,7 +74,7 @@ class Stepper(ABC):
         """End the work in the background."""
 
 
-# -- implementations -------------------------------------------------------------------------------
+# -- which of torch's implementations steps --------------------------------------------------------
 #
 # How a torch optimizer is made to step: with which of its implementations, and over other tensors
 # than its parameters.

@@ -1,6 +1,4 @@
-"""What an engine has off the device: copy streams, host buffers, files on NVMe, and the ledgers of
-all three.
-"""
+"""Where a shard is stored, and the copies between tiers."""
 
 from __future__ import annotations
 
@@ -35,6 +33,12 @@ from onefold.runtime.resources import Region, Store, Transfer
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
+
+
+# -- copies between tiers --------------------------------------------------------------------------
+#
+# What an engine has off the device: copy streams, host buffers, files on NVMe, and the ledgers of
+# all three.
 
 
 #: The number of writes of one rank that may be under way. A further one waits for the first.

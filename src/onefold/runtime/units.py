@@ -239,7 +239,7 @@ def first_tiles() -> Iterator[None]:
         TiledModule.outlined -= 1
 
 
-# -- placement -------------------------------------------------------------------------------------
+# -- where the state of a unit is stored -----------------------------------------------------------
 #
 # A unit is offloaded as a whole. If only a share of the states leaves the device, the last units of
 # the model go first. Their gradients come first in the backward pass and their parameters are needed

@@ -1,13 +1,12 @@
 """Sharded parameters as user code sees them between passes: the shape of the whole parameter, but
 only this rank's interval of its data and gradient.
 
-| question                                            | files, in the order to read them |
-|-----------------------------------------------------|----------------------------------|
-| What does a parameter show?                         | `parameter`, `values`            |
-| What is an interval, and what may be done with it?  | `interval`, `operators`          |
-| What if its shard has no storage on the device?     | `storageless`                    |
-| What does code in a pass get by `module.weight`?    | `in_pass`                        |
-| What if it is used outside of a forward pass?       | `outside`                        |
-| Who hears of its gradient, and of writes to it?     | `gradient_hooks`, `write_counters` |
-| What does a parameter ask of the engine?            | `owning_engine`                  |
+| question                                                        | files, in the order to read them |
+|-----------------------------------------------------------------|----------------------------------|
+| What does a parameter show, and what does it ask of the engine? | `parameter`, `values`            |
+| What is an interval, and what may be done with it?              | `interval`, `operators`          |
+| What if its shard has no storage on the device?                 | `values`                         |
+| What does code in a pass get by `module.weight`?                | `in_pass`                        |
+| What if it is used outside of a forward pass?                   | `outside`                        |
+| Who hears of its gradient, and of writes to it?                 | `gradient_hooks`, `values`       |
 """

@@ -1,15 +1,4 @@
-"""`OwningEngine`: what sharded parameters and intervals use of the engine that they belong to.
-
-The engine is `Engine` (runtime/engine.py). Parameters refer to it weakly, and only by this
-protocol: their modules must not import the engine's.
-
-| user code                                         | needs                                                     |
-|---------------------------------------------------|-----------------------------------------------------------|
-| in a pass of the model, with a sharded parameter  | `computing`, `in_pass`, `use`                             |
-| between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `backward_event`    |
-| between passes, reading or writing values         | `whole`, `masters`                                        |
-| torch.amp.GradScaler                              | `agree_on_overflow`                                       |
-"""
+"""A sharded parameter as code outside passes sees it."""
 
 from __future__ import annotations
 
@@ -60,6 +49,21 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.parameters.values import WriteCounters
     from onefold.runtime.unit import Unit
+
+
+# -- what a parameter asks of its engine -----------------------------------------------------------
+#
+# `OwningEngine`: what sharded parameters and intervals use of the engine that they belong to.
+#
+# The engine is `Engine` (runtime/engine.py). Parameters refer to it weakly, and only by this
+# protocol: their modules must not import the engine's.
+#
+# | user code                                         | needs                                                     |
+# |---------------------------------------------------|-----------------------------------------------------------|
+# | in a pass of the model, with a sharded parameter  | `computing`, `in_pass`, `use`                             |
+# | between passes, with gradients (outside.py)       | `begin_outside` to `release_outside`, `backward_event`    |
+# | between passes, reading or writing values         | `whole`, `masters`                                        |
+# | torch.amp.GradScaler                              | `agree_on_overflow`                                       |
 
 
 class OwningEngine(Protocol):
@@ -120,7 +124,7 @@ class OwningEngine(Protocol):
     def release_outside(self, unit: Unit) -> None: ...
 
 
-# -- parameter -------------------------------------------------------------------------------------
+# -- the parameter ---------------------------------------------------------------------------------
 #
 # `ShardedParameter`: the object that `model.parameters()` returns, and optimizers step, for each
 # sharded parameter.

@@ -1,9 +1,4 @@
-"""Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored
-on NVMe or encoded.
-
-A kernel that is given a tensor without memory may read address 0. So user code only sees them as a
-`Storageless`, which answers questions about its shape and raises an explanation otherwise.
-"""
+"""Reads and writes of `.grad` and `.data` of a sharded parameter, and the counts of writes."""
 
 from __future__ import annotations
 
@@ -27,6 +22,15 @@ from onefold.runtime.parameters.operators import META, name_of, slice_of
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
     from onefold.runtime.parameters.parameter import ShardInfo
+
+
+# -- without memory --------------------------------------------------------------------------------
+#
+# Storageless tensors: a shape and a dtype without memory. They stand for elements that are stored
+# on NVMe or encoded.
+#
+# A kernel that is given a tensor without memory may read address 0. So user code only sees them as a
+# `Storageless`, which answers questions about its shape and raises an explanation otherwise.
 
 
 class StoragelessError(RuntimeError):
@@ -160,7 +164,7 @@ def _elsewhere() -> StoragelessError:
     )
 
 
-# -- values ----------------------------------------------------------------------------------------
+# -- `.grad` and `.data` ---------------------------------------------------------------------------
 #
 # Reads and writes of `.grad` and `.data` of a sharded parameter by code outside the engine.
 
@@ -365,7 +369,7 @@ def written(param: torch.Tensor) -> int:
     return param._version + through
 
 
-# -- write counters --------------------------------------------------------------------------------
+# -- counts of writes ------------------------------------------------------------------------------
 #
 # Which parameters have been written to since a forward pass computed with them.
 #

@@ -1,6 +1,4 @@
-"""The entries of a module's own state dict, and which of them are parameters. Local. See [Note:
-hooks of state dicts] in runtime/state/dicts.py.
-"""
+"""Whole state dicts of a sharded model, read and written."""
 
 from __future__ import annotations
 
@@ -20,6 +18,11 @@ from onefold.runtime.hooks import GUARD
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import from_first, tell_all, to_first
 from onefold.runtime.units import first_tiles
+
+# -- contents --------------------------------------------------------------------------------------
+#
+# The entries of a module's own state dict, and which of them are parameters. Local. See [Note:
+# hooks of state dicts] in runtime/state/dicts.py.
 
 
 def as_parameters(engine: Engine, wholes: Mapping[str, torch.Tensor]) -> dict[Entry, nn.Parameter]:
@@ -180,7 +183,7 @@ def beside_parameters(
     return buffers, extra
 
 
-# -- dicts -----------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 #
 # State dicts of whole tensors, as the module's own `state_dict()` and `load_state_dict()` would
 # return and take them without sharding. All are collective: every rank calls them.

@@ -1,6 +1,4 @@
-"""What `shard()` compares among the ranks and refuses before it lays anything out, and the notes that
-it logs at the end.
-"""
+"""The values that a model starts with, and whole values between passes."""
 
 from __future__ import annotations
 
@@ -26,6 +24,12 @@ from onefold.runtime.state.stream import from_first
 from onefold.runtime.uninitialized import is_marked, mark, value_of
 from onefold.runtime.unit import Unit
 from onefold.runtime.units import UnitSpec
+
+# -- the start -------------------------------------------------------------------------------------
+#
+# What `shard()` compares among the ranks and refuses before it lays anything out, and the notes that
+# it logs at the end.
+
 
 _START = CollectiveContext("control", "(start)", 0, "state")
 
@@ -359,7 +363,7 @@ def _source(entry: Entry) -> torch.Tensor:
     return source
 
 
-# -- materialize -----------------------------------------------------------------------------------
+# -- from the meta device --------------------------------------------------------------------------
 #
 # Models built on the meta device: memory and values unit by unit, never all at once.
 

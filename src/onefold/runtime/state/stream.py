@@ -1,13 +1,4 @@
-"""Sending one parameter's elements between the ranks that hold them and rank 0's host, in chunks,
-and the messages around that.
-
-    to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, optimizer states, averages
-    from_first   rank 0's whole ──► each rank: the elements that it holds        loading these
-
-A device never holds more than `CHUNK` elements of the parameter. Hosts other than rank 0's hold no
-more than the rank's own elements. If rank 0 holds all elements (stage 0, one rank), `to_first`
-sends nothing. Both are collective.
-"""
+"""Whole tensors in a stream between rank 0 and the owners, and a model made plain again."""
 
 from __future__ import annotations
 
@@ -27,6 +18,19 @@ from onefold.runtime.flat import Entry, declare
 from onefold.runtime.gather_paths import state_context, whole_masters
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
+
+# -- streams ---------------------------------------------------------------------------------------
+#
+# Sending one parameter's elements between the ranks that hold them and rank 0's host, in chunks,
+# and the messages around that.
+#
+#     to_first     each rank's interval ──► rank 0: a host tensor of the whole     full_state_dict, optimizer states, averages
+#     from_first   rank 0's whole ──► each rank: the elements that it holds        loading these
+#
+# A device never holds more than `CHUNK` elements of the parameter. Hosts other than rank 0's hold no
+# more than the rank's own elements. If rank 0 holds all elements (stage 0, one rank), `to_first`
+# sends nothing. Both are collective.
+
 
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20

@@ -14,17 +14,11 @@ forward pass without gradients.
 | views in another order: t(), [:, 3], chunk(2, 1)     | `ShardedParameterError`: writes to a copy would be lost           |               |
 | changes of its memory: set_, resize_, DLPack         | `ShardedParameterError`                                           |               |
 
-| file       | holds                                                    |
-|------------|----------------------------------------------------------|
-| dispatch   | which of the other files handles an operation            |
-| names      | torch's operators by kind                                |
-| metadata   | questions that need no elements                          |
-| local      | element-wise work on this rank's elements, random draws  |
-| lists      | torch._foreach_*                                         |
-| views      | views and indices                                        |
-| reductions | reductions to one number                                 |
-| whole      | operations on the gathered whole                         |
-| refusals   | error messages                                           |
+| file     | holds                                                                                   |
+|----------|-----------------------------------------------------------------------------------------|
+| dispatch | which rule handles an operation                                                         |
+| names    | torch's operators by kind, questions that need no elements, error messages              |
+| rules    | work on this rank's elements, views, reductions to one number, work on the gathered whole |
 
 An operation with traffic is a collective: every rank must run it. A name that is in none of the
 tables is looked up in torch's schemas: it counts as a read if it writes to nothing and returns no

@@ -1,4 +1,4 @@
-"""The names of torch's operators, grouped by what they do with the elements of a tensor."""
+"""The operators by name: what runs on intervals, what on shapes alone, what is refused."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 import torch
 
 from onefold.runtime.parameters.interval import IntervalSpec, ShardedParameterError, dress, spec_of
+
+# -- names -----------------------------------------------------------------------------------------
+#
+# The names of torch's operators, grouped by what they do with the elements of a tensor.
 
 
 def words(text: str) -> frozenset[str]:

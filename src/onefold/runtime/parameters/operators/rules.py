@@ -1,4 +1,4 @@
-"""Operations on lists of tensors (torch._foreach_*)."""
+"""How operators run on intervals."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from onefold.runtime.parameters.operators.names import (
     refusal,
     tensors_among,
 )
+
+# -- lists -----------------------------------------------------------------------------------------
+#
+# Operations on lists of tensors (torch._foreach_*).
 
 
 def on_lists(func: Any, name: str, args: Any, kwargs: Any) -> Any:
@@ -75,7 +79,7 @@ def unscale(func: Any, grads: Any, found_inf: torch.Tensor, inv_scale: torch.Ten
                 engine.agree_on_overflow(found_inf)
 
 
-# -- local -----------------------------------------------------------------------------------------
+# -- element by element ----------------------------------------------------------------------------
 #
 # Element-wise operations and random draws, on this rank's elements.
 
@@ -591,7 +595,7 @@ def set_item(func: Any, target: torch.Tensor, index: Any, value: Any) -> None:
     write_whole(func, "[...] =", (target, index, value), {})
 
 
-# -- whole -----------------------------------------------------------------------------------------
+# -- on the whole ----------------------------------------------------------------------------------
 #
 # Operations on the gathered whole. Collective: every rank must run them.
 
