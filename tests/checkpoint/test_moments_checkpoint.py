@@ -105,7 +105,7 @@ def converted(folder: str) -> list[str]:
     """
     import onefold
     from onefold.quant.moment_packing import MomentPacking
-    from onefold.recipe import rows as formats
+    from onefold.recipe import moments as formats
 
     def values(left: Left, name: str, key: str, kind: str | None) -> torch.Tensor:
         f = formats.FORMATS[kind or "fp32"].of(70 * 300)

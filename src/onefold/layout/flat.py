@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from onefold.recipe.rows import BLOCK
+from onefold.recipe.core import BLOCK
 
 # -- positions -------------------------------------------------------------------------------------
 #

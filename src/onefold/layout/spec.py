@@ -46,8 +46,9 @@ import torch
 
 from onefold.layout.flat import FlatLayout, Slot, Topology, overlap, round_up
 from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe.core import bytes_of_moments
 from onefold.recipe.options import SECTOR
-from onefold.recipe.rows import GROUP, NATIVE, bytes_of_moments
+from onefold.recipe.rows import GROUP, NATIVE
 
 #: Encoded parts begin at multiples of this many bytes: scales are read as 4-byte numbers.
 CODED_ALIGNMENT = 16

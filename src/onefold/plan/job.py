@@ -27,8 +27,8 @@ from typing import Any
 
 from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
+from onefold.recipe.core import bytes_an_element
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
-from onefold.recipe.rows import bytes_an_element
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.
 COMMUNICATION_OPTIONS = {name for name, option in OPTIONS.items() if option.panel == NODES} - {

@@ -44,8 +44,8 @@ from onefold.plan.schema import MOVED
 from onefold.plan.states import MOMENTS_OF, UnitPlan, moments
 from onefold.plan.wire import puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
+from onefold.recipe.core import FORMATS
 from onefold.recipe.options import SECTOR
-from onefold.recipe.rows import FORMATS
 from onefold.runtime.storage import BEHIND as WRITES
 
 Move = Literal["up", "down", "read", "written"]

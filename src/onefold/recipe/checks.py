@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from onefold.recipe.core import FORMATS
 from onefold.recipe.options import SECTOR, FrozenCodec, WireCodec, choices_of
-from onefold.recipe.rows import ALL, FLAT, FORMATS, GROUP, NATIVE, NODE, Placement, Tier
+from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement, Tier
 
 if TYPE_CHECKING:
     from onefold.recipe.core import Recipe
