@@ -36,7 +36,7 @@ def values(name: str, signed: bool) -> torch.Tensor:
 def test_codes_are_those_of_torchaos_own_search(name: str, signed: bool) -> None:
     pytest.importorskip("torchao")
     from onefold.quant.moment_packing import MomentPacking, _library
-    from onefold.recipe.core import FORMATS
+    from onefold.recipe.moments import FORMATS
 
     steps, quantize = _library(name, signed)
     x = values(name, signed)
@@ -55,7 +55,7 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
     import torchao.optim.subclass_fp8 as fp8
 
     from onefold.quant.moment_packing import MomentPacking
-    from onefold.recipe.core import FORMATS
+    from onefold.recipe.moments import FORMATS
 
     f, x = FORMATS[name], torch.randn(1024, generator=torch.Generator().manual_seed(1)) * 1e-3
     made = next(getattr(module, kind) for module in (bit8, bit4, fp8) if hasattr(module, kind))
@@ -78,7 +78,7 @@ def test_a_packed_moment_is_what_torchaos_tensor_holds(name: str, kind: str) -> 
 def test_a_shorter_last_block_is_packed_like_a_whole_one(numel: int) -> None:
     pytest.importorskip("torchao")
     from onefold.quant.moment_packing import MomentPacking
-    from onefold.recipe.core import FORMATS
+    from onefold.recipe.moments import FORMATS
 
     x = torch.randn(1024, generator=torch.Generator().manual_seed(numel))
     for name in ("int8", "int4", "fp8"):

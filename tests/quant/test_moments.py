@@ -187,7 +187,7 @@ def held(stage: int, recipe: dict[str, Any]) -> tuple[int, int, dict[str, int]]:
     """
     import onefold
     from onefold.observe.memory import moments_of
-    from onefold.recipe.core import bytes_of_moments
+    from onefold.recipe.moments import bytes_of_moments
 
     model, optimizer = made(stage, recipe)
     train(model, optimizer, 0, 2)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onefold import Recipe
 from onefold.integrations.deepspeed.config import read_deepspeed
-from onefold.recipe.core import FORMATS, bytes_of_moments, grain_of, items_of, packed
+from onefold.recipe.moments import FORMATS, bytes_of_moments, grain_of, items_of, packed
 
 
 @pytest.mark.parametrize(

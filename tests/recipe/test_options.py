@@ -25,7 +25,8 @@ from onefold.integrations.deepspeed.config.keys import AIO, OFFLOAD, SECTIONS, T
 from onefold.integrations.deepspeed.config.reader import read_deepspeed
 from onefold.quant import registry
 from onefold.recipe import options as table
-from onefold.recipe.core import DTYPES, FORMATS
+from onefold.recipe.core import DTYPES
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import OPTIONS, Option, choices_of
 from onefold.train.config import TrainConfig
 

@@ -24,7 +24,7 @@ from onefold.checkpoint.views import Recoded
 from onefold.offload.step import stepped_apart
 from onefold.optim.whole_state import show_states
 from onefold.quant.moments import moment_policy
-from onefold.recipe.core import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import new_masters, state_context

@@ -21,7 +21,7 @@ import torch
 from onefold.checkpoint.source import Item, Source, Stored, View
 from onefold.checkpoint.tensorfile import numel_of
 from onefold.quant.moment_packing import MomentPacking
-from onefold.recipe.core import BLOCK, FORMATS, SIGNED, Format, items_of, packed
+from onefold.recipe.moments import BLOCK, FORMATS, SIGNED, Format, items_of, packed
 from onefold.runtime.engine import Engine
 
 #: Elements unpacked at a time; a multiple of BLOCK.

@@ -43,7 +43,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.source import Item
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES, Planned, numel_of, write_tensors
 from onefold.layout import FlatLayout
-from onefold.recipe.core import grain_of, items_of
+from onefold.recipe.moments import grain_of, items_of
 
 #: Bytes of a tensor in memory at a time. A rank's larger part of a tensor becomes several pieces.
 BLOCK = 64 << 20

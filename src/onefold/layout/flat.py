@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from onefold.recipe.core import BLOCK
+from onefold.recipe.moments import BLOCK
 
 # -- positions -------------------------------------------------------------------------------------
 #

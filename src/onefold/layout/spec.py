@@ -46,7 +46,7 @@ import torch
 
 from onefold.layout.flat import FlatLayout, Slot, Topology, overlap, round_up
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.core import bytes_of_moments
+from onefold.recipe.moments import bytes_of_moments
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
 

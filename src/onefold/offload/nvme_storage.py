@@ -24,7 +24,7 @@ from onefold.memory import (
 from onefold.memory.pool import TierError
 from onefold.offload.storage import OffloadStorage, grain_of_kind, state_kind
 from onefold.recipe import Tier
-from onefold.recipe.core import grain_of, items_of
+from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.parameters.values import StatePlace, storageless
 from onefold.runtime.resources import Region, Transfer

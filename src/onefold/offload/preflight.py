@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from onefold.offload.nvme import ROOM_TO_MEASURE, TierError, measure, refuse_unless_fits
 from onefold.offload.storage import OffloadStorage
 from onefold.recipe import Tier
-from onefold.recipe.core import FORMATS
+from onefold.recipe.moments import FORMATS
 from onefold.runtime.backward import agree_on_failure
 
 if TYPE_CHECKING:

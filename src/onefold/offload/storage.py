@@ -41,7 +41,7 @@ from onefold.device import host_empty
 from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
-from onefold.recipe.core import grain_of
+from onefold.recipe.moments import grain_of
 from onefold.runtime.parameters.values import storageless, written
 from onefold.runtime.storage import Storage, refuse_written
 

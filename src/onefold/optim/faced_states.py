@@ -28,7 +28,7 @@ from torch.optim.optimizer import Optimizer
 
 from onefold.optim.fresh import fresh_state
 from onefold.quant.moments import torchao_format
-from onefold.recipe.core import FORMATS, SIGNED, packed
+from onefold.recipe.moments import FORMATS, SIGNED, packed
 from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,

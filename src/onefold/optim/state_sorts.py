@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from onefold.recipe.core import packed
+from onefold.recipe.moments import packed
 
 Sort = Literal["packed", "elements", "number", "other"]
 Shape = tuple[int, ...]

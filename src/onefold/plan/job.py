@@ -27,7 +27,7 @@ from typing import Any
 
 from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, PLACEMENTS_OF_STAGE, Recipe
-from onefold.recipe.core import bytes_an_element
+from onefold.recipe.moments import bytes_an_element
 from onefold.recipe.options import NODES, OPTIONS, Dtype, Precision, refuse_unknown
 
 #: Arguments of `Recipe.zero` about groups, codecs and frozen weights.

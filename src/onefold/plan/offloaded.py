@@ -44,7 +44,7 @@ from onefold.plan.schema import MOVED
 from onefold.plan.states import MOMENTS_OF, UnitPlan, moments
 from onefold.plan.wire import puts_of, reductions_of
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.core import FORMATS
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
 from onefold.runtime.storage import BEHIND as WRITES
 

@@ -26,7 +26,7 @@ A new codec needs, in this order:
 | a kernel, if torch's operations are too slow            | kernels.py, triton_kernels.py       |
 
 The tests of quant and recipe and `onefold doctor` cover all entries of these tables.
-Moments of optimizers are separate: recipe/core.py has their `Format`s, and `MomentPacking` here
+Moments of optimizers are separate: recipe/moments.py has their `Format`s, and `MomentPacking` here
 packs them.
 """
 

@@ -31,7 +31,7 @@ from onefold.quant.bf16_rounding import to_bf16
 from onefold.quant.fp8 import numbers_of_bytes
 from onefold.quant.moment_packing import MomentPacking
 from onefold.quant.nf4 import levels
-from onefold.recipe.core import FORMATS
+from onefold.recipe.moments import FORMATS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BLOCKS = (64, 256)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from onefold.comm.launching import served
-from onefold.recipe.core import SIGNED, Format
+from onefold.recipe.moments import SIGNED, Format
 
 
 def require_torchao(what: str) -> None:

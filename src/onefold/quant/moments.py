@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer
 from onefold.quant.bf16_rounding import key_of, to_bf16
 from onefold.quant.moment_packing import MomentPacking
 from onefold.recipe import Recipe
-from onefold.recipe.core import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stepper import groups_of, only, raw_step
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.recipe.core import FORMATS
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR, FrozenCodec, WireCodec, choices_of
 from onefold.recipe.rows import ALL, FLAT, GROUP, NATIVE, NODE, Placement, Tier
 

@@ -23,6 +23,7 @@ from typing import Any, Concatenate, Literal, ParamSpec
 import torch
 
 from onefold.recipe.checks import check_dtype, check_recipe, divided_among, remarks, without_effect
+from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.options import (
     OPTIONS,
     UNLIMITED,
@@ -333,7 +334,7 @@ class Recipe:
 
         Args:
             native: the backend has sums of its own (NCCL).
-            flat_over_nodes: see above; `onefold.comm.communicators.flat_over`.
+            flat_over_nodes: see above; `onefold.comm.topology.flat_over`.
         """
         decides = self.reduce is None and self.gradients.codec is None
         return replace(self, reduce=NATIVE) if decides and native and flat_over_nodes else self
@@ -476,153 +477,3 @@ def _usual_time(gradients: Placement) -> ReduceAt:
 
 def _short(dtype: torch.dtype | None) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# -- moments ---------------------------------------------------------------------------------------
-#
-# The formats in which Adam's moments may be stored: names, sizes, and how they are packed.
-#
-#     elements of a parameter   |0 ........... 255|256 ......... 511|512 ..... 599|        blocks are counted from its beginning
-#     codes, int8 and fp8       |one byte each                                    |
-#     codes, int4               |one byte for two                                 |
-#     scales                    |      s0         |       s1        |     s2      |        fp32, one a block (int4: of 128)
-#
-# | format | bytes of a moment of n elements | optimizer state                            |
-# |--------|---------------------------------|--------------------------------------------|
-# | fp32   | 4n                              | exp_avg                                    |
-# | bf16   | 2n                              | exp_avg                                    |
-# | int8   | n + 4⌈n/256⌉                    | exp_avg.int8, exp_avg.int8.scale           |
-# | fp8    | n + 4⌈n/256⌉                    | exp_avg.fp8, exp_avg.fp8.scale             |
-# | int4   | ⌈n/2⌉ + 4⌈n/128⌉                | exp_avg.int4, exp_avg.int4.scale           |
-#
-# A parameter of fewer than `SMALLEST` elements keeps fp32 moments where others have packed ones
-# (Dettmers et al. 2022, section 2). The size of the whole parameter decides, not that of a rank's
-# part or of a tile. Pure arithmetic, no tensors.
-
-
-#: Length, in elements, of blocks that ranks and tiles must not divide if moments are packed. It is
-#: a multiple of every format's block.
-BLOCK = 256
-#: The least number of elements of a parameter whose moments are packed.
-SMALLEST = 4096
-#: Adam's element-wise states, and whether they have a sign.
-SIGNED: Mapping[str, bool] = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-
-
-@dataclass(frozen=True)
-class Format:
-    """The format of one stored moment.
-
-    Attributes:
-        name: as in `Recipe.moments`.
-        dtype: the dtype of the stored values or codes.
-        grain: elements in one stored item: 2 for int4, else 1.
-        block: elements that share a scale; 0 if there are no scales.
-    """
-
-    name: str
-    dtype: torch.dtype
-    grain: int = 1
-    block: int = 0
-
-    @property
-    def packed(self) -> bool:
-        return self.block > 0
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of one moment of `numel` elements that begin with a block."""
-        scales = -(-numel // self.block) * torch.float32.itemsize if self.block else 0
-        return -(-numel // self.grain) * self.dtype.itemsize + scales
-
-    def keys(self, key: str) -> tuple[str, ...]:
-        """Return the keys of the parts of moment `key` in an optimizer's state."""
-        return (f"{key}.{self.name}", f"{key}.{self.name}.scale") if self.packed else (key,)
-
-    def of(self, numel: int) -> Format:
-        """Return the format for a whole parameter of `numel` elements: this one, or fp32 if the
-        parameter is too small to be packed.
-        """
-        return FORMATS["fp32"] if self.packed and numel < SMALLEST else self
-
-
-FORMATS: Mapping[str, Format] = {
-    "fp32": Format("fp32", torch.float32),
-    "bf16": Format("bf16", torch.bfloat16),
-    "int8": Format("int8", torch.uint8, 1, 256),
-    "fp8": Format("fp8", torch.float8_e4m3fn, 1, 256),
-    "int4": Format("int4", torch.uint8, 2, 128),
-}
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A part of a packed moment: the moment's key, its format, and whether it is the scales."""
-
-    key: str
-    format: Format
-    scale: bool
-
-    @property
-    def grain(self) -> int:
-        """Elements of the moment that one item stands for."""
-        return self.format.block if self.scale else self.format.grain
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.scale else self.format.dtype
-
-
-def packed(key: object) -> Packed | None:
-    """Parse a key of an optimizer's state, such as "exp_avg.int8.scale"; None if it is not a part
-    of a packed moment.
-    """
-    if not isinstance(key, str):
-        return None
-    name, _, rest = key.partition(".")
-    kind, _, tail = rest.partition(".")
-    if (
-        name not in SIGNED
-        or kind not in FORMATS
-        or not FORMATS[kind].packed
-        or tail not in ("", "scale")
-    ):
-        return None
-    return Packed(name, FORMATS[kind], tail == "scale")
-
-
-def grain_of(key: object) -> int:
-    """Return the elements that one item of the state `key` stands for: 1 except for int4 codes and
-    scales.
-    """
-    part = packed(key)
-    return part.grain if part is not None else 1
-
-
-def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
-    """Return the range of items whose first element is in [start, stop)."""
-    return -(-start // grain), -(-stop // grain)
-
-
-def bytes_of_moments(
-    numel: int, format: str | None, *, whole: int | None = None, moments: int = 2
-) -> int:
-    """Return the stored bytes of `moments` moments, for `numel` elements of one parameter that
-    begin with a block.
-
-    Args:
-        format: as in `Recipe.moments`; None is fp32.
-        whole: elements of the whole parameter, if `numel` is only a rank's part; None: `numel` is
-            all.
-
-    Raises:
-        ValueError: there is no such format.
-    """
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"moments={format!r}: expected one of {', '.join(FORMATS)}.")
-    kept = FORMATS[format or "fp32"].of(numel if whole is None else whole)
-    return moments * kept.nbytes(numel)
-
-
-def bytes_an_element(format: str | None, moments: int = 2) -> float:
-    """Return the bytes of `moments` moments for one element of a large parameter, on average."""
-    return bytes_of_moments(1 << 20, format, moments=moments) / (1 << 20)

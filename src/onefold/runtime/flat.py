@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from onefold.comm import Group
 from onefold.layout import LOW, Dtypes, ShardSpec, Slot, Tiers, overlap
-from onefold.recipe.core import grain_of, items_of, packed
+from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.differentiate import CALLS, in_autograd
 from onefold.runtime.gather_paths import Gather, group_hops
 from onefold.runtime.parameters import gradient_hooks

@@ -28,7 +28,7 @@ from onefold.memory import (
 )
 from onefold.memory.pool import TierError
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.core import grain_of, items_of, packed
+from onefold.recipe.moments import grain_of, items_of, packed
 from onefold.runtime.resources import Region, Store, Transfer
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from torch import nn
 
 from onefold.layout import LOW, Part
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.core import bytes_an_element
+from onefold.recipe.moments import bytes_an_element
 
 
 @dataclass

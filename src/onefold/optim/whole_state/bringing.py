@@ -23,7 +23,7 @@ from onefold.optim.whole_state.outline import (
     moment_policy,
     refuse_moment,
 )
-from onefold.recipe.core import SIGNED, packed
+from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.stream import Read, tell_all, to_first

@@ -30,7 +30,7 @@ from onefold.optim.whole_state.outline import (
     numbers_of,
     refuse_moment,
 )
-from onefold.recipe.core import SIGNED, grain_of, packed
+from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function

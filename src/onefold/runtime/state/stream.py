@@ -12,7 +12,7 @@ from torch import nn
 
 from onefold.comm import CollectiveContext, StallError
 from onefold.layout import overlap
-from onefold.recipe.core import BLOCK
+from onefold.recipe.moments import BLOCK
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, declare
 from onefold.runtime.gather_paths import state_context, whole_masters
