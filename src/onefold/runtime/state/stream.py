@@ -142,7 +142,7 @@ def from_first(
         alone: each rank gets only its interval, even if its optimizer holds more.
     """
     group, flat, slot = engine.group, entry.flat, entry.slot
-    held = entry.accounted if alone else entry.held
+    held = entry.accounted if alone else entry.owned
     for x in range(0, slot.numel, CHUNK):
         y = min(x + CHUNK, slot.numel)
         a, b = overlap(held(group.rank), (x, y))
