@@ -39,11 +39,11 @@ __version__ = "0.1.0"
 #: {module of this package: names in it that the package exports}.
 _FROM = {
     "comm": ("StallError",),
-    "memory.tier_error": ("TierError",),
+    "memory.pool": ("TierError",),
     "optim": ("GradScaler",),
     "recipe": ("Placement", "Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
-    "runtime.unset": ("UninitializedError",),
+    "runtime.uninitialized": ("UninitializedError",),
     "shard": (
         "clip_grad_norm_",
         "engine_of",

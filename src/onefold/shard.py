@@ -23,7 +23,6 @@ from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import OPTIONS, bytes_of
 from onefold.recipe.rows import NATIVE
-from onefold.runtime import gather as gathering
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
@@ -274,7 +273,7 @@ def keep_gathered(module: nn.Module, limit: int | str | None = None) -> Iterator
         ValueError: `limit` is not a number of bytes.
         RuntimeError: it was entered inside a pass of the model, or inside itself.
     """
-    with gathering.keep_gathered(
+    with state_start.keep_gathered(
         engine_of(module), None if limit is None else bytes_of("limit", limit)
     ):
         yield module

@@ -196,7 +196,7 @@ def test_gradients_on_the_device_are_clipped_without_asking_and_measured_without
 
 
 def test_a_scaler_asks_the_host_where_the_optimizer_is_not_fused() -> None:
-    with pytest.raises(RankFailure, match=r"_local_scalar_dense[\s\S]*scaler.py"):
+    with pytest.raises(RankFailure, match=r"_local_scalar_dense[\s\S]*clip.py"):
         steps_without_a_wait(2, 4, scaler=True)
 
 

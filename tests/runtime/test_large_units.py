@@ -53,7 +53,7 @@ def at_once(nbytes: int, in_flight: int, prefetch: int) -> tuple[int, int]:
 
     def looked(cursor: Any) -> None:
         look(cursor)
-        ahead.append(sum(not unit.claimed for unit in engine.gather.here.values()))
+        ahead.append(sum(not unit.claimed for unit in engine.gather.gathered.values()))
 
     for _ in range(3):
         engine.reduce._land_what_is_due, engine.gather._look_ahead = landed, looked

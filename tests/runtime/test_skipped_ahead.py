@@ -31,7 +31,7 @@ class Dropping(nn.Module):
             if number != without:
                 x = layer(x).tanh()
                 if watch:
-                    here = onefold.engine_of(self).gather.here
+                    here = onefold.engine_of(self).gather.gathered
                     self.held.append({unit.name for unit in here.values()})
         return x
 
@@ -53,7 +53,7 @@ def skips_a_layer(differ: bool) -> tuple[list[set[str]], list[set[str]], list[fl
     def waited(unit: gather.Unit) -> None:
         wait(unit)
         if engine.progress.backward_open and watch:
-            behind.append({u.name for u in engine.gather.here.values()} - {unit.name})
+            behind.append({u.name for u in engine.gather.gathered.values()} - {unit.name})
 
     engine.gather.wait = waited  # type: ignore[method-assign]
     losses = []

@@ -126,7 +126,7 @@ def most_at_once(traffic: int, in_flight: int, prefetch: int) -> tuple[int, int]
 
     def counted_launch(unit: Any) -> None:
         launch(unit)
-        gathered.append(len(engine.gather.here))
+        gathered.append(len(engine.gather.gathered))
 
     for _ in range(3):
         engine.reduce._send, engine.gather.launch = counted_send, counted_launch

@@ -25,9 +25,8 @@ drop different outputs.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -41,14 +40,12 @@ from onefold.runtime import differentiate
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather_paths import CopyStream
-from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parameters.values import written
 from onefold.runtime.saved_tensors import CachedCasts, saving
 from onefold.runtime.schedule import Walk, backwards
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
-    from onefold.runtime.engine import Engine
     from onefold.runtime.resources import Resources
 
 
@@ -127,7 +124,7 @@ class Gatherer:
         self.casts = CachedCasts(resources.device) if fp32 else None
         self._hooks: Any = None
         self.reached = 0  # how often a backward pass has reached the output of a unit
-        # Units that stay gathered between passes without gradients (runtime/gather.py)
+        # Units that stay gathered between passes without gradients (runtime/state/start.py)
         self.kept_gathered: frozenset[int] = frozenset()
         self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
@@ -569,61 +566,3 @@ differentiate.keep_hooks_from_compiler(Gatherer.release_when_gone)
 def _writes(unit: Unit) -> int:
     """Return how often the unit's masters have been written to, as far as version counters tell."""
     return sum(written(entry.param) for entry in unit.entries)
-
-
-# -- keep gathered ---------------------------------------------------------------------------------
-#
-# Units that stay gathered between passes without gradients: `onefold.keep_gathered`.
-#
-#     enter        pass    pass    pass with gradients    pass              leave
-#     gather all   ·       ·       release                gather all again  release
-#
-# They are also released when their masters are written to (an optimizer step, a load, a write); the
-# next pass without gradients gathers them again. Units that do not fit under the limit are gathered
-# and released in each pass as usual.
-
-
-def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
-    """Return the indices of the units that stay gathered: those that fit under `limit` bytes, taken
-    in the agreed order of the forward pass, which is the same on every rank.
-    """
-    chosen, left = [], limit
-    for index in engine.gather.forward_order:
-        nbytes = engine.units[index].gathered_bytes
-        if left is None or nbytes <= left:
-            chosen.append(index)
-            left = None if left is None else left - nbytes
-    return frozenset(chosen)
-
-
-@contextlib.contextmanager
-def keep_gathered(engine: Engine, limit: int | None) -> Iterator[None]:
-    """See `onefold.keep_gathered`.
-
-    Raises:
-        RuntimeError: it was entered inside a pass, or inside `keep_gathered` of the same model.
-    """
-    gather = engine.gather
-    if engine.stack or engine.progress.backward_open:
-        raise RuntimeError(
-            "keep_gathered was entered inside a pass of the model; enter it outside."
-        )
-    if gather.kept_gathered:
-        raise RuntimeError(
-            "keep_gathered was entered inside keep_gathered of the same model; leave the outer one"
-            " first."
-        )
-    gather.kept_gathered = fitting(engine, limit)
-    try:
-        with disable_torch_function(), torch.no_grad():
-            engine.transfers.check()
-            engine.copies.look_for_writes()
-            gather.gather_kept()
-            for index in gather.kept_gathered:
-                gather.wait(engine.units[index])
-        yield
-    finally:
-        if not engine.closed:
-            with disable_torch_function():
-                gather.release_kept()
-            gather.kept_gathered = frozenset()

@@ -9,14 +9,14 @@ ranks that hold these sums too.
 
 One `Reduce` for each hop of each flat buffer, chosen once in `shard()`:
 
-| class              | file                 | parts travel                          | and are added                           |
-|--------------------|----------------------|---------------------------------------|-----------------------------------------|
-| `PairwiseReduce`   | here                 | in messages between two ranks (gloo)   | here, in rank order                     |
-| `SimulatedReduce`  | here                 | nowhere: one rank stands for all       | as above                                |
-| `RowsReduce`       | native_reductions.py | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
-| `BackendReduce`    | native_reductions.py | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
-| `BackendAllReduce` | native_reductions.py | in an all_reduce of the backend        | by the backend, for every rank          |
-| `EncodedReduce`    | quant/reduce_paths.py  | encoded (qgZ)                          | here, decoded, in rank order            |
+| class              | file                  | parts travel                           | and are added                           |
+|--------------------|-----------------------|----------------------------------------|-----------------------------------------|
+| `PairwiseReduce`   | here                  | in messages between two ranks (gloo)   | here, in rank order                     |
+| `SimulatedReduce`  | here                  | nowhere: one rank stands for all       | as above                                |
+| `RowsReduce`       | here                  | in one all_to_all_single (NCCL)        | here, in rank order, by one kernel      |
+| `BackendReduce`    | here                  | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
+| `BackendAllReduce` | here                  | in an all_reduce of the backend        | by the backend, for every rank          |
+| `EncodedReduce`    | quant/reduce_paths.py | encoded (qgZ)                          | here, decoded, in rank order            |
 
 [Note: rounded once] The mean over the ranks is computed in the accumulation dtype and rounded once
 to the dtype of the wire. That holds too where the mean stays on this rank (stages 1 to 3). So the second half of stage 0's
@@ -452,7 +452,7 @@ def pieces(buffer: torch.Tensor, span: tuple[int, int], hop: GroupHop) -> tuple[
 
 # -- sums on a native backend ----------------------------------------------------------------------
 #
-# Reductions on backends with collectives of their own (NCCL). See the table in reductions.py.
+# Reductions on backends with collectives of their own (NCCL).
 #
 # [Note: all parts at once] One operation brings the parts of all ranks into the rows of one buffer,
 # and one kernel adds them (comm/sums.py). This rank's part is sent along, unless it is in a wider
