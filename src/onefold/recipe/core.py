@@ -334,7 +334,7 @@ class Recipe:
 
         Args:
             native: the backend has sums of its own (NCCL).
-            flat_over_nodes: see above; `onefold.comm.topology.flat_over`.
+            flat_over_nodes: see above; `onefold.comm.communicators.flat_over`.
         """
         decides = self.reduce is None and self.gradients.codec is None
         return replace(self, reduce=NATIVE) if decides and native and flat_over_nodes else self
