@@ -30,7 +30,7 @@ from onefold.comm import group
 from onefold.device import new_stream
 from onefold.memory import GATHERED, REDUCTION
 from onefold.plan import hardware, replay
-from onefold.runtime import gather, reduce
+from onefold.runtime import schedule
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 
@@ -64,7 +64,7 @@ def as_in(bounded: bool, beside: bool) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(group, "new_stream", stream))
-        for module in (gather, reduce, replay) if not bounded else ():
+        for module in (schedule, replay) if not bounded else ():
             stack.enter_context(patch.object(module, "LARGE_TRAFFIC", sys.maxsize))
         yield
 

@@ -42,7 +42,7 @@ def planned(engine: Any) -> dict[str, int]:
     twice = low = 0
     for flat in (
         flat
-        for index in engine.reduce.order
+        for index in engine.schedule.reduces
         for flat in engine.units[index].flats
         if flat.storage.offloaded
     ):

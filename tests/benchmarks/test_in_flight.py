@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import in_flight
 from onefold.plan import replay
-from onefold.runtime import gather, reduce
+from onefold.runtime import schedule
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -21,7 +21,7 @@ def test_the_timeline_shows_what_a_bound_in_bytes_and_a_stream_for_sums_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = 2 * 7_087_872  # bytes of one of GPT-2 in bf16
-    for module in (gather, reduce, replay):
+    for module in (schedule, replay):
         monkeypatch.setattr(module, "LARGE_TRAFFIC", 3 * block)
     command = ["--models", "gpt2", "--tokens", "64", "--output", str(tmp_path)]
     assert in_flight.main(command) == 0

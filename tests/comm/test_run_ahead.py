@@ -16,7 +16,7 @@ from onefold.comm import CollectiveContext
 from onefold.comm.pending import AHEAD, RunAhead
 from onefold.device import clocked
 from onefold.plan.hardware import Gpu, Host, Machine
-from onefold.runtime import reduce
+from onefold.runtime import schedule
 from onefold.simulation.clock import Clock
 from onefold.simulation.prices import Prices
 from ranks import run_ranks
@@ -126,7 +126,7 @@ def beside_a_peer_that_hangs(stage: int, phase: str) -> tuple[str, int]:
     virtual.start(seed=0)
     standin.register("cpu", "virtual")
     group = standin.new_group()
-    reduce.SMALL_TRAFFIC = 0  # each unit is one whose reduction is waited for
+    schedule.SMALL_TRAFFIC = 0  # each unit is one whose reduction is waited for
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(BLOCKS))).to("virtual")
     recipe = onefold.Recipe.zero(stage, stall_timeout=2.0)

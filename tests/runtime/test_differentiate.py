@@ -109,7 +109,7 @@ def local_gradients(stage: int | None, x: torch.Tensor, **options: Any) -> Any:
             engine.progress.open_graphs,
             engine.progress.root_graphs,
             engine.step_count,
-            sum(u.handles for u in engine.units),
+            sum(u.leases.saved for u in engine.units),
         )
         if counted != (0, 0, 6, 0):
             return f"open graphs, of the root, steps, handles: {counted}"

@@ -19,7 +19,7 @@ from onefold.plan.replay import Replay
 from onefold.plan.shapes import architecture
 from onefold.plan.states import bound_of, units_of
 from onefold.recipe.core import LARGE_TRAFFIC
-from onefold.runtime import gather, reduce
+from onefold.runtime import schedule
 from onefold.runtime.reduce_paths import Reduction
 from ranks import run_ranks
 
@@ -34,7 +34,7 @@ def layers() -> nn.Module:
 
 def limit(nbytes: int) -> None:
     """Let units be large from these bytes on, and none be small."""
-    for module in (gather, reduce, replay):
+    for module in (schedule, replay):
         module.SMALL_TRAFFIC, module.LARGE_TRAFFIC = 0, nbytes
 
 
@@ -53,7 +53,7 @@ def at_once(nbytes: int, in_flight: int, prefetch: int) -> tuple[int, int]:
 
     def looked(cursor: Any) -> None:
         look(cursor)
-        ahead.append(sum(not unit.claimed for unit in engine.gather.gathered.values()))
+        ahead.append(sum(not unit.leases.used for unit in engine.gather.gathered.values()))
 
     for _ in range(3):
         engine.reduce._land_what_is_due, engine.gather._look_ahead = landed, looked
@@ -117,16 +117,16 @@ def test_the_plan_counts_the_bytes_of_large_units_as_the_ledger_does(
     assert peaks[0] < peaks[1] <= peaks[2], peaks
 
 
-@pytest.mark.parametrize("rule", [reduce._are_large, replay._are_large], ids=["engine", "plan"])
 def test_a_small_unit_behind_a_large_one_is_no_reason_to_wait_for_that(
-    rule: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for module in (reduce, replay):
-        monkeypatch.setattr(module, "SMALL_TRAFFIC", 10)
-        monkeypatch.setattr(module, "LARGE_TRAFFIC", 1000)
+    monkeypatch.setattr(schedule, "SMALL_TRAFFIC", 10)
+    monkeypatch.setattr(schedule, "LARGE_TRAFFIC", 1000)
 
     def flying(*reductions: tuple[str, int]) -> bool:
-        return bool(rule([SimpleNamespace(unit=u, sent_bytes=n) for u, n in reductions]))
+        return bool(
+            schedule.are_large([SimpleNamespace(unit=u, sent_bytes=n) for u, n in reductions])
+        )
 
     assert not flying(("head", 900)) and not flying(("head", 900), ("head", 900))
     assert not flying(("head", 900), ("norm", 10))
@@ -164,5 +164,6 @@ def test_reductions_of_llama_3_70b_hold_two_pairs_of_buffers_at_most(
     assert most() <= max(a + b for a, b in zip(pairs, pairs[1:], strict=False)) + small < 8.1e9
     block = pairs[2]
     assert 2 * block < 6.9e9 and block > LARGE_TRAFFIC
-    monkeypatch.setattr(replay, "LARGE_TRAFFIC", 1 << 60)
+    for module in (schedule, replay):
+        monkeypatch.setattr(module, "LARGE_TRAFFIC", 1 << 60)
     assert most() >= 3 * block > 10.2e9

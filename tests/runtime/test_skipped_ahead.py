@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import onefold
 from models import ResidualBlock, features_of
-from onefold.runtime import gather
+from onefold.runtime import gather, schedule
 from ranks import run_ranks
 
 LAYERS, SKIPPED = 8, 3
@@ -42,7 +42,7 @@ def skips_a_layer(differ: bool) -> tuple[list[set[str]], list[set[str]], list[fl
     """
     import torch.distributed as dist
 
-    gather.SMALL_TRAFFIC = 0  # each unit is a large one
+    schedule.SMALL_TRAFFIC = 0  # each unit is a large one
     torch.manual_seed(0)
     model = onefold.shard(Dropping(), onefold.Recipe.zero(3, prefetch=1), units=(nn.Linear,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

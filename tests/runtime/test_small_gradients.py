@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import onefold
 from invariants.wire import counted_sends
 from onefold.memory import GATHERED
-from onefold.runtime import gather, reduce, refresh
+from onefold.runtime import reduce, refresh, schedule
 from ranks import run_ranks
 
 
@@ -57,7 +57,7 @@ def trained(
     """Losses and whole weights."""
     reduce.SMALL = refresh.SMALL = small
     reduce.ASIDE = aside
-    reduce.SMALL_TRAFFIC = gather.SMALL_TRAFFIC = refresh.SMALL_TRAFFIC = traffic
+    schedule.SMALL_TRAFFIC = refresh.SMALL_TRAFFIC = traffic
     torch.manual_seed(0)
     model = onefold.shard(
         Model(again), onefold.Recipe.zero(stage, precision=precision), units=(Odd,)
@@ -110,7 +110,7 @@ def test_together_is_one_by_one_to_the_bit(
 
 def most_at_once(traffic: int, in_flight: int, prefetch: int) -> tuple[int, int]:
     """The most reductions under way, and units gathered, at once in a step of nine small blocks."""
-    reduce.SMALL_TRAFFIC = gather.SMALL_TRAFFIC = refresh.SMALL_TRAFFIC = traffic
+    schedule.SMALL_TRAFFIC = refresh.SMALL_TRAFFIC = traffic
     torch.manual_seed(0)
     recipe = onefold.Recipe.zero(3, in_flight=in_flight, prefetch=prefetch)
     model = onefold.shard(
@@ -169,7 +169,7 @@ class Side(nn.Module):
 
 def refreshed(overlap: bool, traffic: int) -> dict[str, Any]:
     """The last of three forward passes at stage 1: its messages, and what the ledgers say of it."""
-    gather.SMALL_TRAFFIC = refresh.SMALL_TRAFFIC = traffic
+    schedule.SMALL_TRAFFIC = refresh.SMALL_TRAFFIC = traffic
     torch.manual_seed(0)
     recipe = onefold.Recipe.zero(1, overlap=overlap)
     model = onefold.shard(Side([24] * 9 + [200] + [32] * 3), recipe, units=(nn.Linear,))

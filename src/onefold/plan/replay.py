@@ -39,6 +39,7 @@ from onefold.plan.states import (
 from onefold.recipe import Recipe
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.rows import GROUP
+from onefold.runtime.schedule import are_large, is_due
 
 
 @dataclass(frozen=True)
@@ -338,9 +339,9 @@ class Replay:
         if not deferring:
             for flat in flats:
                 self._reduce(unit, flat)
-            while self._is_due():
+            while is_due(self.under_way, self.in_flight):
                 self._land(self.under_way.pop(0))
-            while len(self.on_next_hop) > self.in_flight or _are_large(self.on_next_hop):
+            while len(self.on_next_hop) > self.in_flight or are_large(self.on_next_hop):
                 self._land(self.on_next_hop.pop(0))
         if unit.gathered:
             self._release(unit)
@@ -386,17 +387,6 @@ class Replay:
             self.ledger.add(GRADIENTS, _landed_bytes(r))
         elif r.rows:
             r.total = self.pool.take(r.hop.own, r.flat.dtypes.sums, REDUCTION)
-
-    def _is_due(self) -> bool:
-        """Return whether to wait for the oldest reduction: too many are in flight, in number or in
-        bytes, or it has another hop to go and another unit has been sent since.
-        """
-        sent = self.under_way
-        if len(sent) > self.in_flight:
-            return not self.in_flight or sum(r.sent_bytes for r in sent) > SMALL_TRAFFIC
-        if _are_large(sent):
-            return True
-        return bool(sent) and not sent[0].is_last and sent[0].unit != sent[-1].unit
 
     def _land(self, r: Reduction) -> None:
         flat, sums = r.flat, r.flat.dtypes.sums
@@ -472,16 +462,6 @@ class Replay:
 def _landed_bytes(r: Reduction) -> int:
     """Return the bytes of the sums of a last hop, with room for those of other ranks."""
     return (r.flat.own if r.flat.broadcast_back else r.hop.own) * r.flat.landed.itemsize
-
-
-def _are_large(flying: list[Reduction]) -> bool:
-    """Return whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes,
-    and the last of them is not small.
-    """
-    if len(flying) < 2 or 2 * sum(r.sent_bytes for r in flying) <= LARGE_TRAFFIC:
-        return False
-    newest = sum(r.sent_bytes for r in flying if r.unit == flying[-1].unit)
-    return flying[0].unit != flying[-1].unit and newest > SMALL_TRAFFIC
 
 
 def backwards(units: list[Unit]) -> list[Unit]:

@@ -16,7 +16,6 @@ from onefold.runtime import differentiate
 from onefold.runtime.differentiate import in_autograd, keep_from_compiler
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.pending_gradients import show_pending
-from onefold.runtime.schedule import last_units, with_missing, with_unseen
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -117,7 +116,7 @@ class Backward:
             memory.look()
             transfers.host.look()
             for unit in reduce.units:
-                unit.waiting = set()
+                unit.leases.gradients = set()
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
@@ -140,7 +139,7 @@ class Backward:
             self.resources.memory.look()
             self.resources.transfers.host.look()
             for unit in reduce.units:
-                unit.waiting = set()
+                unit.leases.gradients = set()
 
     def _end_differentiating(self) -> None:
         """End a backward pass that accumulated nothing (torch.autograd.grad): there is nothing to
@@ -224,12 +223,10 @@ def agree_and_finish(
             received is not what they asked for.
     """
     group, progress, units = resources.group, resources.progress, reduce.units
+    schedule = gather.schedule
     late = {u.index for u in units if u.late}
-    gathered = set(gather.backward_log)
-    orders = [
-        zlib.crc32(repr(log).encode())
-        for log in (gather.forward_log, gather.backward_log, reduce.log)
-    ]
+    gathered = set(schedule.backward_seen)
+    orders = [zlib.crc32(repr(order).encode()) for order in schedule.seen()]
     walked, launched = both(struct.pack("<III", *orders)), both(group.launched())
     sizes = (1, len(reduce.unit_of), len(units), len(units))
     parts = [
@@ -257,9 +254,8 @@ def agree_and_finish(
     reduce.finish(used_anywhere)
     if late_anywhere:
         reduce.second_round(sorted(late_anywhere), used_anywhere)
-    known = reduce.learned and (gather.learned or not gather.sharded)
-    if learn and alike(found[0]) and not known:
-        _learn(gather, reduce, gathered_anywhere)
+    if learn and alike(found[0]) and not schedule.agreed:
+        schedule.agree(gathered_anywhere)
 
 
 def agree_on_failure(resources: Resources, error: BaseException | None, when: str) -> None:
@@ -285,29 +281,6 @@ def agree_on_failure(resources: Resources, error: BaseException | None, when: st
         resources.transfers.forget_writes()
         rank, message = wrong[0]
         raise TierError(f"rank {resources.group.ranks[rank]}, {when}: {message}") from error
-
-
-def _learn(gather: Gatherer, reduce: Reducer, gathered: set[int]) -> None:
-    """Make the order that all ranks have seen the agreed order of the next steps. Units that were
-    not seen keep a place in it: a later step may use them.
-    """
-    if gather.forward_log:
-        # Units used in forward whose backward reads no parameter
-        needless = set(gather.forward_log) - gathered
-        gather.forward_order = with_missing(gather.forward_log, gather.forward_order)
-        unseen = set(gather.backward_order) - needless - set(gather.backward_log)
-        gather.backward_order = with_unseen(
-            gather.backward_log, unseen, gather.forward_order, gather.units
-        )
-        gather.learned = True
-        if gather.recipe.reshard_after_forward:
-            first = [gather.units[i] for i in gather.backward_log]
-            gather.kept_last = frozenset(
-                u.index for u in last_units([gather.units[i] for i in gather.forward_log], first)
-            )
-    if reduce.log:
-        reduce.order = with_missing(reduce.log, reduce.order)
-        reduce.learned = True
 
 
 def _bits(members: set[int], size: int) -> bytes:

@@ -51,6 +51,7 @@ from onefold.runtime.reduce import Reducer
 from onefold.runtime.refresh import Copies
 from onefold.runtime.residuals import Residuals
 from onefold.runtime.resources import Capabilities, MasterAccess, Progress, Resources, Span, Spans
+from onefold.runtime.schedule import Schedule
 from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import Transfers
 from onefold.runtime.uninitialized import Uninitialized
@@ -159,9 +160,11 @@ class Engine:
         """
         self.stepper = stepper
         self.reduce: Reducer  # created below: it needs the gatherer, which calls it in turn
+        self.schedule = Schedule(self.units, self.recipe, self.group.topology.two_levels)
         self.gather = Gatherer(
             self.units,
             self.resources,
+            self.schedule,
             self.backward_event,
             lambda units: self.reduce.passed_over(units),
         )

@@ -53,12 +53,12 @@ class _Borrowed:
     reason to read the weight is its dtype.
 
     Attributes:
-        handles_before: `handles_apart` of the unit when it was borrowed.
+        saved_before: `saved_apart` of the unit when it was borrowed.
         kept: code has got the parameter itself.
     """
 
     unit: Unit
-    handles_before: int
+    saved_before: int
     kept: bool = False
 
 
@@ -120,7 +120,7 @@ class Forward:
             self.stack.append((unit, recompute, outermost))
             self._entered.add(unit.index)
             ForwardDepth.value += 1
-            unit.depth += 1
+            unit.leases.in_use += 1
             if recompute:
                 self.backward.event()
             elif torch.is_grad_enabled() or self.progress.graded:
@@ -132,8 +132,8 @@ class Forward:
                 self.run_ahead.comes(unit.index, self.progress.phase, again=not recompute)
             self.gather.acquire(unit, backward=recompute)
             if recompute:
-                unit.recomputed_at = self.gather.reached
-            if unit.depth == 1:
+                unit.leases.recomputing = self.gather.reached
+            if unit.leases.in_use == 1:
                 swap_in(unit)
             self.spans.enter()
             return outermost
@@ -152,12 +152,12 @@ class Forward:
                     if outermost and self._recorded is not None:
                         self._recorded.by_hand = self._kept_by_hand()
                     self._watch(unit, output, root=not self.stack)
-                if unit.depth == 0 and not recompute:
+                if not unit.leases.in_use and not recompute:
                     self._keep_writes(unit)
                 if outermost:  # other modules may have written to these after their own forward
                     for borrowed in self._borrowed.values():
                         self._keep_writes(borrowed.unit)
-                if unit.depth == 0 and (not recompute or unit.looks_up_only):
+                if not unit.leases.in_use and (not recompute or unit.looks_up_only):
                     self.gather.after_forward(unit, output)
             except BaseException:
                 # The unit has left the stack, so `abort` would not end the pass: its hooks on saved
@@ -188,8 +188,8 @@ class Forward:
     def _pop(self) -> tuple[bool, bool]:
         unit, recompute, outermost = self.stack.pop()
         ForwardDepth.value -= 1
-        unit.depth -= 1
-        if unit.depth == 0:
+        unit.leases.in_use -= 1
+        if not unit.leases.in_use:
             swap_out(unit)
         return recompute, outermost
 
@@ -270,16 +270,16 @@ class Forward:
         recompute = in_autograd()
         if recompute:
             self.backward.event()
-        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.claimed:
+        elif (torch.is_grad_enabled() or self.progress.graded) and not unit.leases.used:
             unit.calls += 1
         self.gather.acquire(unit, backward=recompute)
         if recompute:
             # Recomputed by a checkpoint inside the unit's module, which the unit's hooks do not see
-            unit.recomputed_at = self.gather.reached
+            unit.leases.recomputing = self.gather.reached
         elif unit.index not in self._borrowed:
-            self._borrowed[unit.index] = _Borrowed(unit, unit.handles_apart)
-        if keeps and not unit.depth:
-            unit.borrowed = True
+            self._borrowed[unit.index] = _Borrowed(unit, unit.saved_apart)
+        if keeps and not unit.leases.in_use:
+            unit.leases.borrowed = True
             if not recompute:
                 self._borrowed[unit.index].kept = True
         return entry.compute
@@ -291,7 +291,7 @@ class Forward:
             for b in self._borrowed.values()
             if b.kept
             and not b.unit.resident
-            and b.unit.handles_apart == b.handles_before
+            and b.unit.saved_apart == b.saved_before
             and not (b.unit.looks_up_only and b.unit.index in self._entered)
         ]
 
@@ -320,7 +320,7 @@ class Forward:
                     self.gather.acquire(unit, backward=True)
                 for kept in recorded.by_hand if root and recorded is not None else ():
                     if not self.gather.is_done(kept):
-                        kept.by_hand = True
+                        kept.leases.by_hand = True
                         self.gather.acquire(kept, backward=True)
 
         for t in tensors_in(output):

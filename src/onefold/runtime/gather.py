@@ -1,26 +1,6 @@
-"""Gathering and releasing units, ahead of use and on demand.
-
-    forward    use 0   use 1   use 2          backward  use 2   use 1   use 0
-    wire       g0 g1   g2      ·              wire      g1      g0      ·        (prefetch = 1)
-    memory     [0 ]1   [1 ]2   [2 ]     2     memory    [2 ]1   [1 ]0   [0 ]
-
-[Note: every rank joins every gather] Both passes walk an agreed order of units. At first this is
-the order in which the model registers them. After the first step in which all ranks saw the same
-order, it is the order that they saw. A rank that takes another branch and passes over a unit still
-joins the gather of that unit, and drops the result. So ranks may use different units, as long as
-each uses its units in the agreed order. A unit that the order does not foresee is gathered on
-demand, and then all ranks must gather it at the same point.
-
-[Note: last units stay] The backward pass begins with the unit that the forward pass used last and
-the units that enclose it. These stay gathered between the two passes. The order seen in the first
-step tells which units they are (`last_units` in runtime/schedule.py), so the first step itself still
-releases them. Every later pass over the whole model that records gradients keeps all of them on
-every rank, including those that a rank did not use. They are released together, at points that
-every rank passes: at the next forward pass, before an optimizer steps, at the end of any backward
-pass, and when masters are written to (which all ranks do alike). So every rank knows what the others hold, and all ranks
-gather in the same order. They are also released when the whole autograd graph of the pass is freed,
-because no backward pass can follow then. Freeing a part of the graph releases nothing: ranks may
-drop different outputs.
+"""Gathering and releasing units, ahead of use and on demand, by the agreed schedule
+(runtime/schedule.py). Who holds a gathered unit, and until when, is in the table of `Leases`
+(runtime/unit.py).
 """
 
 from __future__ import annotations
@@ -35,14 +15,13 @@ import torch
 
 from onefold.memory import GATHERED, storage_of
 from onefold.memory.pool import TierError
-from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime import differentiate
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
 from onefold.runtime.gather_paths import CopyStream
 from onefold.runtime.parameters.values import written
 from onefold.runtime.saved_tensors import CachedCasts, saving
-from onefold.runtime.schedule import Walk, backwards
+from onefold.runtime.schedule import Schedule, Walk
 from onefold.runtime.unit import State, Unit
 
 if TYPE_CHECKING:
@@ -70,6 +49,7 @@ class Gatherer:
         self,
         units: list[Unit],
         resources: Resources,
+        schedule: Schedule,
         backward_event: Callable[[], None],
         passed_over: Callable[[list[Unit]], None],
     ) -> None:
@@ -89,31 +69,15 @@ class Gatherer:
             resources.pool,
             resources.transfers,
         )
-        self.sharded = [u for u in self.units if not u.resident]
-        foreseen = [u for u in self.sharded if not u.revisited]
-        self.forward_order, self.learned = [u.index for u in foreseen], False
-        self.backward_order = backwards([u for u in foreseen if not u.forward_only])
-        self.kept_last: frozenset[int] = frozenset()  # see [Note: last units stay]
-        # The last units that wait for their backward pass: index -> how often their masters
-        # had been written to when the forward pass ended
-        self.awaiting_backward: dict[int, int] = {}
-        # The pass that left them gathered. Kept for the callback of the weak reference
+        self.schedule, self.sharded = schedule, schedule.sharded
+        # The pass that left the last units gathered. Kept for the callback of the weak reference
         self.awaited_pass: weakref.ref[Recorded] | None = None
-        self.forward_log: list[int] = []
-        self.backward_log: list[int] = []
-        self.forward_walk: Walk | None = None
-        self.backward_walk: Walk | None = None
-        self.held_back = False  # `pass_by` has put off a unit
         self.unwanted: list[Unit] = []
         self.gathered: dict[int, Unit] = {}  # gathered or being gathered, by index
         # This pass released a unit although the recipe keeps units for backward. A re-entrant
         # checkpoint does so: its part runs without gradients, and gathers the unit again later
         self.released_early = False
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
-        self.ahead = self.recipe.units_ahead(self.group.topology.two_levels)
-        self.reads_ahead = any(
-            flat.storage.reads_ahead for unit in self.sharded for flat in unit.flats
-        )
         # A gather may begin with a copy: from the host, or a cast. Copy and gather then run on the
         # stream of the copies up. The computation goes on, and waits where the unit is used.
         self.on_copy_stream: CopyStream = (
@@ -126,19 +90,20 @@ class Gatherer:
         self.reached = 0  # how often a backward pass has reached the output of a unit
         # Units that stay gathered between passes without gradients (runtime/state/start.py)
         self.kept_gathered: frozenset[int] = frozenset()
-        self.staying: frozenset[int] = frozenset()  # those of them that stay after this pass
 
     # -- passes ------------------------------------------------------------------------------------
 
     def begin_forward(self, is_root: bool) -> None:
         self.released_early = False
         self.release_last_units()  # their backward pass did not come, or comes after this forward pass
-        if self.kept_gathered:
-            self.staying = frozenset() if torch.is_grad_enabled() else self.kept_gathered
-            self.gather_kept() if self.staying else self.release_kept()
+        if self.kept_gathered and torch.is_grad_enabled():
+            self.release_kept()
+        elif self.kept_gathered:
+            for unit in self.sharded:
+                unit.leases.kept = unit.index in self.kept_gathered
+            self.gather_kept()
         if self.sharded:
-            self.forward_walk = Walk(self.forward_order) if is_root else None
-            self.forward_log = []
+            self.schedule.begin_forward(is_root)
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
                 self._hooks = saving(self)
@@ -152,35 +117,34 @@ class Gatherer:
             self.wait(unit)  # a refreshed copy that this rank did not use
         if not self.sharded:
             return
-        turns = self._keeps_last and not aborted and self.group.broken is None
-        if self.forward_walk is not None and not aborted:
-            for index in self.forward_walk.rest():
-                self.join(self.units[index])
-        self.forward_walk = None
+        keeps_last = self._keeps_last and not aborted and self.group.broken is None
+        for unit in self.schedule.rest(self.schedule.forward_walk) if not aborted else ():
+            self.join(unit)
+        self.schedule.forward_walk = None
         keep = self._keeps_for_backward and not aborted
         for unit in self.sharded:
-            unit.borrowed = False
-            if unit.lent:  # the pass of another model ends later
+            leases, kept = unit.leases, unit.leases.kept
+            leases.borrowed = leases.kept = False
+            if leases.lent:  # the pass of another model ends later
                 continue
-            if turns and unit.index in self.kept_last and not unit.ungathered:
+            if keeps_last and unit.index in self.schedule.last and not unit.ungathered:
                 self.wait(unit)  # it may have been joined and not used
-                unit.claimed = False
-                self.awaiting_backward[unit.index] = _writes(unit)
+                leases.used, leases.awaiting_backward = False, True
+                leases.writes = _writes(unit)
                 continue
-            if unit.index in self.staying and self.group.broken is None:
-                unit.claimed = False
+            if kept and self.group.broken is None:
+                leases.used = False
                 continue
             # Where units stay gathered for the backward pass, those that this rank joined and did
             # not use stay too. Other ranks use them: then all ranks hold the unit, and no rank has
             # to gather it in the backward pass.
             if (
                 unit.state is not State.SHARDED
-                and not (keep and (unit.claimed or not self.released_early))
+                and not (keep and (leases.used or not self.released_early))
                 and not self.progress.backward_open
             ):
                 self.release(unit)
         self.unwanted.clear()
-        self.staying = frozenset()
         self.pool.drain()
 
     def gather_kept(self) -> None:
@@ -191,17 +155,20 @@ class Gatherer:
 
     def release_kept(self) -> None:
         for unit in self.sharded:
-            if unit.index in self.kept_gathered and not unit.ungathered and not unit.depth:
+            if unit.index in self.kept_gathered and not unit.ungathered and not unit.leases.in_use:
                 self.release(unit)
         self.pool.drain()  # a buffer made under inference_mode is of no use outside
 
     def release_last_units(self) -> None:
         """Release the units that wait for a backward pass. Called at points that all ranks pass."""
         self.awaited_pass = None
-        if self.awaiting_backward:
-            for index in sorted(self.awaiting_backward):
-                self.release(self.units[index])
+        if awaiting := self._awaiting_backward():
+            for unit in awaiting:
+                self.release(unit)
             self.pool.drain()
+
+    def _awaiting_backward(self) -> list[Unit]:
+        return [u for _, u in sorted(self.gathered.items()) if u.leases.awaiting_backward]
 
     def release_when_gone(self, recorded: Recorded) -> None:
         """Release the units that wait for a backward pass when `recorded` dies: none can come."""
@@ -213,48 +180,33 @@ class Gatherer:
             ):
                 gather.release_last_units()
 
-        self.awaited_pass = weakref.ref(recorded, gone) if self.awaiting_backward else None
+        self.awaited_pass = weakref.ref(recorded, gone) if self._awaiting_backward() else None
 
     def begin_backward(self) -> None:
-        self.backward_log, self.held_back = [], False
-        self.backward_walk = None
-        for index, writes in sorted(self.awaiting_backward.items()):
+        self.schedule.begin_backward()
+        for unit in self._awaiting_backward():
             # Gather it again: this backward pass uses the new values of all units
-            if _writes(self.units[index]) != writes:
-                self.release(self.units[index])
+            if _writes(unit) != unit.leases.writes:
+                self.release(unit)
         if not self.progress.differentiating:
             self.foresee_backward()
 
     def foresee_backward(self) -> None:
-        """Prepare the walk of this backward pass along the agreed order."""
-        # The agreed order is that of passes over the whole model. After passes over a part of it,
-        # units are gathered on demand. Units that every rank still holds need no gather and are not
-        # in the walk. The last units are in it: if the pass skips one of them, `acquire` has
-        # to notice, since their reduction waits for that.
-        order = [
-            index
-            for index in self.backward_order
-            if self.units[index].ungathered or index in self.awaiting_backward
-        ]
-        self.backward_walk = walk = Walk(order) if self.progress.root_graphs else None
-        if walk is not None and self.learned:
-            # A re-entrant checkpoint may have recomputed before the first gradient came. Every rank
-            # gathered its units on demand and has released them: they are not to be joined
-            for index in self.backward_log:
-                walk.reach(index)
-                walk.use(index)
+        """Prepare the walk of this backward pass along the agreed order, which is that of passes
+        over the whole model. After passes over a part of it, units are gathered on demand.
+        """
+        self.schedule.foresee_backward(over_model=bool(self.progress.root_graphs))
 
     def join_rest_of_backward(self) -> None:
         """At the end of a backward pass, join the gathers that other ranks may have launched."""
-        if self.backward_walk is not None:
-            for index in self.backward_walk.rest():
-                self.join(self.units[index])
+        for unit in self.schedule.rest(self.schedule.backward_walk):
+            self.join(unit)
 
     def end_backward(self) -> None:
-        self.backward_walk = None
+        self.schedule.backward_walk = None
         for unit in self.sharded:
-            unit.borrowed = unit.by_hand = False
-            if unit.state is not State.SHARDED and unit.depth == 0:
+            unit.leases.borrowed = unit.leases.by_hand = False
+            if unit.state is not State.SHARDED and not unit.leases.in_use:
                 self.release(unit)
         self.unwanted.clear()
         self.pool.drain()
@@ -270,8 +222,8 @@ class Gatherer:
         re-entrant checkpoint runs its part of the pass without gradients.
         """
         return (
-            self.forward_walk is not None
-            and self.learned
+            self.schedule.forward_walk is not None
+            and self.schedule.gathers_agreed
             and self.progress.graded
             and not self.progress.backward_open
         )
@@ -283,68 +235,47 @@ class Gatherer:
         if unit.resident:
             self.wait(unit)
             return
-        walk = self.backward_walk if backward else self.forward_walk
-        if backward and unit.tile and unit.depth and not self.learned:
-            # This tile is recomputed. Recomputation uses the order of the forward pass, which the
-            # backward order lacks in the first step, so every rank gathers the tile on demand
-            walk = None
+        schedule, leases = self.schedule, unit.leases
+        walk = schedule.walk_to(unit, backward)
         passed: list[Unit] = []
-        if unit.ungathered or (backward and unit.index in self.awaiting_backward):
+        if unit.ungathered or (backward and leases.awaiting_backward):
             passed = [self.units[index] for index in walk.reach(unit.index)] if walk else []
             for other in passed:
                 self.join(other)
             if unit.ungathered:
                 self.launch(unit)
-        if backward and (passed or self.held_back):
-            self.held_back = False
+        if backward and (passed or schedule.held_back):
+            schedule.held_back = False
             self.passed_over([u for u in passed if not u.encloses(unit)])
         self.wait(unit)
-        if not unit.claimed:
-            unit.claimed = True
-            (self.backward_log if backward else self.forward_log).append(unit.index)
+        if not leases.used:
+            leases.used = True
+            (schedule.backward_seen if backward else schedule.forward_seen).append(unit.index)
             if backward:
-                self.awaiting_backward.pop(unit.index, None)
+                leases.awaiting_backward = False
                 self._sweep(unit)
             if walk:
                 self._skip([self.units[i] for i in walk.use(unit.index)], unit, backward)
             self._reap(unit if backward else None)
-            if walk and self.learned:
+            if walk and schedule.gathers_agreed:
                 self._look_ahead(walk)
 
     def _look_ahead(self, walk: Walk) -> None:
-        waiting = [
-            u for u in self.gathered.values() if not u.claimed and u.index not in self.staying
-        ]
-        ahead, nbytes = len(waiting), sum(u.gathered_bytes for u in waiting)
-        while self.ahead and (index := walk.next()) is not None:
-            unit = self.units[index]
-            if index in self.awaiting_backward:  # gathered, and counted in `waiting`
-                walk.at += 1
-                continue
-            nbytes += unit.gathered_bytes
-            if ahead >= self.ahead and (nbytes > SMALL_TRAFFIC or unit.tile):
-                break
-            if ahead and nbytes > LARGE_TRAFFIC:
-                break
-            walk.at += 1
-            if unit.ungathered:
-                self.launch(unit)
-                ahead += 1
-        # A disk is slower than the wire: start to read one unit further ahead
-        if self.ahead and self.reads_ahead:
-            for index in walk.order[walk.at : walk.at + 1]:
-                self.fetch(self.units[index])
+        waiting = [u for u in self.gathered.values() if not (u.leases.used or u.leases.kept)]
+        for unit in self.schedule.ahead(walk, waiting):
+            self.launch(unit)
+        for unit in self.schedule.read_ahead(walk):
+            self.fetch(unit)
 
     def join(self, unit: Unit) -> None:
         """Take part in a gather that other ranks may need. See [Note: every rank joins every
-        gather].
+        gather] in runtime/schedule.py.
         """
         if unit.ungathered:
             self.launch(unit)
             self.unwanted.append(unit)
-        elif (
-            self.awaiting_backward.pop(unit.index, None) is not None
-        ):  # a backward pass went past it
+        elif unit.leases.awaiting_backward:  # a backward pass went past it
+            unit.leases.awaiting_backward = False
             self.unwanted.append(unit)
 
     def _skip(self, units: list[Unit], using: Unit, backward: bool) -> None:
@@ -352,14 +283,14 @@ class Gatherer:
         before `using`.
         """
         joined = {u.index for u in self.unwanted}
-        stay = joined | self.staying
         ahead = [
             u
             for u in units
-            if not (u.claimed or u.ungathered or u.index in stay or using.encloses(u))
+            if not (u.leases.used or u.leases.kept or u.ungathered or u.index in joined)
+            and not using.encloses(u)
         ]
         for unit in ahead:
-            self.awaiting_backward.pop(unit.index, None)
+            unit.leases.awaiting_backward = False
         self.unwanted += ahead
         if backward and ahead:
             self.passed_over([u for u in ahead if not u.encloses(using)])
@@ -368,23 +299,13 @@ class Gatherer:
         """Join the gather of a unit that this rank does not use in this backward pass. Called
         before this rank waits for the reduction of the ranks that do use it.
 
-        Returns False, and joins nothing, if this rank has yet to use another unit that comes before
-        it in the order. Joining goes through the order, so that other unit would be joined too, and
-        dropped before its use. This happens behind frozen units: they have no gradient that the
-        reductions wait for, so the turns of reductions get ahead of the pass. `passed_over` is
-        called again when the pass has come further.
+        Returns False, and joins nothing, if this pass has yet to come further (`Schedule.up_to`).
+        Then `passed_over` is called again.
         """
-        walk = self.backward_walk
-        if walk is None or unit.index not in walk.order[walk.at :]:
-            return True
-        there = walk.order.index(unit.index, walk.at)
-        before = [self.units[index] for index in walk.order[walk.at : there]]
-        if any(u.calls and u.index not in self.backward_log for u in before):
-            self.held_back = True
-            return False
-        for index in (*walk.reach(unit.index), unit.index):
-            self.join(self.units[index])
-        return True
+        units = self.schedule.up_to(unit)
+        for each in units or ():
+            self.join(each)
+        return units is not None
 
     def _reap(self, inside: Unit | None) -> None:
         """Release the units that were joined and not used. In a backward pass, units that enclose
@@ -393,14 +314,14 @@ class Gatherer:
         if inside is None and self._keeps_for_backward:
             return
         if inside is None and self._keeps_last:  # all ranks keep the last units
-            self.unwanted = [u for u in self.unwanted if u.index not in self.kept_last]
+            self.unwanted = [u for u in self.unwanted if u.index not in self.schedule.last]
         around = [
             u
             for u in self.unwanted
             if inside is not None and (u.encloses(inside) or inside.encloses(u))
         ]
         for unit in self.unwanted:
-            if not unit.claimed and not unit.ungathered and unit not in around:
+            if not unit.leases.used and not unit.ungathered and unit not in around:
                 self.release(unit)
         self.unwanted = around
 
@@ -411,8 +332,8 @@ class Gatherer:
         # recomputations the backward pass reaches the output of some unit, which raises `reached`.
         # A unit with the present `reached` belongs to the recomputation under way and stays.
         for _, unit in sorted(self.gathered.items()):
-            if unit is not using and unit.claimed and unit.recomputed_at != self.reached:
-                unit.recomputed_at = None
+            if unit is not using and unit.leases.used and unit.leases.recomputing != self.reached:
+                unit.leases.recomputing = None
                 self.maybe_release(unit)
 
     def launch(self, unit: Unit) -> None:
@@ -492,10 +413,9 @@ class Gatherer:
             unit.pending.clear()
             self._order_after_copies(unit)
             unit.move(State.GATHERED, self.progress.step_count)
-        unit.claimed, unit.recomputed_at = False, None
+        unit.leases.released()
         unit.move(State.SHARDED, self.progress.step_count)
         self.gathered.pop(unit.index, None)
-        self.awaiting_backward.pop(unit.index, None)
         if self.casts is not None:
             self.casts.drop(unit)
         for flat in unit.flats:
@@ -514,18 +434,15 @@ class Gatherer:
         if it is kept for later passes, if other code has read its parameters, or if its output lies
         in a gathered buffer.
         """
-        if unit.resident or unit.state is not State.GATHERED or unit.borrowed or unit.lent:
+        leases, walk = unit.leases, self.schedule.forward_walk
+        if unit.resident or unit.state is not State.GATHERED or leases.after_forward:
             return
-        if (
-            self.forward_walk is not None
-            and self.learned
-            and self.forward_walk.next() == unit.index
-        ):
-            self.forward_walk.at += 1
-            unit.claimed = False
+        if walk is not None and self.schedule.gathers_agreed and walk.next() == unit.index:
+            walk.at += 1
+            leases.used = False
             return
-        if unit.index in self.staying or (self._keeps_last and unit.index in self.kept_last):
-            unit.claimed = False
+        if leases.kept or (self._keeps_last and unit.index in self.schedule.last):
+            leases.used = False
             return
         if self._keeps_for_backward:
             return
@@ -539,24 +456,13 @@ class Gatherer:
         tensor, no gradient. Then reaching a further output of its forward pass (a cache of keys
         and values) is no reason to gather it again.
         """
-        return unit.index in self.backward_log and not unit.handles and not unit.waiting
+        return unit.index in self.schedule.backward_seen and not unit.leases.in_backward
 
     def maybe_release(self, unit: Unit) -> None:
-        """Release the unit if its backward is over: no saved handle, no gradient awaited, no
-        forward pass open.
-        """
-        done = unit.looks_up_only or not (
-            unit.handles
-            or unit.waiting
-            or ((unit.recomputed_at is not None or unit.by_hand) and unit.holds_frozen)
-        )
-        if (
-            self.progress.backward_open
-            and unit.claimed
-            and not unit.resident
-            and done
-            and not unit.depth
-        ):
+        """Release the unit if its backward is over: nothing holds it any more."""
+        if not (self.progress.backward_open and unit.leases.used and not unit.resident):
+            return
+        if not unit.needed_in_backward:
             self.release(unit)
 
 

@@ -7,16 +7,9 @@
 
 When autograd hands over a gradient, the reducer copies it into its unit's flat buffer and drops it.
 Small gradients are copied several at a time, because the number of calls is what they cost. When
-the unit has all its gradients, its buffer is exchanged and summed (see [Note: sums are local and in
+the unit has all its gradients, its buffer is exchanged and summed in the order of the schedule (see
+[Note: reductions keep one order] in runtime/schedule.py and [Note: sums are local and in
 rank order] in comm/moves.py). The sums become `.grad` of the optimizer's parameters.
-
-[Note: reductions keep one order] Units are reduced in an order that all ranks agree on: at first
-the reverse of registration, then the order seen in the first backward pass. A unit that is ready
-early waits for its turn. A unit that this rank did not use takes part with zeros:
-
-- if its module was not called, at its turn;
-- if it was called and the backward pass goes past it, from then on (`Reducer.passed_over`);
-- else at the end of the backward pass (`Reducer.launch_rest`).
 
 [Note: unused parameters] Every backward pass ends with one small exchange in which the ranks tell
 each other which parameters got a gradient. A parameter that no rank used keeps `.grad is None`, as
@@ -36,7 +29,6 @@ import torch
 
 from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, nbytes_of
 from onefold.memory.pool import TierError
-from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime.flat import Entry, Flat, Shares
 from onefold.runtime.parameters import gradient_hooks
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
@@ -83,10 +75,7 @@ class Reducer:
             resources.memory,
         )
         self.pool = resources.pool
-        self.order = [u.index for u in self.units][::-1]
-        self.turn = 0
-        self.log: list[int] = []
-        self.learned = False
+        self.schedule = gather.schedule
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []  # past their first hop
         # Entries that have a gradient, on any rank, in the held sums
@@ -97,7 +86,6 @@ class Reducer:
         self.multiplied: dict[int, tuple[Any, int]] = {}
         # `.grad` shows, or has shown, gradients that wait for the boundary (runtime/pending_gradients.py)
         self.shows = False
-        self.in_flight = resources.recipe.in_flight if resources.recipe.overlap else 0
         for entry in (entry for unit in self.units for entry in unit.entries):
             nbytes = entry.slot.numel * entry.flat.dtypes.compute.itemsize
             entry.small = nbytes if nbytes <= SMALL else 0
@@ -108,16 +96,17 @@ class Reducer:
         if self.shows:
             self.shows = False
             take_pending(self)
-        self.turn, self.log, self.used = 0, [], set()
+        self.schedule.begin_reduces()
+        self.used = set()
         self.take_multipliers_back()
         if self.progress.factor != 1:
             self._multiply_before_hooks()
         for unit in self.units:
-            unit.waiting = set(unit.awaited)
+            unit.leases.gradients = set(unit.awaited)
             for flat in unit.flats:
                 for entry in flat.entries:
                     entry.post_hooks = entry.param._post_accumulate_grad_hooks
-            unit.ready = not unit.waiting or unit.calls == 0
+            unit.ready = not unit.leases.gradients or unit.calls == 0
             unit.launched = unit.late = False
 
     def _multiply_before_hooks(self) -> None:
@@ -177,8 +166,8 @@ class Reducer:
                 self._begin(flat, run)
         unit.aside.append(entry)
         unit.aside_bytes += entry.small
-        unit.waiting.discard(entry.number)
-        if not unit.waiting or unit.aside_bytes > ASIDE:
+        unit.leases.gradients.discard(entry.number)
+        if not unit.leases.gradients or unit.aside_bytes > ASIDE:
             with disable_torch_function():
                 self._store_aside(unit)
                 self._complete(unit)
@@ -250,8 +239,8 @@ class Reducer:
         """
         unit = self.unit_of[entry.number]
         self._store_one(unit, entry, factor)
-        unit.waiting.discard(entry.number)
-        if not unit.waiting and unit.aside:
+        unit.leases.gradients.discard(entry.number)
+        if not unit.leases.gradients and unit.aside:
             self._store_aside(unit)
         self._complete(unit)
 
@@ -273,11 +262,11 @@ class Reducer:
 
     def _complete(self, unit: Unit) -> None:
         """Mark the unit ready if all its gradients have come."""
-        if unit.waiting:
+        if unit.leases.gradients:
             return
         if not unit.launched:
             unit.ready = True
-            self.log.append(unit.index)
+            self.schedule.reduces_seen.append(unit.index)
             if self.memory.record:
                 self.spans.came(unit.name)
             if not self.progress.deferring:
@@ -308,7 +297,7 @@ class Reducer:
         A gradient that comes later still is marked late and goes into the second round.
         """
         for unit in units:
-            if len(unit.waiting) == len(unit.awaited):
+            if len(unit.leases.gradients) == len(unit.awaited):
                 unit.ready = True
         if not self.progress.deferring:
             self._advance()
@@ -368,35 +357,20 @@ class Reducer:
 
     def _advance(self) -> None:
         """Launch units in the agreed order, as long as the next one is ready."""
-        while self.turn < len(self.order) and self.units[self.order[self.turn]].ready:
-            unit = self.units[self.order[self.turn]]
+        schedule = self.schedule
+        while (unit := schedule.next_to_reduce()) is not None and unit.ready:
             if unit.calls == 0 and not self.gather.pass_by(unit):
                 return
             self._launch(unit)
-            self.turn += 1
+            schedule.next_reduce += 1
             self._land_what_is_due()
 
     def _land_what_is_due(self) -> None:
-        """Land the reductions that are due. Called after every launch.
-
-        What is due depends on the launches alone, not on when a rank was ready. So all ranks start
-        next hops in the same order among their launches. Backends without tags need that.
-        """
-        while self._is_due():
+        """Land the reductions that are due. Called after every launch."""
+        while self.schedule.is_due(self.under_way):
             self._land(self.under_way.pop(0))
-        while len(self.on_next_hop) > self.in_flight or _are_large(self.on_next_hop):
+        while self.schedule.next_hop_is_due(self.on_next_hop):
             self._land(self.on_next_hop.pop(0))
-
-    def _is_due(self) -> bool:
-        """Whether to wait for the oldest reduction: too many are under way, in number or in bytes,
-        or it has a further hop and another unit has been launched since.
-        """
-        flying = self.under_way
-        if len(flying) > self.in_flight:
-            return not self.in_flight or sum([r.sent_bytes for r in flying]) > SMALL_TRAFFIC
-        if len(flying) < 2 or flying[0].unit is flying[-1].unit:
-            return False
-        return not flying[0].is_last or _are_large(flying)
 
     def _launch(self, unit: Unit) -> None:
         if unit.aside:
@@ -610,9 +584,9 @@ class Reducer:
             self._land(self.under_way.pop(0))
 
     def _advance_all(self) -> None:
-        while self.turn < len(self.order):
-            self._launch(self.units[self.order[self.turn]])
-            self.turn += 1
+        while (unit := self.schedule.next_to_reduce()) is not None:
+            self._launch(unit)
+            self.schedule.next_reduce += 1
             self._land_what_is_due()
 
     def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
@@ -644,7 +618,8 @@ class Reducer:
         self.summed.clear()
         self.held.clear()
         for unit in self.units:
-            unit.waiting, unit.ready, unit.launched, unit.late = set(), False, False, False
+            unit.leases.gradients = set()
+            unit.ready = unit.launched = unit.late = False
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
                 for buffer in flat.grads.values():
@@ -658,16 +633,6 @@ class Reducer:
                         entry.param.grad = None
                     entry.filled, entry.pending_grad = False, None
                     set_grad(entry.compute, None)
-
-
-def _are_large(flying: list[Reduction]) -> bool:
-    """Whether reductions of several units are in flight, with more than LARGE_TRAFFIC bytes. A small
-    unit that follows a large one (a norm behind a head) is no reason to wait for that one.
-    """
-    if len(flying) < 2 or 2 * sum([r.sent_bytes for r in flying]) <= LARGE_TRAFFIC:
-        return False
-    newest = sum([r.sent_bytes for r in flying if r.unit is flying[-1].unit])
-    return flying[0].unit is not flying[-1].unit and newest > SMALL_TRAFFIC
 
 
 def _all_of(r: Reduction, which: list[bool]) -> bool:

@@ -103,7 +103,7 @@ class Copies:
         if (
             not unit.resident
             and not unit.ungathered
-            and not unit.depth
+            and not unit.leases.in_use
             and not self.progress.backward_open
         ):
             self.gather.release(unit)

@@ -300,12 +300,12 @@ class Handle:
     def __init__(self, gatherer: Gatherer, unit: Unit, flat: Flat, t: torch.Tensor) -> None:
         self.gatherer, self.unit, self.flat = gatherer, unit, flat
         self.size, self.stride, self.offset = t.size(), t.stride(), t.storage_offset()
-        unit.handles += 1
-        unit.handles_apart += not unit.depth
+        unit.leases.saved += 1
+        unit.saved_apart += not unit.leases.in_use
 
     def __del__(self) -> None:
-        self.unit.handles -= 1
-        if self.unit.handles == 0 or self.unit.looks_up_only:
+        self.unit.leases.saved -= 1
+        if not self.unit.leases.saved or self.unit.looks_up_only:
             self.gatherer.maybe_release(self.unit)
 
     def read(self) -> torch.Tensor:

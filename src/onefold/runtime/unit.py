@@ -57,6 +57,78 @@ _ALLOWED = {
 }
 
 
+class Leases:
+    """Who holds a gathered unit, and until when.
+
+    | reason              | taken when                                          | given back when                       |
+    |---------------------|-----------------------------------------------------|---------------------------------------|
+    | `in_use`            | the forward pass of its module begins, or is        | that pass ends, or raises             |
+    | (how many passes)   | recomputed                                          |                                       |
+    | `borrowed`          | other code of the pass reads a parameter            | the pass ends                         |
+    | `lent`              | a pass of another model reads a parameter           | that pass ends                        |
+    | `kept`              | a pass without gradients, under `keep_gathered`     | that pass ends                        |
+    | `awaiting_backward` | a forward pass ends that used it last               | the backward pass uses or passes it   |
+    | `saved` (how many)  | autograd saves a part of its buffers                | autograd frees it                     |
+    | `gradients` (which) | a backward pass begins                              | they arrive, one by one               |
+    | `recomputing`       | its forward pass is recomputed                      | the next recomputation begins         |
+    | `by_hand`           | a backward pass begins, and code has kept a         | the backward pass ends                |
+    |                     | parameter without saving it (runtime/forward.py)    |                                       |
+
+    `used` is no lease: whether a pass uses the unit. Until then it is only prefetched or joined, and
+    goes when the pass has gone past it. `writes` is the count of writes to its masters when
+    `awaiting_backward` was taken.
+
+    | asked                                                   | holds it                                            |
+    |---------------------------------------------------------|-----------------------------------------------------|
+    | after the forward pass of its module: `after_forward`   | `borrowed`, `lent`; then `kept`, and the last units |
+    | in a backward pass (`Unit.needed_in_backward`)          | `in_use`, `saved`, `gradients`; if it has frozen    |
+    |                                                         | parameters, `recomputing` and `by_hand` too         |
+    | at the end of a backward pass                           | `in_use`                                            |
+    """
+
+    __slots__ = (
+        "awaiting_backward",
+        "borrowed",
+        "by_hand",
+        "gradients",
+        "in_use",
+        "kept",
+        "lent",
+        "recomputing",
+        "saved",
+        "used",
+        "writes",
+    )
+
+    def __init__(self) -> None:
+        self.in_use = self.saved = self.writes = 0
+        self.used = self.borrowed = self.lent = self.kept = self.by_hand = False
+        self.awaiting_backward = False
+        self.gradients: set[int] = set()  # numbers of entries
+        # The count of `Gatherer.reached` at that recomputation
+        self.recomputing: int | None = None
+
+    @property
+    def after_forward(self) -> bool:
+        """Whether anybody but its module holds the unit within a forward pass."""
+        return self.borrowed or self.lent
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward pass that has used the unit waits for something more of it."""
+        return bool(self.saved or self.gradients)
+
+    @property
+    def without_gradients(self) -> bool:
+        """Whether a backward pass uses the unit in a way of which gradients tell no end."""
+        return self.recomputing is not None or self.by_hand
+
+    def released(self) -> None:
+        """Give back what ends with the buffers."""
+        self.used = self.awaiting_backward = False
+        self.recomputing = None
+
+
 class Unit:
     """One unit of an engine.
 
@@ -64,21 +136,12 @@ class Unit:
         name: the dotted name of its module, "(root)" for the root; path: the same, "" for the root.
         numel: elements of its flat buffers, alignment and padding included.
         gathered_bytes: bytes of its buffers while it is gathered.
-        handles: tensors saved for backward that stand for a part of its gathered buffers.
-        depth: forward passes of its module that are open.
+        leases: who holds it while it is gathered.
         calls: its uses in forward passes with gradients since the last backward pass; set to 0 when
             the next pass begins.
-        waiting: trainable parameters whose gradient has not come in this backward pass.
         aside: those whose small gradient waits on the parameter for others (`Reducer._put_aside`).
             aside_bytes: of these gradients together.
-        claimed: a pass uses the gathered buffers; until then they are only prefetched or joined.
-        borrowed: code outside its module has read a whole parameter, and may use it until the pass
-            ends. lent: the same, by a pass of another model.
-        by_hand: a backward pass gathered it for code that kept a whole parameter without saving it
-            for backward (runtime/forward.py).
-        handles_apart: how many handles were ever made while its module was not in a pass.
-        recomputed_at: the count of `Gatherer.reached` when its forward pass was recomputed in this
-            backward pass; None if it was not.
+        saved_apart: how many leases `saved` were ever made while its module was not in a pass.
     """
 
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
@@ -96,11 +159,8 @@ class Unit:
             isinstance(module, WeightTile) and module.looked_up and not module.shared
         )
         self.state = State.GATHERED if self.resident else State.SHARDED
-        self.handles = self.depth = self.calls = 0
-        self.claimed = self.borrowed = self.lent = self.by_hand = False
-        self.handles_apart = 0
-        self.recomputed_at: int | None = None
-        self.waiting: set[int] = set()
+        self.leases = Leases()
+        self.calls = self.saved_apart = 0
         self.aside: list[Entry] = []
         self.aside_bytes = 0
         self.ready = self.launched = self.late = False
@@ -143,6 +203,15 @@ class Unit:
         longer needed.
         """
         return any(e.flat.unsharded or not e.active for e in self.entries)
+
+    @property
+    def needed_in_backward(self) -> bool:
+        """Whether the backward pass under way, which has used the unit, still needs its buffers."""
+        if self.leases.in_use:
+            return True
+        if self.looks_up_only:
+            return False
+        return self.leases.in_backward or (self.leases.without_gradients and self.holds_frozen)
 
     def encloses(self, other: Unit) -> bool:
         """Whether the other unit's module lies inside this one's."""

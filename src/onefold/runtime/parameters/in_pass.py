@@ -116,7 +116,7 @@ def _lend(engine: OwningEngine, entry: Any) -> nn.Parameter:
     unit = engine.begin_outside(entry)
     if all(u is not unit for _, u in lent):
         lent.append((engine, unit))
-        unit.lent = True
+        unit.leases.lent = True
     engine.gather_outside(unit)
     compute: nn.Parameter = entry.compute
     return compute
@@ -126,7 +126,7 @@ def take_back() -> None:
     """Release the units that are lent. Called when the outermost forward pass ends."""
     while lent:
         engine, unit = lent.pop()
-        unit.lent = False
+        unit.leases.lent = False
         if not engine.progress.closed and not unit.resident and not unit.ungathered:
             engine.release_outside(unit)
 

@@ -536,7 +536,7 @@ def fitting(engine: Engine, limit: int | None) -> frozenset[int]:
     in the agreed order of the forward pass, which is the same on every rank.
     """
     chosen, left = [], limit
-    for index in engine.gather.forward_order:
+    for index in engine.schedule.forward:
         nbytes = engine.units[index].gathered_bytes
         if left is None or nbytes <= left:
             chosen.append(index)
