@@ -21,7 +21,7 @@ from onefold.offload.preflight import preflight
 from onefold.optim import clip_grad_norm, held_elsewhere, install_step_hooks, remove_step_hooks
 from onefold.quant.moment_packing import require_torchao
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.options import OPTIONS, bytes_of
+from onefold.recipe.options import bytes_of
 from onefold.recipe.rows import NATIVE
 from onefold.runtime.buffers import from_rank_0
 from onefold.runtime.engine import Engine
@@ -34,10 +34,8 @@ from onefold.runtime.hooks import (
     guard_uninitialized,
     install,
     install_on_part,
-    is_sharded,
     register,
 )
-from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.reduce_paths import (
     BackendAllReduce,
     BackendReduce,
@@ -59,6 +57,7 @@ from onefold.runtime.state.start import (
     modules_of,
     precision_notes,
     rank_0_needs_values,
+    refuse_arguments,
     refuse_max_norm,
     tie,
 )
@@ -110,125 +109,113 @@ def shard(
     Raises:
         ValueError: an argument is invalid; the message says what to change.
     """
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
-    OPTIONS["units"].read(units)
-    if init is not None and not callable(init):
-        raise ValueError(
-            f"init={init!r}: expected a function that initializes one module in place, or None."
-        )
-    if not isinstance(recipe, Recipe):
-        raise ValueError(
-            f"shard() was given {recipe!r} as recipe, expected a Recipe such as"
-            " onefold.Recipe.zero(stage=3)."
-        )
+    refuse_arguments(module, recipe, units, init)
     if recipe.block:
         require_torchao(f"moments={recipe.moments!r}")
-    if is_sharded(module):
-        raise ValueError(
-            "this module is sharded already; shard a fresh one, or use onefold.engine_of(module)."
-        )
-    for name, inner in module.named_modules():
-        if is_sharded(inner) or any(
-            isinstance(p, ShardedParameter) for p in inner._parameters.values()
-        ):
-            raise ValueError(
-                f"module {name!r} inside this model belongs to another sharded model already: shard"
-                " the whole model once, alone."
-            )
-    if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
-        raise ValueError(
-            f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
-            f"{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
-            " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
-            " attribute if they are to be as the others, or hold what each rank keeps for itself"
-            " outside the module."
-        )
     held = held_elsewhere(module)  # whether parameters have other references, as from an optimizer
     accept_again(module)
     alone = (group.size if isinstance(group, Group) else len(members(group)[1])) == 1
-    where, init_given = _device(module, device, alone or recipe.tile is not None), init
+    where = _device(module, device, alone or recipe.tile is not None)
     wanted = units if units is not None else recipe.units
     incoming = _open(weights, module, where, init)
-    incoming_names = incoming.names if incoming is not None else set()
     if recipe.tile is not None:  # tiles are cut from weights that have their values
         fetch(module.parameters())
     # Cut weights above recipe.tile into tiles; undone if anything below raises
     with Cut(module, recipe) as cut:
-        incoming_names, init = with_tiles(module, incoming_names), initializing(init)
-        specs = find_units(module, wanted)
-        uninitialized: list[tuple[str, nn.Module, str]] = []
-
-        refuse_max_norm(module, alone)
-        # With offloading, units are materialized and offloaded one by one, never all at once
-        stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
-        if alone and stays and has_meta(module) and (incoming is None or incoming.error is None):
-            for spec in specs:
-                uninitialized += materialize(
-                    spec, specs, where, init, module, True, incoming_names, memory=True
-                )
-            tie(specs)
-            specs = find_units(module, wanted)
-        engine = Engine(specs, recipe, group, where, capabilities())
-        compare_ranks(engine, recipe, specs, incoming is not None)
-        preflight(engine)
-        if incoming is not None:
-            incoming.settle(engine)
-        values = rank_0_needs_values(engine, module)
-        for spec, unit in zip(specs, engine.units, strict=True):
-            fetch(found.param for found in spec.found)
-            uninitialized += materialize(spec, specs, where, init, module, values, incoming_names)
-            without = (
-                without_value(engine.group, unit, incoming_names)
-                if values or engine.world_size == 1
-                else set()
-            )
-            state_start.lay_out(engine, unit, incoming_names | without)
-            for entry in unit.entries:
-                if entry.slot.name in without:
-                    engine.uninitialized.add(entry)
+        engine, specs, uninitialized = _laid_out(
+            module, recipe, group, wanted, init, where, incoming, alone
+        )
     from_rank_0(engine.resources, list(module.buffers()), "state")
     engine.buffers.find(module)
-    _note_uninitialized(
-        engine, [row for row in uninitialized if row[0] not in incoming_names], specs, module
-    )
+    _note_uninitialized(engine, uninitialized, specs, module)
     engine.start(_stepper(engine))
-    # An unsharded model on one rank needs hooks only to offload activations
-    if not engine.unsharded or recipe.offload_activations is not None:
-        for spec, unit in zip(specs, engine.units, strict=True):
-            install(engine, unit, spec.module)
-            if isinstance(spec.module, Tile) and not unit.resident:
-                spec.module.save_by(engine.gather)
-        for _, inner in modules_of(specs[0], specs)[1:]:
-            install_on_part(engine, inner)
-        for part in module.modules():
-            guard_state_dict(engine, part)
+    _install_hooks(engine, specs, module)
     install_step_hooks(engine, held)
     if engine.rank == 0:
-        sizes = [
-            sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs
-        ]
-        notes = [
-            *recipe.notes,
-            *precision_notes(engine),
-            *cut.notes,
-            *offload_notes(sizes, recipe, engine.world_size),
-            *flat_notes(engine),
-            *idle_notes(engine),
-        ]
-        for note in (*notes, *engine.uninitialized.notes()):
+        for note in (*_notes(engine, specs, cut), *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
-    engine.given, engine.finalizer = (
-        (group, wanted, init_given),
-        weakref.finalize(module, _close, engine),
-    )
+    engine.given = (group, wanted, init)
+    engine.finalizer = weakref.finalize(module, _close, engine)
     if incoming is not None:
         with contextlib.closing(incoming):
             incoming.load_shards(engine, module)
     engine.make_stale()
     engine.traffic.reset()
     return module
+
+
+Missing = list[tuple[str, nn.Module, str]]  # (name in the model, module, attribute)
+
+
+def _laid_out(
+    module: nn.Module,
+    recipe: Recipe,
+    group: Any,
+    wanted: Sequence[str | type] | None,
+    init: Callable[[nn.Module], object] | None,
+    where: torch.device,
+    incoming: Weights | None,
+    alone: bool,
+) -> tuple[Engine, list[UnitSpec], Missing]:
+    """Return the engine of the model, whose units have their flat buffers and values; what they
+    were made of; and what has no value yet.
+    """
+    names, init = with_tiles(module, incoming.names if incoming else set()), initializing(init)
+    specs = find_units(module, wanted)
+    missing: Missing = []
+    refuse_max_norm(module, alone)
+    # With offloading, units are materialized and offloaded one by one, never all at once
+    stays = recipe.parameters.tier is Tier.DEVICE and recipe.optimizer.tier is Tier.DEVICE
+    if alone and stays and has_meta(module) and (incoming is None or incoming.error is None):
+        for spec in specs:
+            missing += materialize(spec, specs, where, init, module, True, names, memory=True)
+        tie(specs)
+        specs = find_units(module, wanted)
+    engine = Engine(specs, recipe, group, where, capabilities())
+    compare_ranks(engine, recipe, specs, incoming is not None)
+    preflight(engine)
+    if incoming is not None:
+        incoming.settle(engine)
+    values = rank_0_needs_values(engine, module)
+    for spec, unit in zip(specs, engine.units, strict=True):
+        fetch(found.param for found in spec.found)
+        missing += materialize(spec, specs, where, init, module, values, names)
+        without: set[str] = set()
+        if values or engine.world_size == 1:
+            without = without_value(engine.group, unit, names)
+        state_start.lay_out(engine, unit, names | without)
+        for entry in unit.entries:
+            if entry.slot.name in without:
+                engine.uninitialized.add(entry)
+    return engine, specs, [row for row in missing if row[0] not in names]
+
+
+def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> None:
+    # An unsharded model on one rank needs hooks only to offload activations
+    if engine.unsharded and engine.recipe.offload_activations is None:
+        return
+    for spec, unit in zip(specs, engine.units, strict=True):
+        install(engine, unit, spec.module)
+        if isinstance(spec.module, Tile) and not unit.resident:
+            spec.module.save_by(engine.gather)
+    for _, inner in modules_of(specs[0], specs)[1:]:
+        install_on_part(engine, inner)
+    for part in module.modules():
+        guard_state_dict(engine, part)
+
+
+def _notes(engine: Engine, specs: list[UnitSpec], cut: Cut) -> list[str]:
+    """Return what the user is told at the start."""
+    sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
+    return [
+        *engine.recipe.notes,
+        *precision_notes(engine),
+        *cut.notes,
+        *offload_notes(sizes, engine.recipe, engine.world_size),
+        *flat_notes(engine),
+        *idle_notes(engine),
+    ]
 
 
 def clip_grad_norm_(module: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:

@@ -15,11 +15,13 @@ from torch import nn
 from onefold.comm import CollectiveContext
 from onefold.memory import GATHERED
 from onefold.recipe import Recipe
+from onefold.recipe.options import OPTIONS
 from onefold.recipe.rows import FLAT, GROUP, NATIVE
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.gather_paths import put_elements, state_context, whole_masters
-from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.hooks import is_sharded
+from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
 from onefold.runtime.state.stream import from_first
 from onefold.runtime.uninitialized import is_marked, mark, value_of
 from onefold.runtime.unit import Unit
@@ -32,6 +34,47 @@ from onefold.runtime.units import UnitSpec
 
 
 _START = CollectiveContext("control", "(start)", 0, "state")
+
+
+def refuse_arguments(
+    module: nn.Module,
+    recipe: Recipe,
+    units: Sequence[str | type] | None,
+    init: Callable[[nn.Module], object] | None,
+) -> None:
+    """Raise ValueError for arguments of `shard()` that are invalid by themselves."""
+    if not isinstance(module, nn.Module):
+        raise ValueError(f"shard() was given {type(module).__name__}, expected a torch.nn.Module.")
+    OPTIONS["units"].read(units)
+    if init is not None and not callable(init):
+        raise ValueError(
+            f"init={init!r}: expected a function that initializes one module in place, or None."
+        )
+    if not isinstance(recipe, Recipe):
+        raise ValueError(
+            f"shard() was given {recipe!r} as recipe, expected a Recipe such as"
+            " onefold.Recipe.zero(stage=3)."
+        )
+    if is_sharded(module):
+        raise ValueError(
+            "this module is sharded already; shard a fresh one, or use onefold.engine_of(module)."
+        )
+    for name, inner in module.named_modules():
+        if is_sharded(inner) or any(
+            isinstance(p, ShardedParameter) for p in inner._parameters.values()
+        ):
+            raise ValueError(
+                f"module {name!r} inside this model belongs to another sharded model already: shard"
+                " the whole model once, alone."
+            )
+    if left_out := sorted(getattr(module, "_ddp_params_and_buffers_to_ignore", ())):
+        raise ValueError(
+            f"this module asks DDP to leave out {', '.join(map(repr, left_out[:3]))}"
+            f"{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
+            " (_ddp_params_and_buffers_to_ignore), and Onefold divides every parameter. Delete that"
+            " attribute if they are to be as the others, or hold what each rank keeps for itself"
+            " outside the module."
+        )
 
 
 def refuse_max_norm(module: nn.Module, alone: bool) -> None:
