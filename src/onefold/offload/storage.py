@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import host_empty
+from onefold.device import host_empty, on_host
 from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
@@ -133,14 +133,14 @@ class OffloadStorage(Storage):
         # Cast on the host: half the bytes go up
         if (
             self.transfers.up.asynchronous
-            and into.device.type != "cpu"
+            and not on_host(into)
             and into.dtype != master.dtype
         ):
             low = self.transfers.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low
         # Host to host. Earlier copies up may still read `into`.
-        if into.device.type == "cpu" and self.transfers.up.asynchronous:
+        if on_host(into) and self.transfers.up.asynchronous:
             self.transfers.up.wait()
             into.copy_(master)
         else:
@@ -220,7 +220,7 @@ class OffloadStorage(Storage):
         """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
         the masters' dtype.
         """
-        if total.device.type == "cpu":
+        if on_host(total):
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
             return total
         measured, self._parts = self._parts, []
