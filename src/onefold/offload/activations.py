@@ -272,10 +272,10 @@ class ActivationStore:
         return last > 0 and self._expected - last < self._offered <= self._expected
 
     def _send(self, copy: Copy, source: torch.Tensor) -> None:
-        ticket = self.side.start(copy.block.bytes, source)
         self.down += copy.nbytes
         if self.moved is not None:
             self.moved("down", copy.nbytes)
+        ticket = self.side.start(copy.block.bytes, source)
         if ticket is None:
             return
         self._keep(copy, source, ticket)
@@ -319,11 +319,11 @@ class ActivationStore:
 
     def _bring(self, copy: Copy) -> None:
         into = empty(copy.nbytes, torch.uint8, self.device)
-        self._keep(copy, into, self.side.start(into, copy.block.bytes))
-        self._risen[copy] = None
         self.up += copy.nbytes
         if self.moved is not None:
             self.moved("up", copy.nbytes)
+        self._keep(copy, into, self.side.start(into, copy.block.bytes))
+        self._risen[copy] = None
         copy.comings += 1
         copy.unread = copy.handles
 

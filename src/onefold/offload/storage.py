@@ -130,6 +130,8 @@ class OffloadStorage(Storage):
 
     def copy_up(self, into: torch.Tensor, master: torch.Tensor) -> None:
         """Copy new masters into the interval that gathers read."""
+        if self.tiers.parameters is Tier.DEVICE:
+            self.transfers.entered("up", self.flat.unit_name, nbytes_of(into))
         # Cast on the host: half the bytes go up
         if (
             self.transfers.up.asynchronous
@@ -145,8 +147,6 @@ class OffloadStorage(Storage):
             into.copy_(master)
         else:
             self.transfers.up.copy(into, master)
-        if self.tiers.parameters is Tier.DEVICE:
-            self.transfers.entered("up", self.flat.unit_name, into.numel() * into.element_size())
 
     # -- gathers -----------------------------------------------------------------------------------
 
@@ -160,9 +160,9 @@ class OffloadStorage(Storage):
         self.follow()
         # Otherwise `rest` is already this interval of the whole
         if storage_of(self.rest) != storage_of(mine):
-            self.transfers.up.copy(mine, self.rest)
             if self.tiers.parameters is Tier.HOST:
                 self.transfers.entered("up", self.flat.unit_name, nbytes_of(mine))
+            self.transfers.up.copy(mine, self.rest)
 
     def put_read(self, mine: torch.Tensor) -> None:
         """Read this rank's interval from a disk into `mine`."""

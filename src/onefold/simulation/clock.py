@@ -339,10 +339,10 @@ class Clock:
         stream, phase, seconds = self._current, self._phase, self.prices.copy(nbytes)
         begin = self._lines[way].free(max(stream.free, self.host), seconds)
         self._lines[way].take(begin, seconds)
-        unit = self._unit(phase)
-        span = self._add(stream, "copy", COPIES[way], unit, phase, begin, begin + seconds, nbytes)
-        if phase == "backward":
-            self._unnamed.append(span)
+        # The ledger has just noted what moves
+        events = self.engine.transfers.moved.events if self.engine is not None else ()
+        unit = events[-1].unit or "(root)" if events else ""
+        self._add(stream, "copy", COPIES[way], unit, phase, begin, begin + seconds, nbytes)
         if waits:
             stream.synchronize()
 

@@ -156,7 +156,7 @@ def _timed(clock: Clock | None, engine: Any) -> Iterator[None]:
     if clock is None:
         yield
         return
-    clock.engine = engine
+    clock.engine, engine.transfers.moved.wanted = engine, lambda: True
     with CudaKernels(), Recording(clock), fused_there():
         yield
 
