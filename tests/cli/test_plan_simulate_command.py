@@ -45,7 +45,7 @@ def test_json_has_every_event_of_the_asked_rank() -> None:
     ("options", "says"),
     [
         (["--rank", "64"], "rank 64 of 64"),
-        (["--offload", "optimizer"], "add --offload none"),
+        (["--offload", "optimizer-nvme"], "without a disk"),
         (["--optimizer", "lion"], "expected one of"),
     ],
     ids=str,

@@ -35,7 +35,7 @@ from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
 from onefold.simulation.operations import moved_by, of_engine
 from onefold.simulation.places import HOST as MEMORY
-from onefold.simulation.places import Place, ends_of, place_of, waits_for_it
+from onefold.simulation.places import Place, ends_of, place_of, uncached, waits_for_it
 from onefold.simulation.prices import Link, Prices
 from onefold.simulation.timeline import COMPUTE, COPIES, HOST, Kind, Span, Timeline, parts_of
 
@@ -292,6 +292,8 @@ class Clock:
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Time an operation that has run on fake tensors."""
         name = name_of(func)
+        if name == "set_":  # a tensor over memory that is there
+            return
         place: Place = place_of(name, args, kwargs, out) if self.tiers else "device"
         if place == "host":
             self._works(name, moved_by(func, name, args, kwargs, out))
@@ -446,9 +448,13 @@ class Recording(TorchDispatchMode):
         self._clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # torch has no rule for it on fake tensors, and would make real ones of the same sizes
-        out = None if name_of(func) == "_fused_sgd_" else func(*args, **kwargs)
+        kwargs, name = kwargs or {}, name_of(func)
+        if name == "_fused_sgd_":
+            # torch has no rule for it on fake tensors, and would make real ones of the same sizes
+            out = None
+        else:
+            with uncached(args[0]) if name == "set_" else contextlib.nullcontext():
+                out = func(*args, **kwargs)
         if _fake((args, kwargs, out)):
             self._clock.ran(func, args, kwargs, out)
         return out

@@ -47,13 +47,18 @@ def place_of(name: str, args: Any, kwargs: Any, out: Any) -> Place:
     return "down" if ends_of(args, out)[0].device.type == HOST.type else "up"
 
 
-def on_host_too(args: Any, kwargs: Any) -> bool:
-    """Return whether an operation reads or makes a tensor of the host."""
-    return any(
-        t.device.type == HOST.type if isinstance(t, torch.Tensor) else t == HOST
-        for t in tree_iter((args, kwargs))
-        if isinstance(t, torch.Tensor | torch.device)
-    )
+def only_engine_calls(args: Any, kwargs: Any) -> bool:
+    """Return whether only the engine makes such a call in a forward pass: with a tensor of the host,
+    or with a storage.
+    """
+    for given in tree_iter((args, kwargs)):
+        if isinstance(given, torch.Tensor | torch.device):
+            where = given.device if isinstance(given, torch.Tensor) else given
+            if where.type == HOST.type:
+                return True
+        elif isinstance(given, torch.UntypedStorage):
+            return True
+    return False
 
 
 def ends_of(args: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +71,22 @@ def waits_for_it(name: str, args: Any, kwargs: Any) -> bool:
     """Return whether the host waits for the end of a copy: it does unless `non_blocking`."""
     given = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking", False)
     return not given
+
+
+@contextlib.contextmanager
+def uncached(fake: Any) -> Iterator[None]:
+    """Let the mode of a fake tensor keep no rule of what runs inside the context. Its cache would
+    hold the storage that a tensor is set to, and so its memory would never be free.
+    """
+    mode = getattr(fake, "fake_mode", None)
+    before = getattr(mode, "cache_enabled", False)
+    if before:
+        mode.cache_enabled = False
+    try:
+        yield
+    finally:
+        if before:
+            mode.cache_enabled = before
 
 
 def put_on_host(param: torch.Tensor) -> None:

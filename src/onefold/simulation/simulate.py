@@ -50,7 +50,7 @@ from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.stale import FIRST
 from onefold.simulation.clock import Clock, Recording
-from onefold.simulation.places import fused_there, on_host_too, put_on_host
+from onefold.simulation.places import fused_there, only_engine_calls, put_on_host
 from onefold.simulation.prices import Prices
 from onefold.simulation.refusals import OPTIMIZERS, check, check_timed, has_tiers
 from onefold.simulation.result import Simulation, events_of, summaries_of
@@ -261,7 +261,7 @@ def _one_of(ranks: int, rank: int) -> Iterator[None]:
 
 class _Answers(TorchDispatchMode):
     """A dispatch mode that answers a forward pass's questions about values as a trace does
-    (tracing/fake.py). The host's tensors have no values.
+    (tracing/fake.py). What only the engine calls has no values.
     """
 
     def __init__(self, integers: Integers) -> None:
@@ -269,7 +269,7 @@ class _Answers(TorchDispatchMode):
         self._integers = integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if on_host_too(args, kwargs):
+        if only_engine_calls(args, kwargs):
             return func(*args, **(kwargs or {}))
         return self._integers.call(func, args, kwargs or {})
 
