@@ -35,7 +35,7 @@ from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
 from onefold.simulation.operations import moved_by, of_engine
 from onefold.simulation.places import HOST as MEMORY
-from onefold.simulation.places import Place, ends_of, place_of, uncached, waits_for_it
+from onefold.simulation.places import Place, ends_of, place_of, waits_for_it
 from onefold.simulation.prices import Link, Prices
 from onefold.simulation.timeline import COMPUTE, COPIES, HOST, Kind, Span, Timeline, parts_of
 
@@ -448,16 +448,25 @@ class Recording(TorchDispatchMode):
         self._clock = clock
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, name_of(func)
-        if name == "_fused_sgd_":
-            # torch has no rule for it on fake tensors, and would make real ones of the same sizes
-            out = None
-        else:
-            with uncached(args[0]) if name == "set_" else contextlib.nullcontext():
-                out = func(*args, **kwargs)
+        kwargs = kwargs or {}
+        out = _run(func, args, kwargs)
         if _fake((args, kwargs, out)):
             self._clock.ran(func, args, kwargs, out)
         return out
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+
+    name = name_of(func)
+    if name == "_fused_sgd_":
+        # torch has no rule for it on fake tensors, and would make real ones of the same sizes
+        return None
+    if name == "set_" and isinstance(args[0], FakeTensor):
+        # The cache of rules would hold the storage that a tensor is set to, which would never die
+        with disable_fake_tensor_cache(args[0].fake_mode):
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _fake(found: Any) -> bool:

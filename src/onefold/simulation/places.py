@@ -73,22 +73,6 @@ def waits_for_it(name: str, args: Any, kwargs: Any) -> bool:
     return not given
 
 
-@contextlib.contextmanager
-def uncached(fake: Any) -> Iterator[None]:
-    """Let the mode of a fake tensor keep no rule of what runs inside the context. Its cache would
-    hold the storage that a tensor is set to, and so its memory would never be free.
-    """
-    mode = getattr(fake, "fake_mode", None)
-    before = getattr(mode, "cache_enabled", False)
-    if before:
-        mode.cache_enabled = False
-    try:
-        yield
-    finally:
-        if before:
-            mode.cache_enabled = before
-
-
 def put_on_host(param: torch.Tensor) -> None:
     """Let a fake parameter say that it is on the host, as its `.data` is.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from onefold.runtime.parameters.interval import IntervalSpec, spec_of
+from onefold.runtime.parameters.interval import IntervalSpec, dispatches, over, spec_of
 from onefold.runtime.parameters.operators import META, name_of
 
 
@@ -32,9 +32,13 @@ def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = Non
     """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec`
     it shows the shape of the whole.
     """
-    seen = t.as_subclass(Storageless)
+    if dispatches(type(t)):
+        seen: Any = t
+        seen.__class__ = over(Storageless, type(t))
+    else:
+        seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec
-    return seen
+    return seen  # type: ignore[no-any-return]
 
 
 def is_storageless(t: torch.Tensor) -> bool:
