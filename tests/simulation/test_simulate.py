@@ -126,7 +126,12 @@ def test_state_on_the_host_is_counted_apart_and_moves_what_the_closed_forms_say(
             stage, precision="bf16", **{"offload_optimizer": "cpu"} | places
         )
         found = simulate(
-            model_of("gpt"), recipe, 4, micro_batches=micro_batches, batch=batch_of("gpt", 0), loss=loss
+            model_of("gpt"),
+            recipe,
+            4,
+            micro_batches=micro_batches,
+            batch=batch_of("gpt", 0),
+            loss=loss,
         )
         check(found)
         assert found.account.moved and found.account.moved == found.predicted.moved

@@ -129,9 +129,9 @@ def test_a_step_with_states_on_the_host_takes_its_copies_and_its_update_too() ->
     assert found.busy["host"] == pytest.approx(update)
     assert found.step >= down + update
     assert found.parts.model == pytest.approx(plain.parts.model)
-    assert found.step == pytest.approx(
-        plain.step + update + found.parts.copies + 0.5
-    ), "0.5: the first gather waits for the last copy up of the step before"
+    assert found.step == pytest.approx(plain.step + update + found.parts.copies + 0.5), (
+        "0.5: the first gather waits for the last copy up of the step before"
+    )
     assert found.bound == "compute"
 
 

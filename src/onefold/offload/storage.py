@@ -133,11 +133,7 @@ class OffloadStorage(Storage):
         if self.tiers.parameters is Tier.DEVICE:
             self.transfers.entered("up", self.flat.unit_name, nbytes_of(into))
         # Cast on the host: half the bytes go up
-        if (
-            self.transfers.up.asynchronous
-            and not on_host(into)
-            and into.dtype != master.dtype
-        ):
+        if self.transfers.up.asynchronous and not on_host(into) and into.dtype != master.dtype:
             low = self.transfers.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low

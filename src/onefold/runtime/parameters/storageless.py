@@ -38,7 +38,7 @@ def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = Non
     else:
         seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec
-    return seen  # type: ignore[no-any-return]
+    return seen
 
 
 def is_storageless(t: torch.Tensor) -> bool:
