@@ -323,17 +323,22 @@ def offloaded(stage: int, offload: str, seq: int = 2048) -> tuple[Any, Simulatio
 def test_llama_3_8b_with_states_on_the_host_takes_what_the_plan_says(
     stage: int, offload: str
 ) -> None:
-    """The plan leaves out that the host casts masters: 6 bytes beside the 28 of Adam."""
+    """The plan leaves out that the host casts masters, 6 bytes beside the 28 of Adam. It has the
+    link carry one direction after the other, and the engine has both at once in the backward pass.
+    """
     told, found = offloaded(stage, offload)
     assert found.exact, f"{found.account.moved} against {found.predicted.moved}"
     assert found.account.moved == told.moved
     assert found.timeline is not None
     parts, plan = found.timeline.parts, told.seconds
     casts = plan["optimizer"] * CAST / ADAM
+    both = 0.0
+    if offload == "parameters":  # half of them go up in the backward pass, beside gradients
+        both = told.moved["up"] / 2 / hardware.machine(8, 8, "h100-80").host_link()
     said = f"plan {plan}, timeline {found.timeline.step:.4f} s, {parts}"
     assert parts.optimizer == pytest.approx(plan["optimizer"] + casts, rel=0.001), said
-    assert parts.copies == pytest.approx(plan["io"], rel=0.1), said
-    assert plan["step"] + casts == pytest.approx(found.timeline.step, rel=0.05), said
+    assert parts.copies == pytest.approx(plan["io"] - both, rel=0.1), said
+    assert plan["step"] + casts - both == pytest.approx(found.timeline.step, rel=0.05), said
     assert plan["step"] == pytest.approx(found.timeline.step, rel=0.15), said
 
 
