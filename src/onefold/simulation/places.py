@@ -64,7 +64,8 @@ def only_engine_calls(args: Any, kwargs: Any) -> bool:
 def ends_of(args: Any, out: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (where to, where from) of a copy."""
     first: torch.Tensor = args[0]
-    return (first, args[1]) if isinstance(args[1:] and args[1], torch.Tensor) else (out, first)
+    copied_into = len(args) > 1 and isinstance(args[1], torch.Tensor)
+    return (first, args[1]) if copied_into else (out, first)
 
 
 def waits_for_it(name: str, args: Any, kwargs: Any) -> bool:
