@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +17,7 @@ from onefold.cli.options import option, refuse, stopped
 from onefold.processes.signals import interruptible
 
 if TYPE_CHECKING:
-    from onefold.doctor.calibration import Calibration
+    from onefold.machine.calibration import Calibration
 
 
 # fmt: off
@@ -50,8 +51,8 @@ def doctor_command(
     right here: alone it starts ranks of its own, under torchrun it takes part with the launcher's.
     Exit status 1 if a check failed.
     """
-    from onefold.cli.doctor_ranks import MeasurementError, Stopped
-    from onefold.doctor.calibration import CalibrationError
+    from onefold.doctor.ranks import MeasurementError, Stopped
+    from onefold.machine.calibration import CalibrationError
     from onefold.wording import TrainError
 
     try:
@@ -80,17 +81,18 @@ def _doctor(
     disk: Path | None,
     quick: bool,
 ) -> None:
-    from onefold.cli.doctor_facts import facts
-    from onefold.doctor.calibration import default_path
+    from onefold.machine.calibration import default_path
 
-    found = facts(device)
+    found = _facts(device)
     path = output or default_path()
     calibration: Calibration | None
     if calibrate:
-        from onefold.cli.doctor_calibrate import measure_machine
+        from onefold.cli.doctor_progress import Progress
+        from onefold.doctor.calibrate import measure_machine
 
+        progress = partial(Progress, silent=as_json)
         measured = measure_machine(
-            found, ranks, disk or Path.cwd(), path, quick=quick, silent=as_json
+            found, ranks, disk or Path.cwd(), path, progress, quick=quick
         )
         calibration, note = measured, measured.stale()
     else:
@@ -102,7 +104,7 @@ def _doctor(
         return
     from rich.console import Console
 
-    from onefold.cli.doctor_facts import show_calibration, show_facts
+    from onefold.cli.doctor_tables import show_calibration, show_facts
 
     console = Console(highlight=False)
     show_facts(console, found)
@@ -112,6 +114,19 @@ def _doctor(
         console.print(f"saved to {path}", markup=False, soft_wrap=True)
     if note:
         console.print(f"\n{note}", markup=False, soft_wrap=True)
+
+
+def _facts(device: str) -> dict[str, Any]:
+    """Return what this machine has.
+
+    Raises:
+        TrainError: cuda was asked for and torch finds no GPU.
+    """
+    from onefold.doctor.facts import facts
+    from onefold.train.config import resolve
+    from onefold.train.launch import ranks_to_start
+
+    return facts(device, *ranks_to_start(resolve({"device": device})))
 
 
 def _refuse(
@@ -125,7 +140,7 @@ def _refuse(
     quick: bool,
 ) -> None:
     """Raise CalibrationError for options that cannot be combined."""
-    from onefold.doctor.calibration import CalibrationError
+    from onefold.machine.calibration import CalibrationError
 
     if file is not None and not (check and as_json):
         raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
@@ -157,9 +172,8 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
     import shlex
     import time
 
-    from onefold.cli.doctor_check import check_here, check_with_launcher, report_of
-    from onefold.cli.doctor_facts import facts
-    from onefold.doctor.calibration import CalibrationError
+    from onefold.doctor.coordinator import check_here, check_with_launcher, report_of
+    from onefold.machine.calibration import CalibrationError
     from onefold.processes.host import joins
 
     begun = time.monotonic()
@@ -168,7 +182,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
     if ranks is not None and (launched or not ranks.isdigit()):
         what = "the launcher has said how many" if launched else "expected one number with --check"
         raise CalibrationError(f"--ranks {ranks}: {what}.")
-    found = facts(device)
+    found = _facts(device)
 
     def say(name: str) -> None:
         if first and not as_json and sys.stderr.isatty():
@@ -190,7 +204,7 @@ def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> 
     else:
         from rich.console import Console
 
-        from onefold.cli.doctor_facts import show_checks, show_facts
+        from onefold.cli.doctor_tables import show_checks, show_facts
 
         console = Console(highlight=False)
         show_facts(console, found)
@@ -204,7 +218,7 @@ def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
     """Load the calibration. Returns it, or None, and a note about it.
     `asked`: the user named the file, so an unusable one raises CalibrationError.
     """
-    from onefold.doctor.calibration import Calibration, CalibrationError
+    from onefold.machine.calibration import Calibration, CalibrationError
 
     try:
         found = Calibration.load(path)

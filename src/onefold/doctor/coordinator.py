@@ -34,7 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from onefold.cli.doctor_checks import (
+from onefold.doctor.checks import (
     CHECKS,
     LEFT_OUT,
     OK,
@@ -49,13 +49,13 @@ from onefold.cli.doctor_checks import (
     key,
     merge,
 )
-from onefold.cli.doctor_ranks import Children, Stopped
-from onefold.doctor.calibration import CalibrationError
+from onefold.doctor.ranks import Children, Stopped
+from onefold.machine.calibration import CalibrationError
 from onefold.processes.host import child_environment
 from onefold.processes.signals import noted_signals
 
 SCHEMA = "onefold-check/1"
-RANK_MODULE = "onefold.cli.doctor_checks"
+RANK_MODULE = "onefold.doctor.checks"
 #: Seconds between two looks at ranks and store.
 INTERVAL = 0.05
 #: Seconds that the other ranks get to finish once one has raised or ended.
@@ -281,7 +281,7 @@ def check_here(
     """Check this machine with ranks that this process starts.
 
     Args:
-        found: the result of `doctor_facts.facts`.
+        found: the result of `facts.facts`.
         ranks: how many; None chooses.
         say: called with the name of the next check.
 
