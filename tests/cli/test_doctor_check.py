@@ -5,15 +5,23 @@ gets a sentence.
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from onefold.cli import doctor as command
+from onefold.cli import doctor_check
 from onefold.cli.doctor import doctor_command
-from onefold.doctor import coordinator
+from onefold.doctor import chapters, coordinator
+from onefold.doctor.chapter_runs import CHAPTERS, DONE, FAILED, RanksRun, Scope
+from onefold.doctor.chapters import Chapter
 from onefold.doctor.checks import LEFT_OUT, OK, WRONG, Outcome
+from onefold.doctor.ranks import Stopped
 from ranks import absolute_path
 
 
@@ -34,7 +42,7 @@ def doctor(*arguments: str) -> Result:
 
 def told(monkeypatch: pytest.MonkeyPatch, *rows: Outcome) -> None:
     """The command gets these rows without any rank."""
-    monkeypatch.setattr(coordinator, "check_here", lambda found, ranks, say: list(rows))
+    monkeypatch.setattr(doctor_check, "check_here", lambda found, ranks, say: list(rows))
 
 
 @pytest.mark.parametrize(("status", "code"), [(OK, 0), (LEFT_OUT, 0), (WRONG, 1)])
@@ -76,7 +84,9 @@ def test_the_table_and_the_json_say_the_same(
     ("arguments", "said"),
     [
         (["--check", "--calibrate"], "--check and --calibrate: one at a time"),
-        (["--check", "--quick", "--disk", "."], "--check and --disk and --quick"),
+        (["--check", "--output", "f", "--disk", "."], "--check and --output and --disk"),
+        (["--rehearse"], "--rehearse: add --check"),
+        (["--check", "--quick", "--rehearse"], "--rehearse: --quick leaves out what it rehearses"),
         (["--check", "here.json"], "a file is written by --check --json FILE only"),
         (["--json", "here.json"], "a file is written by --check --json FILE only"),
         (["--check", "--json", "."], "this is a folder"),
@@ -89,3 +99,124 @@ def test_what_cannot_be_gets_a_sentence(arguments: list[str], said: str) -> None
     result = doctor(*arguments)
     assert result.exit_code == 2, result.output
     assert said in result.stderr, result.stderr
+
+
+# -- the chapters ----------------------------------------------------------------------------------
+
+
+FINE = Outcome("collectives", OK, "fine", seconds=0.5)
+ALL = ", ".join(CHAPTERS)
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *found: Chapter, ends: Any = None) -> list[Scope]:
+    """The machine has two GPUs, all checks are fine, and the chapters find this. Returns with which
+    scopes they were asked.
+    """
+    real, asked = command._facts, []
+    two = {
+        "device": "cuda",
+        "gpus": 2 * [{"name": "H100", "capability": "9.0", "total": 1, "free": 1}],
+    }
+    monkeypatch.setattr(command, "_facts", lambda device: real("cpu") | two)
+    told(monkeypatch, FINE)
+
+    def measure(scope: Scope) -> Iterator[Chapter]:
+        asked.append(scope)
+        yield from found
+        if ends is not None:
+            raise ends
+
+    monkeypatch.setattr(chapters, "measure_chapters", measure)
+    return asked
+
+
+def found(name: str, status: str) -> Chapter:
+    error = "" if status == DONE else "RuntimeError: a [wheel] came off"
+    runs = [RanksRun(f"{name} 1", status, [{"step_s": 0.5}], error, 1.0)]
+    return Chapter(name, f"The [{name}]", ("step ms", "expected"), [["512.25", "500"]], runs, 2.0)
+
+
+@pytest.mark.parametrize(("status", "shown", "code"), [(DONE, OK, 0), (FAILED, WRONG, 1)])
+def test_on_gpus_the_chapters_follow_the_checks(
+    status: str, shown: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = with_gpus(monkeypatch, found("block", DONE), found("lost", status))
+    result = doctor("--check", "--json", str(tmp_path / "check.json"))
+    assert result.exit_code == code, result.output
+    (scope,) = asked
+    assert (scope.device, scope.gpus, scope.tiny) == ("cuda", 2, False)
+    said = result.stdout
+    places = [said.index(words) for words in ("Checks", "The [block]", "The [lost]")]
+    assert places == sorted(places) and "512.25" in said and "not measured" not in said
+    assert f"lost: {shown} (2 s)" in said and ("a [wheel] came off" in said) == (code == 1)
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert [(c["name"], c["status"]) for c in report["chapters"]] == [
+        ("block", OK),
+        ("lost", shown),
+    ]
+    assert report["chapters"][0]["rows"] == [["512.25", "500"]]
+    assert report["chapters"][0]["runs"][0]["ranks"] == [{"step_s": 0.5}]
+    assert report["ok"] is (code == 0) and report["chapters_left_out"] == ""
+    printed = doctor("--check", "--json")
+    assert json.loads(printed.stdout)["chapters"] == report["chapters"]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("cpu", "this needs a GPU"),
+        ("quick", "--quick leaves it out"),
+        ("launcher", "run onefold doctor --check on one machine, without a launcher"),
+    ],
+)
+def test_where_the_chapters_are_left_out_one_line_says_why(
+    how: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if how == "cpu":
+        told(monkeypatch, FINE)
+        monkeypatch.setattr(chapters, "measure_chapters", lambda *_: pytest.fail("measured"))
+    else:
+        asked = with_gpus(monkeypatch, found("block", DONE))
+    if how == "launcher":
+        monkeypatch.setattr(doctor_check, "joins", lambda environment: True)
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setattr(doctor_check, "check_with_launcher", lambda *_: [FINE])
+    more = ["--quick"] if how == "quick" else []
+    result = doctor("--check", *more, "--json", str(tmp_path / "check.json"))
+    assert result.exit_code == 0, result.output
+    assert f"not measured ({ALL}): {said}" in result.stdout.splitlines()
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert report["chapters"] == [] and report["chapters_left_out"] == said
+    assert how == "cpu" or not asked
+
+
+def test_a_signal_keeps_what_was_found_before_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with_gpus(monkeypatch, found("block", DONE), ends=Stopped(signal.SIGTERM))
+    result = doctor("--check", "--json", str(tmp_path / "check.json"))
+    assert result.exit_code == 128 + signal.SIGTERM
+    assert "collectives" in result.stdout and "512.25" in result.stdout
+    rest = ", ".join(name for name in CHAPTERS if name != "block")
+    assert f"not measured ({rest}): stopped by SIGTERM" in result.stdout
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert [c["name"] for c in report["checks"]] == ["collectives"]
+    assert [c["name"] for c in report["chapters"]] == ["block"]
+    assert report["chapters_left_out"] == "stopped by SIGTERM"
+
+
+@pytest.mark.slow
+def test_the_chapters_are_rehearsed_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told(monkeypatch, FINE)
+    monkeypatch.setattr(chapters, "CHAPTERS", ("exchange", "communicators"))
+    result = doctor("--check", "--rehearse", "--json", str(tmp_path / "check.json"))
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "check.json").read_text())
+    assert [(c["name"], c["status"]) for c in report["chapters"]] == [
+        ("exchange", OK),
+        ("communicators", OK),
+    ]
+    assert all(len(run["ranks"]) == 2 for c in report["chapters"] for run in c["runs"])
+    assert "all-to-all and sum" in result.stdout and "the process group" in result.stdout

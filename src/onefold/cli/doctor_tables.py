@@ -66,6 +66,21 @@ def show_checks(console: Console, report: dict[str, Any]) -> None:
     console.print(f"{', '.join(told)}, in {report['seconds']:.0f} s")
 
 
+def show_chapter(console: Console, chapter: dict[str, Any]) -> None:
+    """Print what a chapter of `onefold doctor --check` has found."""
+    status, said = chapter["status"], escape(chapter["said"])
+    style = {"ok": "green", "wrong": "bold red"}.get(status, "yellow")
+    console.print(f"\n{chapter['title']}", style="italic", markup=False, soft_wrap=True)
+    table = _table("", list(chapter["columns"]))
+    for row in chapter["rows"]:
+        table.add_row(*map(escape, row))
+    if chapter["rows"]:
+        console.print(table)
+    end = f" ({chapter['seconds']:.0f} s)" if chapter["seconds"] else ""
+    words = f"{chapter['name']}: [{style}]{status}[/{style}]{end}"
+    console.print(f"{words}: {said}" if said else words, soft_wrap=True)
+
+
 def _compute(found: Calibration) -> Table:
     table = _table(
         "Rates of one rank",

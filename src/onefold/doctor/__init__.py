@@ -5,8 +5,10 @@
 | doctor        | What does this machine have?           | `facts`                                                   |
 | --check       | Does Onefold compute correctly on it?  | `checks`, `coordinator`; then `check_numbers`,            |
 |               |                                        | `check_steps`, `check_device`                             |
+|               | Does it use the GPUs well?             | `chapters`, `chapter_expected`, `chapter_runs`; then      |
+|               |                                        | `chapter_rank`, `lost_peer`                               |
 | --calibrate   | How fast is it?                        | `calibrate`, `ranks`, `measure`; then `bench`,            |
 |               |                                        | `benchmark_blocks`, `moves`, `disk`, `reference_steps`    |
 
-`ranks` starts and ends the processes of both. What --calibrate measured is kept by `machine`.
+`ranks` starts and ends the processes of all of them. What --calibrate measured is kept by `machine`.
 """
