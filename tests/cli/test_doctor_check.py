@@ -4,6 +4,7 @@ gets a sentence.
 
 from __future__ import annotations
 
+import io
 import json
 import signal
 from collections.abc import Iterator
@@ -12,11 +13,13 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from onefold.cli import doctor as command
 from onefold.cli import doctor_check
 from onefold.cli.doctor import doctor_command
+from onefold.cli.doctor_tables import show_chapter
 from onefold.doctor import chapters, coordinator
 from onefold.doctor.chapter_runs import CHAPTERS, DONE, FAILED, RanksRun, Scope
 from onefold.doctor.chapters import Chapter
@@ -203,6 +206,22 @@ def test_a_signal_keeps_what_was_found_before_it(
     assert [c["name"] for c in report["checks"]] == ["collectives"]
     assert [c["name"] for c in report["chapters"]] == ["block"]
     assert report["chapters_left_out"] == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize("width", [60, 80, 110, 200])
+def test_a_chapter_cuts_no_word_on_a_narrow_terminal(width: int) -> None:
+    columns = (
+        "tokens",
+        "backend",
+        *(f"{what} ms" for what in ("compute", "exposed", "expected") * 3),
+    )
+    rows = [[f"{n},192", "nccl", *[f"{n}12.25"] * 9] for n in (1, 2)]
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    show_chapter(console, Chapter("block", "Blocks", columns, rows).to_json())
+    said = console.file.getvalue()
+    for word in ("tokens", "backend", "compute", "exposed", "expected", "1,192", "212.25"):
+        assert word in said, said
+    assert all(len(line) <= width for line in said.splitlines())
 
 
 @pytest.mark.slow

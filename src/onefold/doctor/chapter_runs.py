@@ -242,13 +242,13 @@ def join(job: dict[str, Any], folder: Path, rank: int) -> str:
 
 def as_a_rank(work: Callable[[dict[str, Any], Path, int], dict[str, Any]]) -> NoReturn:
     """Do the job that the command line names, leave its figures, and end this process at once."""
-    import torch.distributed as dist
-
     folder, rank = Path(sys.argv[1]), int(sys.argv[2])
     try:
         job = read_job(folder)
         quiet_third_parties()
         put(folder / f"rank{rank}.json", work(job, folder, rank))
+        import torch.distributed as dist
+
         if dist.is_initialized():  # leaving earlier would break the others' connections
             dist.barrier()
             dist.destroy_process_group()
