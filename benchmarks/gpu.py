@@ -1,14 +1,15 @@
 """Onefold on a CUDA machine in under ten minutes, one GPU being enough: `python benchmarks/gpu.py`.
 
 The first chapters measure what decides whether the rest is worth a look, each beside what was
-expected (benchmarks/on_gpu/first.py). They take about five minutes; `--only` names others.
+expected. They are those of `onefold doctor --check` (src/onefold/doctor/chapters.py), and take about
+five minutes; `--only` names others.
 
 What tells most comes first, and each result is written at once: a call that is cut off has left its
 gpu.json and gpu.md.
 
 | chapter   | question                                                                                        | by default         |
 |-----------|-------------------------------------------------------------------------------------------------|--------------------|
-| check     | is it right here? `onefold doctor --check`                                                      | yes                |
+| check     | is it right here? `onefold doctor --check --quick`                                              | yes                |
 | block     | exposed time around blocks of Llama 3 8B's shape, at two sequence lengths                       | yes                |
 | exchange  | all-to-all and sum beside reduce-scatter, with a product running beside                         | on several GPUs    |
 | copies    | how much of offload's copies is hidden, with 1 and 4 micro-batches                              | yes                |
@@ -163,7 +164,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     single: dict[str, Chapter] = {
         "check": chapters.check,
-        **first.CHAPTER,
         "codecs": codecs.chapter,
         "numbers": chapters.same_numbers,
         "overlap": chapters.hidden,
@@ -175,10 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report = Report(options)
     with harness.stoppable():
         for name in options.only:
+            if name in first.CHAPTERS and report.left() > 0:
+                report.put(name, *first.chapter(name, options, report.left()))
             if name in single and report.left() > 0:
                 options.timeout = min(options.timeout, max(10.0, report.left()))
-                asked = first.quick(options) if name in first.CHAPTER else options
-                report.put(name, *single[name](asked))
+                report.put(name, *single[name](options))
             for number, comparison in enumerate(comparisons.get(name, ())):
                 take_turns(comparison, options, report, f"{name} {number}")
         report.write(finished=True)

@@ -74,7 +74,7 @@ _PARTS = {
     "Lightning": ("integrations/lightning", "lightning.py"),
     "Other trainers": ("integrations/axolotl.py", "integrations/llamafactory.py", "integrations/prometheus.py",
                        "integrations/torchtitan.py", "integrations/verl.py"),
-    "The plan": ("plan", "simulation", "tracing", "doctor"),
+    "The plan, the doctor": ("plan", "simulation", "tracing", "doctor", "machine"),
     "Observing, the report": ("observe",),
     "Training from the command line": ("train", "models", "data", "processes", "wording.py", "cli"),
 }  # fmt: skip

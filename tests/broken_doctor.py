@@ -2,7 +2,7 @@
 before a check runs.
 
 Also a rank of a check by itself, `python -m broken_doctor ...` in place of
-`onefold.cli.doctor_checks`, with what BROKEN names broken: "CHECK=NAME,CHECK=NAME".
+`onefold.doctor.checks`, with what BROKEN names broken: "CHECK=NAME,CHECK=NAME".
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def a_load_is_wrong() -> None:
 
 def a_kernel_writes_a_wrong_bit() -> None:
     """The kernels are torch's operations, but for one bit of one block's payload."""
-    from onefold.cli import doctor_check_numbers
     from onefold.comm import launching
+    from onefold.doctor import check_numbers
     from onefold.quant import kernels
 
     def encode(
@@ -213,13 +213,13 @@ def a_kernel_writes_a_wrong_bit() -> None:
     kernels.encode = encode
     kernels.decode = lambda *_: 0
     kernels.served = lambda like: launching._allowed.get()
-    doctor_check_numbers.kernels_run_here = lambda device: ""
+    check_numbers.kernels_run_here = lambda device: ""
 
 
 def a_summing_kernel_leaves_a_part_out() -> None:
     """The kernel is torch's addition without the last rank's part in its last element."""
-    from onefold.cli import doctor_check_numbers
     from onefold.comm import launching, sums
+    from onefold.doctor import check_numbers
     from onefold.quant import kernels
 
     def sum_parts(
@@ -235,7 +235,7 @@ def a_summing_kernel_leaves_a_part_out() -> None:
     )
     sums.serve = lambda *_: launching._allowed.get()
     kernels.encode = kernels.decode = lambda *_: 0
-    doctor_check_numbers.kernels_run_here = lambda device: ""
+    check_numbers.kernels_run_here = lambda device: ""
 
 
 def a_buffer_stays() -> None:
@@ -325,16 +325,16 @@ ENDS: dict[str, Callable[..., str]] = {"dies": dies, "stands still": stands_stil
 
 def main() -> None:
     """A rank with what BROKEN names."""
-    from onefold.cli import doctor_checks
+    from onefold.doctor import checks
 
     broken = dict(part.split("=") for part in os.environ["BROKEN"].split(","))
     if broken.get("start"):
         cannot_start()
-    real = doctor_checks.Check.function
-    doctor_checks.Check.function = property(
+    real = checks.Check.function
+    checks.Check.function = property(
         lambda self: ENDS[broken[self.name]] if self.name in broken else real.fget(self)
     )
-    doctor_checks.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
+    checks.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from onefold.doctor.calibration import Calibration
-from onefold.doctor.fit import Costs
-from onefold.doctor.identity import this_machine
-from onefold.doctor.kernels import Kernels
-from onefold.doctor.measured import (
+from onefold.machine.calibration import Calibration
+from onefold.machine.fit import Costs
+from onefold.machine.identity import this_machine
+from onefold.machine.kernels import Kernels
+from onefold.machine.measured import (
     AtRanks,
     BlockPoint,
     Disk,

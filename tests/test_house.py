@@ -177,7 +177,11 @@ def reading_list(room: str) -> tuple[set[str], set[str]]:
 
 
 @pytest.mark.parametrize(
-    "room", ["checkpoint", "comm", "device", "offload", "plan", "runtime", "tiling", "train"]
+    "room",
+    [
+        *("checkpoint", "comm", "device", "doctor", "machine", "offload", "plan", "runtime"),
+        *("tiling", "train"),
+    ],
 )
 def test_a_room_with_a_reading_list_names_every_file(room: str) -> None:
     here = {p.stem for p in (PACKAGE / room).glob("*.py")} - {"__init__"}

@@ -3,7 +3,8 @@
 Chapters by file:
 
     chapters.py      check, numbers and overlap
-    first.py         block, exchange, copies, communicators, lost, compile, sums: the first hour
+    first.py         block, exchange, copies, communicators, lost, compile, sums: the first hour, as
+                     `onefold doctor --check` measures it
     turns.py         ranks, step, host, memory and fp32: sides take turns
     offload.py       offload: state on the host and on NVMe, with a trace of the copies
     largest.py       largest: the largest model that a side trains
@@ -16,8 +17,6 @@ What they share:
     run.py           one side in fresh processes; losses compared
     worker.py        one rank of run.py
     turns_worker.py  one rank of turns.py
-    first_worker.py  one rank of first.py
-    lost.py          one rank of first.py that loses its peer, and the process that minds it
 
 What `ranks`, `step`, `host`, `memory` and `fp32` train is a side of benchmarks/offload.
 """

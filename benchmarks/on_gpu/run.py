@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
 from benchmarks.offload.settings import PLAIN, SIDES, Side
 from benchmarks.peers import adapters, launch
 from benchmarks.peers.settings import Setting
+from onefold.doctor.chapters import relative
+
+__all__ = ["STAGES", "available", "mean_losses", "relative", "run", "side_of"]
 
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
 
@@ -39,11 +41,6 @@ def run(
         flush=True,
     )
     return {"peer": peer, "setting": setting.to_json(), **outcome}
-
-
-def relative(mine: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest relative difference of two series."""
-    return max(abs(a - b) / abs(b) for a, b in zip(mine, theirs, strict=True))
 
 
 def mean_losses(outcome: dict[str, Any]) -> list[float]:

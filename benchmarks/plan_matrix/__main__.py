@@ -25,7 +25,7 @@ from benchmarks.plan_matrix.pace import HIDDEN, TOKENS, expected
 from benchmarks.plan_matrix.planning import judge, orders, predict
 from benchmarks.plan_matrix.report import markdown
 from benchmarks.plan_matrix.settings import ARCHITECTURES, Cell, by_setting, cells
-from onefold.doctor.calibration import Calibration, CalibrationError
+from onefold.machine.calibration import Calibration, CalibrationError
 
 SCHEMA = "onefold-plan-matrix/1"
 

@@ -22,9 +22,8 @@ from typer.testing import CliRunner, Result
 
 from calibrations import calibration, elsewhere
 from onefold.cli.doctor import doctor_command
-from onefold.cli.doctor_calibrate import default_ranks, threads_of
 from onefold.comm import MOVES
-from onefold.doctor.calibration import Calibration, default_path
+from onefold.machine.calibration import Calibration, default_path
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
@@ -166,20 +165,6 @@ def test_cuda_without_a_gpu_gets_a_sentence(monkeypatch: pytest.MonkeyPatch) -> 
     assert "torch finds no GPU here" in result.stderr
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 4, 8, 64, 1000])
-def test_a_few_numbers_of_ranks_are_measured_from_one_to_all(most: int) -> None:
-    counts = default_ranks(most)
-    assert counts[0] == 1 and counts[-1] == most
-    assert counts == sorted(set(counts)) and len(counts) <= 4
-
-
-def test_threads_are_those_of_a_training_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert threads_of([1, 2, 8], 4) == {1: 4, 2: 2, 8: 1}
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert threads_of([1, 2], 4) == {1: 3, 2: 3}
-
-
 # -- with ranks ------------------------------------------------------------------------------------
 
 
@@ -265,7 +250,7 @@ def test_a_signal_ends_it_with_everything_it_started(
     place: Place, number: signal.Signals, status: int
 ) -> None:
     process = place.start("--calibrate", "--ranks", "2")
-    until(lambda: len(place.processes("doctor_rank")) == 2)
+    until(lambda: len(place.processes("onefold.doctor.ranks")) == 2)
     process.send_signal(number)
     _, err = process.communicate(timeout=300)
     assert process.returncode == status, err
@@ -277,7 +262,7 @@ def test_a_signal_ends_it_with_everything_it_started(
 @pytest.mark.slow
 def test_a_rank_that_dies_is_told_of(place: Place) -> None:
     process = place.start("--calibrate", "--ranks", "2", "--json")
-    ranks = until(lambda: len(found := place.processes("doctor_rank")) == 2 and found)
+    ranks = until(lambda: len(found := place.processes("onefold.doctor.ranks")) == 2 and found)
     os.kill(ranks[0], signal.SIGKILL)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 1
@@ -289,7 +274,7 @@ def test_a_rank_that_dies_is_told_of(place: Place) -> None:
 @pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_command(place: Place) -> None:
     process = place.start("--calibrate", "--ranks", "2")
-    until(lambda: len(place.processes("doctor_rank")) == 2)
+    until(lambda: len(place.processes("onefold.doctor.ranks")) == 2)
     process.kill()
     process.communicate(timeout=300)
     until(lambda: not place.processes())

@@ -17,8 +17,8 @@ from onefold.doctor.bench import Bench
 from onefold.doctor.benchmark_blocks import MIB, Block, Gated, Sizes, block_flops, gated_flops
 from onefold.doctor.disk import measure_disk
 from onefold.doctor.measure import measure, says
-from onefold.doctor.measured import ADAMW_BYTES, AtRanks
 from onefold.doctor.moves import FlatMoves
+from onefold.machine.measured import ADAMW_BYTES, AtRanks
 from ranks import run_ranks
 
 TINY = Sizes(

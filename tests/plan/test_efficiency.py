@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from calibrations import COSTS, calibration, timed, with_steps, without_steps
 from examples import examples
-from onefold.doctor.calibration import CalibrationError
-from onefold.doctor.kernels import Kernels
-from onefold.doctor.measured import AtRanks, middle
+from onefold.machine.calibration import CalibrationError
+from onefold.machine.kernels import Kernels
+from onefold.machine.measured import AtRanks, middle
 from onefold.plan.efficiency import COPIED, PARTS, shares, shares_of, work_of
 from onefold.plan.hardware import calibrated
 from onefold.plan.times import step_times

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from calibrations import calibration
-from onefold.doctor.kernels import count
+from onefold.machine.kernels import count
 from onefold.models.build import checkpoint_activations
 from onefold.plan.activity import Activity
 from onefold.plan.choose import Question

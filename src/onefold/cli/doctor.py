@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from onefold.cli.options import option, refuse, stopped
 from onefold.processes.signals import interruptible
 
 if TYPE_CHECKING:
-    from onefold.doctor.calibration import Calibration
+    from onefold.machine.calibration import Calibration
 
 
 # fmt: off
@@ -25,7 +25,8 @@ def doctor_command(
         bool, option("Measure rates of compute, memory, moves and disk, and training steps: some minutes.", None, "--calibrate")
     ] = False,
     check: Annotated[
-        bool, option("Check collectives, stages, offload, checkpoints, kernels and overlap: under two minutes.", None, "--check")
+        bool, option("Check collectives, stages, offload, checkpoints, kernels and overlap: under two minutes. "
+                     "With GPUs also measure them beside what the plan expects: under ten.", None, "--check")
     ] = False,
     as_json: Annotated[
         bool, option("Print one JSON object instead of tables; with --check and a FILE: write it there as well.", None, "--json")
@@ -39,26 +40,33 @@ def doctor_command(
                "With --check: how many (default: one a GPU, two on a CPU)."),
     ] = None,
     disk: Annotated[Path | None, option("With --calibrate: folder whose disk is measured (default: the working folder).")] = None,
-    quick: Annotated[bool, option("With --calibrate: a rough picture in a fraction of the time.", None, "--quick")] = False,
+    quick: Annotated[
+        bool, option("With --calibrate: a rough picture in a fraction of the time. With --check: checks only.", None, "--quick")
+    ] = False,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", hidden=True, help="With --check: measure tiny models, also on a CPU.")
+    ] = False,
 ) -> None:
     # fmt: on
     """Show what this machine has for training: processors, memory, GPUs, backends, the ranks that
     would start.
 
     With --calibrate also measure what they can do. `onefold plan --here` predicts with these
-    figures. With --check see whether Onefold is
-    right here: alone it starts ranks of its own, under torchrun it takes part with the launcher's.
-    Exit status 1 if a check failed.
+    figures. With --check see whether Onefold is right here: alone it starts ranks of its own, under
+    torchrun it takes part with the launcher's. Alone on GPUs it also measures communication,
+    copies, memory of communicators, compiled blocks, and how a lost rank is reported. Exit status 1
+    if a check failed.
     """
-    from onefold.cli.doctor_ranks import MeasurementError, Stopped
-    from onefold.doctor.calibration import CalibrationError
+    from onefold.cli.doctor_check import run_checks
+    from onefold.doctor.ranks import MeasurementError, Stopped
+    from onefold.machine.calibration import CalibrationError
     from onefold.wording import TrainError
 
     try:
-        _refuse(check, calibrate, as_json, file, output, ranks, disk, quick)
+        _refuse(check, calibrate, as_json, file, output, ranks, disk, quick, rehearse)
         if check:
             with interruptible():
-                status = _check(as_json, file, device, ranks)
+                status = run_checks(_facts, as_json, file, device, ranks, quick, rehearse)
             raise typer.Exit(status)
         with interruptible():
             _doctor(calibrate, as_json, output, device, ranks, disk, quick)
@@ -80,17 +88,18 @@ def _doctor(
     disk: Path | None,
     quick: bool,
 ) -> None:
-    from onefold.cli.doctor_facts import facts
-    from onefold.doctor.calibration import default_path
+    from onefold.machine.calibration import default_path
 
-    found = facts(device)
+    found = _facts(device)
     path = output or default_path()
     calibration: Calibration | None
     if calibrate:
-        from onefold.cli.doctor_calibrate import measure_machine
+        from onefold.cli.doctor_progress import Progress
+        from onefold.doctor.calibrate import measure_machine
 
+        progress = partial(Progress, silent=as_json)
         measured = measure_machine(
-            found, ranks, disk or Path.cwd(), path, quick=quick, silent=as_json
+            found, ranks, disk or Path.cwd(), path, progress, quick=quick
         )
         calibration, note = measured, measured.stale()
     else:
@@ -102,7 +111,7 @@ def _doctor(
         return
     from rich.console import Console
 
-    from onefold.cli.doctor_facts import show_calibration, show_facts
+    from onefold.cli.doctor_tables import show_calibration, show_facts
 
     console = Console(highlight=False)
     show_facts(console, found)
@@ -114,6 +123,19 @@ def _doctor(
         console.print(f"\n{note}", markup=False, soft_wrap=True)
 
 
+def _facts(device: str) -> dict[str, Any]:
+    """Return what this machine has.
+
+    Raises:
+        TrainError: cuda was asked for and torch finds no GPU.
+    """
+    from onefold.doctor.facts import facts
+    from onefold.train.config import resolve
+    from onefold.train.launch import ranks_to_start
+
+    return facts(device, *ranks_to_start(resolve({"device": device})))
+
+
 def _refuse(
     check: bool,
     calibrate: bool,
@@ -123,19 +145,23 @@ def _refuse(
     ranks: str | None,
     disk: Path | None,
     quick: bool,
+    rehearse: bool,
 ) -> None:
     """Raise CalibrationError for options that cannot be combined."""
-    from onefold.doctor.calibration import CalibrationError
+    from onefold.machine.calibration import CalibrationError
 
     if file is not None and not (check and as_json):
         raise CalibrationError(f"{file}: a file is written by --check --json FILE only.")
-    options = {"--calibrate": calibrate, "--output": output, "--disk": disk, "--quick": quick}
+    options = {"--calibrate": calibrate, "--output": output, "--disk": disk}
     unfit = [name for name, given in options.items() if given]
     if check and unfit:
         raise CalibrationError(
             f"--check and {' and '.join(unfit)}: one at a time. The result of a check goes to"
             " --json FILE."
         )
+    if rehearse and (quick or not check):
+        what = "--quick leaves out what it rehearses" if quick else "add --check"
+        raise CalibrationError(f"--rehearse: {what}.")
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise CalibrationError(
             f"--json {file}: this is a folder, or its folder is not there; name a file."
@@ -149,62 +175,11 @@ def _refuse(
         )
 
 
-def _check(as_json: bool, file: Path | None, device: str, ranks: str | None) -> int:
-    """Run the checks and show the results. Returns the exit status.
-    Under a launcher, rank 0 shows the results and the other ranks return 0.
-    """
-    import os
-    import shlex
-    import time
-
-    from onefold.cli.doctor_check import check_here, check_with_launcher, report_of
-    from onefold.cli.doctor_facts import facts
-    from onefold.doctor.calibration import CalibrationError
-    from onefold.processes.host import joins
-
-    begun = time.monotonic()
-    launched = joins(os.environ)
-    first = not launched or os.environ["RANK"] == "0"
-    if ranks is not None and (launched or not ranks.isdigit()):
-        what = "the launcher has said how many" if launched else "expected one number with --check"
-        raise CalibrationError(f"--ranks {ranks}: {what}.")
-    found = facts(device)
-
-    def say(name: str) -> None:
-        if first and not as_json and sys.stderr.isatty():
-            print(f"\r\033[K{name}", end="", file=sys.stderr, flush=True)
-
-    try:
-        count = int(ranks) if ranks else None
-        rows = check_with_launcher(found, say) if launched else check_here(found, count, say)
-    finally:
-        say("")
-    if not first:
-        return 0
-    command = shlex.join(["onefold", *sys.argv[1:]])
-    report = report_of(found, rows, command, time.monotonic() - begun)
-    if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if as_json and file is None:
-        print(json.dumps(report, indent=1))
-    else:
-        from rich.console import Console
-
-        from onefold.cli.doctor_facts import show_checks, show_facts
-
-        console = Console(highlight=False)
-        show_facts(console, found)
-        show_checks(console, report)
-        if file is not None:
-            console.print(f"saved to {file}", markup=False, soft_wrap=True)
-    return 0 if report["ok"] else 1
-
-
 def _saved(path: Path, asked: bool) -> tuple[Calibration | None, str]:
     """Load the calibration. Returns it, or None, and a note about it.
     `asked`: the user named the file, so an unusable one raises CalibrationError.
     """
-    from onefold.doctor.calibration import Calibration, CalibrationError
+    from onefold.machine.calibration import Calibration, CalibrationError
 
     try:
         found = Calibration.load(path)

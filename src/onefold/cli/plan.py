@@ -249,7 +249,7 @@ def _machine(
             if count < 1:
                 raise ValueError(f"{option} {count}: expected a whole number, 1 or more.")
         return hardware.machine(gpus, min(per_node, gpus), gpu, link, file)
-    from onefold.doctor.calibration import Calibration
+    from onefold.machine.calibration import Calibration
 
     calibration = Calibration.load()
     return hardware.calibrated(calibration, ranks or max(calibration.measured_ranks))

@@ -151,7 +151,7 @@ def _of_gguf(file: Path) -> Any:
     """
     from transformers import AutoTokenizer, __version__
 
-    from onefold.doctor.calibration import default_path
+    from onefold.machine.calibration import default_path
 
     state = file.stat()
     of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"

@@ -2,7 +2,7 @@
 and the host.
 
 No other room uses torch.cuda or torch.accelerator (except for Triton kernels and the doctor's
-facts). It knows no modules, no parameters and no collectives.
+facts and checks). It knows no modules, no parameters and no collectives.
 
     streams.py  the device of this rank and what it is; streams and events (on a device without streams,
                 work is done when the call returns); the host's threads

@@ -1,4 +1,14 @@
-"""Room `doctor`: measure what a machine can do, keep the figures in a file, and answer questions
-about them. `onefold doctor` measures and the plan asks. This room depends on neither plan nor
-training.
+"""Room `doctor`: what `onefold doctor` does. The command itself (arguments and tables) is in `cli`.
+
+| command       | question                               | files, in the order to read them                          |
+|---------------|----------------------------------------|-----------------------------------------------------------|
+| doctor        | What does this machine have?           | `facts`                                                   |
+| --check       | Does Onefold compute correctly on it?  | `checks`, `coordinator`; then `check_numbers`,            |
+|               |                                        | `check_steps`, `check_device`                             |
+|               | Does it use the GPUs well?             | `chapters`, `chapter_expected`, `chapter_runs`; then      |
+|               |                                        | `chapter_rank`, `lost_peer`                               |
+| --calibrate   | How fast is it?                        | `calibrate`, `ranks`, `measure`; then `bench`,            |
+|               |                                        | `benchmark_blocks`, `moves`, `disk`, `reference_steps`    |
+
+`ranks` starts and ends the processes of all of them. What --calibrate measured is kept by `machine`.
 """

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from onefold.doctor.measured import Disk
+from onefold.machine.measured import Disk
 
 #: Bytes of one write or read of a disk.
 CHUNK = 4 << 20

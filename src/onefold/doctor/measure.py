@@ -24,8 +24,9 @@ from onefold.comm import MOVES, Group
 from onefold.device import has_streams
 from onefold.doctor.bench import Bench
 from onefold.doctor.benchmark_blocks import Block, Chain, Gated, Sizes, block_flops
-from onefold.doctor.kernels import count as kernels_of
-from onefold.doctor.measured import (
+from onefold.doctor.moves import measure_move, measure_overlap
+from onefold.machine.kernels import count as kernels_of
+from onefold.machine.measured import (
     ADAMW_BYTES,
     AtRanks,
     BlockPoint,
@@ -36,7 +37,6 @@ from onefold.doctor.measured import (
     StepPoint,
     middle,
 )
-from onefold.doctor.moves import measure_move, measure_overlap
 from onefold.recipe.rows import FLAT
 
 #: Seconds a rank waits for another within a measurement.

@@ -11,7 +11,7 @@ import torch
 from onefold.comm import MOVES
 from onefold.device import current_stream, has_streams, new_event, seconds_between
 from onefold.doctor.bench import Bench
-from onefold.doctor.measured import Overlap, Points
+from onefold.machine.measured import Overlap, Points
 from onefold.memory import empty
 
 #: Side of the matrix products that run beside a gather.

@@ -12,8 +12,8 @@
 | Which scheme, and what are the alternatives?  | `choose`, `alternatives`                   |
 | How is the plan shown?                        | `planner`, `tables`                        |
 
-Other rooms look at what cannot be counted: `tracing` at a module's activations, `doctor` at a
-machine's speeds, `simulation` at a step of the engine itself.
+Other rooms look at what cannot be counted: `tracing` at a module's activations, `machine` at
+measured speeds, `simulation` at a step of the engine itself.
 
 `onefold.plan(model, ...)` is `onefold.plan.api.plan`: the room itself can be called.
 `onefold.plan.recipe_for(model, ...)` is the recipe for the machine that this process runs on.

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from onefold.doctor.kernels import Kernels
+from onefold.machine.kernels import Kernels
 from onefold.offload.activations import SMALLEST
 from onefold.plan.formulas import MicroBatchBytes, transformer_flops_per_token
 from onefold.plan.shapes import ModelShape, Transformer, UnitShape

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from onefold.device import available, default_device, device_count, free_memory, with_index
-from onefold.doctor.calibration import Calibration, CalibrationError
+from onefold.machine.calibration import Calibration, CalibrationError
 from onefold.memory.pool import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.evaluate import Candidate

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from onefold.doctor.calibration import Calibration
-from onefold.doctor.measured import AtRanks, StepPoint
+from onefold.machine.calibration import Calibration
+from onefold.machine.measured import AtRanks, StepPoint
 from onefold.plan.hardware import Machine, calibrated
 from onefold.plan.times import DTYPES, Work, knows_passes, step_times
 from onefold.plan.traffic import Software, traffic_of

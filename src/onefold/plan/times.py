@@ -1,7 +1,7 @@
 """Seconds of a step from FLOPs and bytes: the time model.
 
     compute        FLOPs ÷ (rate of large products × kernel_share), × the wait for the slowest of N ranks;
-                   on a calibrated machine the cost of its operations, N ranks together (`onefold.doctor.fit`), ÷ step_share;
+                   on a calibrated machine the cost of its operations, N ranks together (`onefold.machine.fit`), ÷ step_share;
                    plus what encoding, adding up, and the engine's copies and casts read and write (plan/wire.py)
     communication  for each move: the slower of its two links, + calls × hops × hop_seconds. A move over groups is two moves,
                    each on its level. A ring takes N−1 hops, one after another; messages to all at once (an all-to-all) take one
@@ -36,7 +36,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from onefold.doctor.kernels import Kernels
+from onefold.machine.kernels import Kernels
 from onefold.plan.hardware import Machine
 from onefold.plan.offloaded import Carried
 from onefold.plan.schema import SECONDS

@@ -31,7 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
+from onefold.machine.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
 from onefold.simulation.operations import moved_by, of_engine
 from onefold.simulation.places import HOST as MEMORY

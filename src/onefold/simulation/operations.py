@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 import onefold.runtime
-from onefold.doctor.kernels import kernels_of
+from onefold.machine.kernels import kernels_of
 from onefold.memory import nbytes_of
 from onefold.runtime.parameters import interval, operators, outside, parameter
 

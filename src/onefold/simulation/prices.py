@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from onefold.doctor.kernels import Kernels
+from onefold.machine.kernels import Kernels
 from onefold.plan.efficiency import measured_software
 from onefold.plan.hardware import Machine
 from onefold.plan.times import SUMMING_ON_A_GPU, Work, compute_seconds

@@ -35,7 +35,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from onefold.doctor.kernels import Kernels, flop_formulas, kernels_of
+from onefold.machine.kernels import Kernels, flop_formulas, kernels_of
 from onefold.offload.activations import SMALLEST
 
 _aten = torch.ops.aten

@@ -33,7 +33,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from onefold.doctor.kernels import Kernels
+from onefold.machine.kernels import Kernels
 from onefold.runtime.units import find_units
 from onefold.tracing.calling import backward, call, loss_of, training, vocabulary_of
 from onefold.tracing.cuda_kernels import CudaKernels

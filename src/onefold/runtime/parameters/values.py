@@ -12,6 +12,7 @@ from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
     disable_torch_function,
+    dispatches,
     dress,
     get_grad,
     over,

@@ -43,7 +43,7 @@ class Check:
     Attributes:
         name: in the first column.
         ranks: the fewest ranks on which it makes sense.
-        run: "module:function" in this package, imported by the ranks.
+        run: "module:function" in this room, imported by the ranks.
         advice: what to do if it finds an error.
         limit: seconds that it may take on all ranks; then the ranks are ended.
     """
@@ -58,7 +58,7 @@ class Check:
     def function(self) -> Callable[[Here, Findings], str]:
         """The function, which is imported now."""
         module, _, name = self.run.partition(":")
-        found = getattr(importlib.import_module(f"onefold.cli.{module}"), name)
+        found = getattr(importlib.import_module(f"onefold.doctor.{module}"), name)
         return cast(Callable[[Here, Findings], str], found)
 
 
@@ -70,49 +70,49 @@ START = Check(
 
 CHECKS: tuple[Check, ...] = (
     Check(
-        "collectives", 2, "doctor_check_numbers:collectives",
+        "collectives", 2, "check_numbers:collectives",
         "torch.distributed itself moves wrong bytes here; Onefold has no part in it. Try NCCL_P2P_DISABLE=1 (then look for PCIe ACS or the "
         "IOMMU in the firmware), NCCL_SHM_DISABLE=1, another NCCL or driver; run dcgmi diag.",
     ),
     Check(
-        "ordered sums", 2, "doctor_check_numbers:ordered_sums",
+        "ordered sums", 2, "check_numbers:ordered_sums",
         "Gradients are summed wrongly while torch's own collectives are right: an error in Onefold. Attach the JSON to an issue.",
     ),
     Check(
-        "native sums", 2, "doctor_check_numbers:native_sums",
+        "native sums", 2, "check_numbers:native_sums",
         "The backend's own reduce-scatter is wrong here. Leave reduce='native' out; try another NCCL or driver.",
     ),
     Check(
-        "stages", 2, "doctor_check_steps:stages",
+        "stages", 2, "check_steps:stages",
         "The stages, or Onefold and DDP, train differently here: an error in Onefold. Attach the JSON to an issue.",
     ),
     Check(
-        "two levels", 2, "doctor_check_steps:two_levels",
+        "two levels", 2, "check_steps:two_levels",
         "Recipes over groups sum differently or send other bytes than the formula says: an error in Onefold. Attach the JSON to an issue.",
     ),
     Check(
-        "offload", 1, "doctor_check_steps:offload",
+        "offload", 1, "check_steps:offload",
         "State that is stored on the host does not train as on the device: leave offload out, and attach the JSON to an issue.",
     ),
     Check(
-        "save and reload", 1, "doctor_check_steps:save_and_reload",
+        "save and reload", 1, "check_steps:save_and_reload",
         "A checkpoint does not hold what was saved: use onefold.save instead of save_async until it does, and attach the JSON to an issue.",
     ),
     Check(
-        "kernels", 1, "doctor_check_numbers:kernels_and_operations",
+        "kernels", 1, "check_numbers:kernels_and_operations",
         "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
         "and attach the JSON to an issue.",
     ),
     Check(
-        "memory at rest", 1, "doctor_check_device:memory_at_rest",
+        "memory at rest", 1, "check_device:memory_at_rest",
         "Between steps more or less is held than the plan says, so that a plan cannot be trusted here. Attach the JSON to an issue.",
     ),
     Check(
-        "no synchronization", 1, "doctor_check_device:no_synchronization",
+        "no synchronization", 1, "check_device:no_synchronization",
         "A step makes the host wait for the device, which costs speed and no correctness. Attach the JSON to an issue.",
     ),
     Check(
-        "overlap", 1, "doctor_check_device:overlap",
+        "overlap", 1, "check_device:overlap",
         "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 out; else attach the JSON to an issue.",
     ),
@@ -366,5 +366,5 @@ def begin(plan: Plan, rank: int, store: Any) -> Here:
 
 if __name__ == "__main__":
     # Import this module by name, so that its `LeftOut` is the class that the checks raise
-    rank = importlib.import_module("onefold.cli.doctor_checks")
+    rank = importlib.import_module("onefold.doctor.checks")
     rank.main(sys.argv[1], *(int(argument) for argument in sys.argv[2:6]))

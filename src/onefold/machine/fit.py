@@ -30,7 +30,7 @@ from functools import cached_property
 
 import numpy as np
 
-from onefold.doctor.kernels import Kernels
+from onefold.machine.kernels import Kernels
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.cli.doctor_checks import Findings, Here, LeftOut
 from onefold.comm.launching import INTERPRETED, usable
+from onefold.doctor.checks import Findings, Here, LeftOut
 from onefold.quant import kernel_check, kernels
 from onefold.recipe import Recipe
 from onefold.shard import engine_of

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.doctor.fit import Curve, Fit, nearest_mean
+from onefold.machine.fit import Curve, Fit, nearest_mean
 
 SIZE = st.floats(1, 1e10)
 SECONDS = st.floats(1e-7, 1e3)

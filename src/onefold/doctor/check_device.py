@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 import onefold
-from onefold.cli.doctor_check_steps import (
+from onefold.device import has_streams, memory_figures, synchronize
+from onefold.doctor.check_steps import (
     CLIP,
     PRECISIONS,
     VOCABULARY,
@@ -35,8 +36,7 @@ from onefold.cli.doctor_check_steps import (
     one_step,
     small,
 )
-from onefold.cli.doctor_checks import Findings, Here, LeftOut
-from onefold.device import has_streams, memory_figures, synchronize
+from onefold.doctor.checks import Findings, Here, LeftOut
 from onefold.observe import Recording, record
 from onefold.observe.trace import covered
 from onefold.recipe import Recipe

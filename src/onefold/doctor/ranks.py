@@ -1,7 +1,7 @@
 """Start, watch and end the doctor's ranks, and run a calibration with ranks. No process and no file
 is left, whatever happens.
 
-Each rank of a calibration is `python -m onefold.cli.doctor_ranks FOLDER RANK`. The ranks rendezvous
+Each rank of a calibration is `python -m onefold.doctor.ranks FOLDER RANK`. The ranks rendezvous
 through a file in FOLDER. Rank 0 prints on its standard output what is measured next, one line each,
 and writes the figures into FOLDER.
 """
@@ -139,7 +139,7 @@ def measure_with_ranks(
         ranks = Children(folder)
         try:
             for rank in range(world):
-                ranks.start_one(rank, "onefold.cli.doctor_ranks", (folder, rank), environment)
+                ranks.start_one(rank, "onefold.doctor.ranks", (folder, rank), environment)
             _watch(ranks, arrived, say)
             if arrived:
                 raise Stopped(arrived[0])
@@ -192,10 +192,10 @@ def _measure(folder: Path, rank: int, job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
 
-    from onefold.cli.doctor_steps import take_steps
     from onefold.doctor.benchmark_blocks import Sizes
     from onefold.doctor.measure import measure
-    from onefold.doctor.measured import decode
+    from onefold.doctor.reference_steps import take_steps
+    from onefold.machine.measured import decode
 
     world = int(job["world"])
     device = torch.device("cuda", rank) if job["device"] == "cuda" else torch.device("cpu")

@@ -5,10 +5,10 @@ measure, and save the file.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from math import log2
 from pathlib import Path
@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 
-from onefold.cli.doctor_ranks import measure_with_ranks
-from onefold.doctor.benchmark_blocks import (
-    MIB,
-    Sizes,
-)
-from onefold.doctor.calibration import KIND, VERSION, Calibration, CalibrationError
+from onefold.doctor.benchmark_blocks import MIB, Sizes
 from onefold.doctor.disk import measure_disk
-from onefold.doctor.identity import this_machine
 from onefold.doctor.measure import says
+from onefold.doctor.ranks import measure_with_ranks
+from onefold.machine.calibration import KIND, VERSION, Calibration, CalibrationError
+from onefold.machine.identity import this_machine
 from onefold.wording import readable
 
 #: Bytes of host memory that a rank takes before it measures, for torch and its libraries.
@@ -32,15 +29,22 @@ RANK_BYTES = 400 * MIB
 
 
 def measure_machine(
-    found: dict[str, Any], ranks: str | None, disk: Path, path: Path, *, quick: bool, silent: bool
+    found: dict[str, Any],
+    ranks: str | None,
+    disk: Path,
+    path: Path,
+    progress: Callable[[int, list[int]], AbstractContextManager[Callable[[str], None]]],
+    *,
+    quick: bool,
 ) -> Calibration:
     """Measure this machine and save the figures at `path`.
 
     Args:
-        found: the result of `doctor_facts.facts`.
+        found: the result of `facts.facts`.
         ranks: numbers of ranks as the user gave them, "1,2,4"; None chooses.
         disk: the folder whose disk is measured.
-        silent: show no progress.
+        progress: given how many measurements there are, and the numbers of ranks. Inside, what it
+            yields is called with the name of each measurement when it begins.
 
     Raises:
         CalibrationError: an argument is impossible here.
@@ -57,15 +61,15 @@ def measure_machine(
         _free_for_a_rank(found, counts[-1])
     )
     begin, busy = time.monotonic(), _others()
-    with Progress(says(counts, sizes, steps=True) + 2, counts, silent) as progress:
-        progress.say("disk")
+    with progress(says(counts, sizes, steps=True) + 2, counts) as say:
+        say("disk")
         try:
             disk_rates = measure_disk(disk, sizes.disk_bytes)
         except ValueError as error:
             raise CalibrationError(str(error)) from None
-        progress.say("starting ranks")
+        say("starting ranks")
         figures = measure_with_ranks(
-            sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], progress.say
+            sizes, threads_of(counts, found["cpu"]["physical_cores"]), found["device"], say
         )
     gpu = found["gpus"][0] if found["device"] == "cuda" else None
     calibration = Calibration.from_json({
@@ -128,42 +132,6 @@ def threads_of(counts: list[int], cores: int) -> dict[int, int]:
     asked = os.environ.get("OMP_NUM_THREADS", "")
     fixed = int(asked) if asked.isdigit() else 0
     return {count: fixed or max(1, cores // count) for count in counts}
-
-
-class Progress:
-    """A progress bar on standard error in a terminal, else one line; nothing if silent."""
-
-    def __init__(self, total: int, counts: list[int], silent: bool) -> None:
-        self.total, self.counts, self.silent = total, counts, silent
-        self.bar: Any = None
-        self.task: Any = None
-
-    def say(self, text: str) -> None:
-        """Show that the next measurement begins."""
-        if self.bar is not None:
-            advance = 1 if self.bar.tasks[0].description else 0
-            self.bar.update(self.task, advance=advance, description=text)
-
-    def __enter__(self) -> Progress:
-        if self.silent:
-            return self
-        if not sys.stderr.isatty():
-            counts = ", ".join(map(str, self.counts))
-            print(f"measuring; numbers of ranks: {counts}", file=sys.stderr, flush=True)
-            return self
-        from rich import progress as rich_progress
-        from rich.console import Console
-
-        bar, elapsed = rich_progress.BarColumn(), rich_progress.TimeElapsedColumn()
-        columns = (bar, elapsed, rich_progress.TextColumn("{task.description}"))
-        self.bar = rich_progress.Progress(*columns, console=Console(stderr=True), transient=True)
-        self.task = self.bar.add_task("", total=self.total)
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.stop()
 
 
 def _others() -> Callable[[], float]:

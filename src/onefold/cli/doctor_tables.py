@@ -1,103 +1,20 @@
-"""Collect what this machine has, without measuring, and show the doctor's figures as tables."""
+"""The doctor's figures as tables."""
 
 from __future__ import annotations
 
-import platform
-import shutil
-import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.comm import MOVES
-from onefold.cores import physical_cores
-from onefold.doctor.calibration import Calibration, default_path
-from onefold.doctor.identity import cpu_name, usable_cpus
-from onefold.memory.pool import free_host_memory, total_host_memory
+from onefold.machine.calibration import Calibration
 from onefold.plan.efficiency import shares_of
-from onefold.train.config import resolve
-from onefold.train.launch import ranks_to_start
 from onefold.wording import readable
-
-PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
-
-
-def facts(device: str) -> dict[str, Any]:
-    """Return the facts about this machine as plain values; sizes in bytes.
-
-    Args:
-        device: where ranks would compute, "auto", "cpu" or "cuda".
-
-    Raises:
-        TrainError: cuda was asked for and torch finds no GPU.
-    """
-    import torch
-    import torch.distributed as dist
-
-    ranks, why = ranks_to_start(resolve({"device": device}))
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    use_cuda = device != "cpu" and gpus > 0
-    known = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
-    return {
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
-        "cpu": {
-            "name": cpu_name(),
-            "usable": usable_cpus(),
-            "physical_cores": physical_cores(),
-            "simd": str(torch.backends.cpu.get_cpu_capability()),
-        },
-        "memory": {"total": total_host_memory(), "free": free_host_memory()},
-        "cuda": torch.version.cuda,
-        "gpus": [_gpu(i) for i in range(gpus)],
-        "backends": [b for b in known if getattr(dist, f"is_{b}_available", lambda: False)()],
-        "backend": "nccl" if use_cuda else "gloo",
-        "device": "cuda" if use_cuda else "cpu",
-        "ranks": ranks,
-        "ranks_why": why,
-        "disks": _disks(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(index)
-    major, minor = torch.cuda.get_device_capability(index)
-    return {
-        "name": torch.cuda.get_device_name(index),
-        "total": total,
-        "free": free,
-        "capability": f"{major}.{minor}",
-    }
-
-
-def _disks() -> list[dict[str, Any]]:
-    """Free space where a run writes, at the nearest folder that is there."""
-    out = []
-    for use, folder in (
-        ("working folder", Path.cwd()),
-        ("temporary files", Path(tempfile.gettempdir())),
-        ("cache", default_path().parent),
-    ):
-        there = next(p for p in (folder, *folder.parents) if p.exists())
-        out.append({"use": use, "folder": str(folder), "free": shutil.disk_usage(there).free})
-    return out
-
 
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -148,6 +65,38 @@ def show_checks(console: Console, report: dict[str, Any]) -> None:
     console.print(table)
     told = [f"{count[status]} {status}" for status in ("ok", "wrong", "left out") if count[status]]
     console.print(f"{', '.join(told)}, in {report['seconds']:.0f} s")
+
+
+def show_chapter(console: Console, chapter: dict[str, Any]) -> None:
+    """Print what a chapter of `onefold doctor --check` has found."""
+    status, said = chapter["status"], escape(chapter["said"])
+    style = {"ok": "green", "wrong": "bold red"}.get(status, "yellow")
+    console.print(f"\n{chapter['title']}", style="italic", markup=False, soft_wrap=True)
+    if chapter["rows"]:
+        console.print(_fitting(console, [chapter["columns"], *chapter["rows"]]))
+    end = f" ({chapter['seconds']:.0f} s)" if chapter["seconds"] else ""
+    words = f"{chapter['name']}: [{style}]{status}[/{style}]{end}"
+    console.print(f"{words}: {said}" if said else words, soft_wrap=True)
+
+
+def _fitting(console: Console, lines: Sequence[Sequence[str]]) -> Table:
+    """Make a table of lines, of which the first has the names of the columns. If words would be cut
+    on this terminal, or a long text squeezed, the columns become the lines.
+    """
+    table = _with_rows(lines)
+    needs = Measurement.get(console, console.options.update(width=1000), table)
+    long = max(len(cell) for line in lines for cell in line)
+    if needs.minimum > console.width - 4 or (needs.maximum > console.width < 2 * long):
+        table = _with_rows(list(zip(*lines, strict=True)))
+    return table
+
+
+def _with_rows(lines: Sequence[Sequence[str]]) -> Table:
+    """Make a table of lines, of which the first has the names of the columns."""
+    table = _table("", list(lines[0]))
+    for line in lines[1:]:
+        table.add_row(*map(escape, line))
+    return table
 
 
 def _compute(found: Calibration) -> Table:

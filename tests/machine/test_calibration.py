@@ -14,8 +14,8 @@ import pytest
 
 from calibrations import BANDWIDTH, LATENCY, calibration, elsewhere
 from onefold.comm import MOVES
-from onefold.doctor.calibration import FRESH_DAYS, Calibration, CalibrationError, default_path
-from onefold.doctor.measured import AtRanks, Overlap
+from onefold.machine.calibration import FRESH_DAYS, Calibration, CalibrationError, default_path
+from onefold.machine.measured import AtRanks, Overlap
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:

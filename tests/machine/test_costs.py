@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold.doctor.fit import Costs
-from onefold.doctor.kernels import Kernels, count
+from onefold.machine.fit import Costs
+from onefold.machine.kernels import Kernels, count
 
 RAN = (
     Kernels(10**9, 10, 10**6, 50, 10**5),

@@ -26,10 +26,10 @@ from typing import Any, TypeVar
 import torch
 
 from onefold.comm import MOVES
-from onefold.doctor.fit import Fit, nearest_mean
-from onefold.doctor.identity import Identity, this_machine
-from onefold.doctor.kernels import Kernels
-from onefold.doctor.measured import ADAMW_BYTES, AtRanks, Disk, HostLink, decode
+from onefold.machine.fit import Fit, nearest_mean
+from onefold.machine.identity import Identity, this_machine
+from onefold.machine.kernels import Kernels
+from onefold.machine.measured import ADAMW_BYTES, AtRanks, Disk, HostLink, decode
 
 KIND, VERSION = "onefold-calibration", 1
 #: Days after which a calibration counts as stale: drivers, kernels and other programs change.

@@ -5,8 +5,7 @@ also measured alone.
     a step         casts, hooks, cold caches, waits ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
 
 The gap between the two is the software's efficiency (`onefold.plan.efficiency`), which is measured
-here instead of assumed. The code is in this room because `plan` must not run the engine, and
-`doctor` must not import `plan`.
+here instead of assumed.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from onefold.doctor.benchmark_blocks import (
     RootMeanSquare,
     gated_flops,
 )
-from onefold.doctor.kernels import Kernels, count
-from onefold.doctor.measured import StepPoint
+from onefold.machine.kernels import Kernels, count
+from onefold.machine.measured import StepPoint
 from onefold.plan.modules import model_shape
 from onefold.plan.states import units_of
 from onefold.plan.wire import calls_of, wire

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from onefold.cli.doctor_steps import MICRO_BATCHES, Reference, Training, take_steps
 from onefold.comm import Group
 from onefold.doctor.bench import Bench
 from onefold.doctor.benchmark_blocks import Sizes, gated_flops, reference_bytes
-from onefold.doctor.measured import StepPoint
+from onefold.doctor.reference_steps import MICRO_BATCHES, Reference, Training, take_steps
+from onefold.machine.measured import StepPoint
 from onefold.shard import engine_of
 from ranks import run_ranks
 

@@ -21,8 +21,8 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-from onefold.cli.doctor_check_numbers import same_bits
-from onefold.cli.doctor_checks import Findings, Here, LeftOut
+from onefold.doctor.check_numbers import same_bits
+from onefold.doctor.checks import Findings, Here, LeftOut
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.options import Precision
 from onefold.shard import engine_of

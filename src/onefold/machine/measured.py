@@ -12,8 +12,8 @@ from statistics import median
 from typing import Any
 
 from onefold.comm import MOVES
-from onefold.doctor.fit import Costs, Curve
-from onefold.doctor.kernels import Kernels
+from onefold.machine.fit import Costs, Curve
+from onefold.machine.kernels import Kernels
 
 #: Bytes that a fused AdamW moves per fp32 element: it reads parameter, gradient and two moments
 #: (16 bytes), and writes all but the gradient (12 bytes).
@@ -83,7 +83,7 @@ class Overlap:
 
 @dataclass(frozen=True)
 class PassPoint:
-    """The work and seconds of a module's forward and backward pass. See `onefold.doctor.fit`."""
+    """The work and seconds of a module's forward and backward pass. See `onefold.machine.fit`."""
 
     dtype: str
     kernels: Kernels

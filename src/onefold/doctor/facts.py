@@ -1,0 +1,85 @@
+"""What this machine has, without measuring: processors, memory, GPUs, packages, disks."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from onefold.cores import physical_cores
+from onefold.machine.calibration import default_path
+from onefold.machine.identity import cpu_name, usable_cpus
+from onefold.memory.pool import free_host_memory, total_host_memory
+
+PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
+
+
+def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
+    """Return the facts about this machine as plain values; sizes in bytes.
+
+    Args:
+        device: where ranks would compute, "auto", "cpu" or "cuda".
+        ranks: how many ranks `onefold train` would start. why: the reason for that number.
+    """
+    import torch
+    import torch.distributed as dist
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    use_cuda = device != "cpu" and gpus > 0
+    known = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "cpu": {
+            "name": cpu_name(),
+            "usable": usable_cpus(),
+            "physical_cores": physical_cores(),
+            "simd": str(torch.backends.cpu.get_cpu_capability()),
+        },
+        "memory": {"total": total_host_memory(), "free": free_host_memory()},
+        "cuda": torch.version.cuda,
+        "gpus": [_gpu(i) for i in range(gpus)],
+        "backends": [b for b in known if getattr(dist, f"is_{b}_available", lambda: False)()],
+        "backend": "nccl" if use_cuda else "gloo",
+        "device": "cuda" if use_cuda else "cpu",
+        "ranks": ranks,
+        "ranks_why": why,
+        "disks": _disks(),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    free, total = torch.cuda.mem_get_info(index)
+    major, minor = torch.cuda.get_device_capability(index)
+    return {
+        "name": torch.cuda.get_device_name(index),
+        "total": total,
+        "free": free,
+        "capability": f"{major}.{minor}",
+    }
+
+
+def _disks() -> list[dict[str, Any]]:
+    """Free space where a run writes, at the nearest folder that is there."""
+    out = []
+    for use, folder in (
+        ("working folder", Path.cwd()),
+        ("temporary files", Path(tempfile.gettempdir())),
+        ("cache", default_path().parent),
+    ):
+        there = next(p for p in (folder, *folder.parents) if p.exists())
+        out.append({"use": use, "folder": str(folder), "free": shutil.disk_usage(there).free})
+    return out
