@@ -102,6 +102,7 @@ CHECKS: tuple[Check, ...] = (
         "kernels", 1, "check_numbers:kernels_and_operations",
         "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
         "and attach the JSON to an issue.",
+        limit=120.0,  # on a CPU in Triton's interpreter
     ),
     Check(
         "memory at rest", 1, "check_device:memory_at_rest",
