@@ -28,6 +28,15 @@ def test_the_table_says_exact_line_by_line() -> None:
     assert any("takes" in line and "gathered units" in line for line in lines)
 
 
+def test_bytes_copied_to_the_host_and_back_stand_beside_the_closed_form() -> None:
+    ask = [word if word != "none" else "optimizer" for word in ASK]
+    shown = CliRunner().invoke(app, ask)
+    assert shown.exit_code == 0, shown.output
+    for name in ("copied: up", "copied: down"):
+        row = next(line for line in shown.output.splitlines() if name in line)
+        assert row.rstrip().endswith("exact"), row
+
+
 def test_json_has_every_event_of_the_asked_rank() -> None:
     shown = CliRunner().invoke(app, [*ASK, "--rank", "63", "--json"])
     assert shown.exit_code == 0, shown.output
@@ -45,7 +54,7 @@ def test_json_has_every_event_of_the_asked_rank() -> None:
     ("options", "says"),
     [
         (["--rank", "64"], "rank 64 of 64"),
-        (["--offload", "optimizer"], "add --offload none"),
+        (["--offload", "optimizer-nvme"], "without a disk"),
         (["--optimizer", "lion"], "expected one of"),
     ],
     ids=str,

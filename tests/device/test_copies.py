@@ -58,6 +58,8 @@ def test_copies_larger_than_the_window_hold_two_of_them() -> None:
 class Handmade:
     """Streams and events whose copies are done when a test says so."""
 
+    memory = torch.device("cpu")
+
     def __init__(self) -> None:
         self.done = 0
         self.launched = 0

@@ -116,6 +116,27 @@ def test_the_engine_and_the_closed_forms_agree_to_the_byte(
         )
 
 
+def test_state_on_the_host_is_counted_apart_and_moves_what_the_closed_forms_say() -> None:
+    for stage, micro_batches, places in (
+        (1, 2, {}),
+        (2, 1, {"offload_optimizer": "cpu:0.5"}),
+        (3, 1, {"offload_param": "cpu"}),
+    ):
+        recipe = onefold.Recipe.zero(
+            stage, precision="bf16", **{"offload_optimizer": "cpu"} | places
+        )
+        found = simulate(
+            model_of("gpt"),
+            recipe,
+            4,
+            micro_batches=micro_batches,
+            batch=batch_of("gpt", 0),
+            loss=loss,
+        )
+        check(found)
+        assert found.account.moved and found.account.moved == found.predicted.moved
+
+
 @pytest.mark.parametrize(("kind", "ranks"), [("gpt", 4096), ("mixtral", 64), ("size", 2)])
 def test_shapes_without_code_are_stood_in_for(kind: str, ranks: int, sample: Any) -> None:
     for stage, micro_batches in sample([(0, 1), (1, 2), (2, 2), (3, 1)], 3):

@@ -34,7 +34,7 @@ from onefold.simulation.clock import Clock
 from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.timeline import COMPUTE, Timeline
+from onefold.simulation.timeline import COMPUTE, HOST, Timeline
 from onefold.tracing.repeat import Checkpointing
 
 with_transformers = pytest.mark.skipif(
@@ -93,7 +93,7 @@ def run(
     timeline = found.timeline
     assert timeline is not None
     parts = timeline.parts
-    last = max(s.end for s in timeline.spans if s.stream == COMPUTE)
+    last = max(s.end for s in timeline.spans if s.stream in (COMPUTE, HOST))
     assert parts.model + parts.engine + parts.optimizer + parts.waits + parts.host == pytest.approx(
         last
     ), "the parts are the whole step"

@@ -16,11 +16,12 @@ from onefold.comm import MOVES
 from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
-from onefold.plan.schema import CATEGORIES
+from onefold.plan.schema import CATEGORIES, MOVED
 from onefold.recipe import Tier
 from onefold.recipe.rows import NODE
 from onefold.simulation.result import Event, Simulation
 from onefold.simulation.simulate import simulate
+from onefold.simulation.timeline import COPIES
 
 #: The most micro-batches to simulate. In a longer step the others are like the middle one.
 MICRO_BATCHES = 3
@@ -50,15 +51,13 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
         recipe = recipe.replace(group=plan.machine.local)
     elif recipe.group == NODE:
         recipe = recipe.replace(group=plan.machine.ranks)
-    if (
-        any(t is not Tier.DEVICE for t in (recipe.parameters.tier, recipe.optimizer.tier))
-        or recipe.tile is not None
-    ):
+    tiers = recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier
+    if Tier.NVME in tiers or recipe.tile is not None:
         raise ValueError(
-            f"--simulate runs the engine with everything on the device, in one piece, not {scheme}:"
-            " add --offload none."
+            f"--simulate runs the engine without a disk, and with layers in one piece, not {scheme}:"
+            " add --offload none, or --offload optimizer to keep states on the host."
         )
-    timed = not plan.machine.shared and recipe.offload_activations is None
+    timed = not plan.machine.shared
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
         recipe,
@@ -101,18 +100,25 @@ def show_timeline(found: Simulation, candidate: Candidate) -> None:
     out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
     table = plain_table("seconds of a rank in one step", "", " plan", " timeline", "")
+    link = [name for name in COPIES.values() if name in parts.exposed]
     rows: list[tuple[str, float | None, float]] = [
         ("[bold]a step takes[/bold]", told["step"], parts.step),
         ("  compute", told["compute"], parts.model + parts.engine),
         ("    of the engine: casts, copies, sums", None, parts.engine),
-        ("  exposed communication", told["exposed communication"], parts.waits),
+        ("  exposed communication", told["exposed communication"], parts.waits - parts.copies),
         *(
             (f"    {move}", None, seconds)
             for move, seconds in sorted(parts.exposed.items(), key=lambda item: -item[1])
+            if move not in link
         ),
         ("  optimizer", told["optimizer"], parts.optimizer),
         ("  waiting for the host's launches", None, parts.host),
     ]
+    if told["io"] or link:
+        rows[-1:-1] = [
+            ("  exposed copies to and from the host", told["io"], parts.copies),
+            *((f"    {name}", None, parts.exposed[name]) for name in link),
+        ]
     for name, plan, seen in rows:
         apart = f"{plan / seen - 1:+.1%}" if plan and seen and not table.rows else ""
         table.add_row(name, _ms(plan) if plan is not None else "", _ms(seen), apart)
@@ -148,13 +154,15 @@ def show_simulation(found: Simulation, scheme: Scheme) -> None:
     for title, names, part in (
         ("at rest", CATEGORIES, "rest"),
         ("sent", MOVES, "wire"),
+        ("copied", MOVED, "moved"),
         ("engine's peak", CATEGORIES, "ledger"),
     ):
         told, seen = getattr(found.predicted, part), getattr(found.account, part)
         for name in names if part != "ledger" else ():
             if told.get(name) or seen.get(name):
                 _row(table, f"  {title}: {name}", told.get(name, 0), seen.get(name, 0))
-        _row(table, f"[bold]{title}[/bold]", sum(told.values()), sum(seen.values()))
+        if part != "moved" or told or seen:
+            _row(table, f"[bold]{title}[/bold]", sum(told.values()), sum(seen.values()))
     out.print(table, crop=False)
     head, tail = (
         found.events[:_ENDS],

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from onefold.device.pinned import host_empty
-from onefold.device.streams import current_stream, has_streams, new_stream, use_stream
+from onefold.device.streams import current_stream, has_streams, new_stream, on_host, use_stream
 
 #: Bytes of device memory that copies in flight may hold before the computing stream waits for the
 #: oldest: some milliseconds of transfer. `within` says what holds for larger copies.
@@ -70,8 +70,8 @@ class _Flying:
         number: int,
     ) -> None:
         self.ticket, self.stream, self.done, self.number = ticket, stream, done, number
-        self.here: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type != "cpu")
-        self.host: tuple[torch.Tensor, ...] = tuple(t for t in ends if t.device.type == "cpu")
+        self.here: tuple[torch.Tensor, ...] = tuple(t for t in ends if not on_host(t))
+        self.host: tuple[torch.Tensor, ...] = tuple(t for t in ends if on_host(t))
         self.nbytes = max(t.numel() * t.element_size() for t in ends)
 
     def let_go(self) -> None:

@@ -246,6 +246,7 @@ def using_threads(count: int) -> Iterator[None]:
 URGENT = -1
 #: Seconds between two looks at an event that the host waits for.
 POLL = 5e-5
+_CPU = torch.device("cpu")
 _streamless: dict[str, bool] = {"cpu": True, "meta": True}
 
 
@@ -260,7 +261,13 @@ class Stream(Protocol):
 
 
 class Clock(Protocol):
-    """The streams and events of a simulation. See [Note: simulated streams]."""
+    """The streams and events of a simulation. See [Note: simulated streams].
+
+    Attributes:
+        memory: the torch device that stands for the host's memory.
+    """
+
+    memory: torch.device
 
     def current_stream(self) -> Any: ...
     def new_stream(self, name: str) -> Any: ...
@@ -301,6 +308,17 @@ def clocked(clock: Clock) -> Iterator[None]:
 def simulated() -> Clock | None:
     """Return the clock that simulates this thread's streams; None outside a simulation."""
     return _clock.get()
+
+
+def host_device() -> torch.device:
+    """Return the torch device of the host's memory: the CPU, or what stands for it in a simulation."""
+    clock = _clock.get()
+    return _CPU if clock is None else clock.memory
+
+
+def on_host(t: torch.Tensor) -> bool:
+    """Whether `t` is in the host's memory. On a CPU every tensor is."""
+    return t.device.type == host_device().type
 
 
 def has_streams(device: torch.device) -> bool:

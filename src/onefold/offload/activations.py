@@ -36,9 +36,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.device import CopyStream, Ticket, capturing, with_index, within
+from onefold.device import CopyStream, Ticket, capturing, simulated, with_index, within
 from onefold.memory.pool import MemoryLedger, empty
 from onefold.offload.arena import Arena
 from onefold.offload.saved import Copy, Kept, Key, Moved, as_view, extent_of
@@ -212,7 +213,7 @@ class ActivationStore:
 
     def _may_go(self, t: torch.Tensor) -> bool:
         if (
-            type(t) is not torch.Tensor
+            type(t) is not (torch.Tensor if simulated() is None else FakeTensor)
             or t.device != self.device
             or t.layout is not torch.strided
             or t.numel() == 0
@@ -257,7 +258,7 @@ class ActivationStore:
         copy.line_up(behind=self._last)
         self._last = copy
         self.held += nbytes
-        self._send(copy, _bytes_of(storage, copy))
+        self._send(copy, self._bytes_of(storage, copy))
         return copy
 
     def _is_read_first(self, nbytes: int) -> bool:
@@ -272,10 +273,10 @@ class ActivationStore:
         return last > 0 and self._expected - last < self._offered <= self._expected
 
     def _send(self, copy: Copy, source: torch.Tensor) -> None:
-        ticket = self.side.start(copy.block.bytes, source)
         self.down += copy.nbytes
         if self.moved is not None:
             self.moved("down", copy.nbytes)
+        ticket = self.side.start(copy.block.bytes, source)
         if ticket is None:
             return
         self._keep(copy, source, ticket)
@@ -312,18 +313,21 @@ class ActivationStore:
         if copy.here is None:
             original = copy.revived()
             if original is not None:
-                return _bytes_of(original, copy)
+                return self._bytes_of(original, copy)
             self._bring(copy)
         assert copy.here is not None
         return copy.here if copy.descending else self._readable(copy.here, copy.ticket, copy.stream)
 
+    def _bytes_of(self, storage: torch.UntypedStorage, copy: Copy) -> torch.Tensor:
+        return as_view(storage, self.device, torch.uint8, copy.start, (copy.nbytes,), (1,))
+
     def _bring(self, copy: Copy) -> None:
         into = empty(copy.nbytes, torch.uint8, self.device)
-        self._keep(copy, into, self.side.start(into, copy.block.bytes))
-        self._risen[copy] = None
         self.up += copy.nbytes
         if self.moved is not None:
             self.moved("up", copy.nbytes)
+        self._keep(copy, into, self.side.start(into, copy.block.bytes))
+        self._risen[copy] = None
         copy.comings += 1
         copy.unread = copy.handles
 
@@ -412,10 +416,6 @@ class ActivationStore:
 def _task() -> int:
     """Return the id of the backward pass that runs in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
-
-
-def _bytes_of(storage: torch.UntypedStorage, copy: Copy) -> torch.Tensor:
-    return as_view(storage, torch.uint8, copy.start, (copy.nbytes,), (1,))
 
 
 keep_hooks_from_compiler(ActivationStore.hooks)

@@ -131,7 +131,12 @@ class Moved:
         """Return the tensor as a view of `source`, the bytes of its copy: uint8, [nbytes]."""
         first = int(source.storage_offset()) // self.dtype.itemsize
         return as_view(
-            source.untyped_storage(), self.dtype, first + self.offset, self.size, self.stride
+            source.untyped_storage(),
+            source.device,
+            self.dtype,
+            first + self.offset,
+            self.size,
+            self.stride,
         )
 
 
@@ -144,13 +149,15 @@ def extent_of(t: torch.Tensor) -> tuple[int, int]:
 
 def as_view(
     storage: torch.UntypedStorage,
+    device: torch.device,
     dtype: torch.dtype,
     offset: int,
     size: tuple[int, ...],
     stride: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return a tensor over `storage`; `offset` in elements."""
-    empty: Any = torch.empty(0, dtype=dtype, device=storage.device)
+    """Return a tensor over `storage`, which is on `device`; `offset` in elements."""
+    # The storage of a fake tensor does not say its device
+    empty: Any = torch.empty(0, dtype=dtype, device=device)
     view: torch.Tensor = empty.set_(storage, offset, size, stride)
     return view
 

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.device import host_empty
+from onefold.device import host_empty, on_host
 from onefold.layout import Tiers
 from onefold.memory import LEAVING, MASTERS, PARAMETERS, MemoryLedger, nbytes_of, storage_of
 from onefold.recipe import Tier
@@ -128,23 +128,19 @@ class OffloadStorage(Storage):
 
     def copy_up(self, into: torch.Tensor, master: torch.Tensor) -> None:
         """Copy new masters into the interval that gathers read."""
+        if self.tiers.parameters is Tier.DEVICE:
+            self.transfers.entered("up", self.flat.unit_name, nbytes_of(into))
         # Cast on the host: half the bytes go up
-        if (
-            self.transfers.up.asynchronous
-            and into.device.type != "cpu"
-            and into.dtype != master.dtype
-        ):
+        if self.transfers.up.asynchronous and not on_host(into) and into.dtype != master.dtype:
             low = self.transfers.pinned.empty(master.numel(), into.dtype)
             low.copy_(master)
             master = low
         # Host to host. Earlier copies up may still read `into`.
-        if into.device.type == "cpu" and self.transfers.up.asynchronous:
+        if on_host(into) and self.transfers.up.asynchronous:
             self.transfers.up.wait()
             into.copy_(master)
         else:
             self.transfers.up.copy(into, master)
-        if self.tiers.parameters is Tier.DEVICE:
-            self.transfers.entered("up", self.flat.unit_name, into.numel() * into.element_size())
 
     # -- gathers -----------------------------------------------------------------------------------
 
@@ -158,9 +154,9 @@ class OffloadStorage(Storage):
         self.follow()
         # Otherwise `rest` is already this interval of the whole
         if storage_of(self.rest) != storage_of(mine):
-            self.transfers.up.copy(mine, self.rest)
             if self.tiers.parameters is Tier.HOST:
                 self.transfers.entered("up", self.flat.unit_name, nbytes_of(mine))
+            self.transfers.up.copy(mine, self.rest)
 
     def put_read(self, mine: torch.Tensor) -> None:
         """Read this rank's interval from a disk into `mine`."""
@@ -218,7 +214,7 @@ class OffloadStorage(Storage):
         """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
         the masters' dtype.
         """
-        if total.device.type == "cpu":
+        if on_host(total):
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
             return total
         measured, self._parts = self._parts, []

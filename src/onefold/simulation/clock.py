@@ -6,12 +6,18 @@ that compute nothing.
     gathers          │▒▒▒ g1 ▒▒▒▒▒▒▒▒▒▒▒▒│         one stream per communicator: a collective begins when earlier launches are done
     link             │▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒│         and its link is free: two collectives on one link run one after the other
 
+With tiers (simulation/places.py):
+
+    copies down          │▓ c3 ▓│   │▓ c2 ▓│          the engine's copy streams; the host link carries one copy a direction at a time
+    host          ▏▏▏▏▏▏▏▏▏▏▏▏░ wait ░│█ u0 █│█ u1 █   what the host computes takes its own time, and launches wait for it
+
 A `Clock` replaces the device's streams (`onefold.device.clocked`) while simulation/simulate.py runs
 a step. The seconds of each operation come from the plan's own time model (simulation/prices.py).
 The step's total differs from the plan's figure in one point: the plan assumes how much overlaps
 (`Software.overlap`, the two ends of a micro-batch), and here overlap follows from the launches.
 
 Not simulated are other ranks (all behave alike), the optimizer's Python code, and the allocator.
+Pinning is not either: pinned buffers are kept from the first steps on.
 """
 
 from __future__ import annotations
@@ -28,10 +34,17 @@ from torch.utils._pytree import tree_iter
 from onefold.doctor.kernels import flop_formulas, kernels_of, name_of
 from onefold.memory import nbytes_of
 from onefold.simulation.operations import moved_by, of_engine
+from onefold.simulation.places import HOST as MEMORY
+from onefold.simulation.places import Place, ends_of, place_of, waits_for_it
 from onefold.simulation.prices import Link, Prices
-from onefold.simulation.timeline import COMPUTE, Kind, Span, Timeline, parts_of
+from onefold.simulation.timeline import COMPUTE, COPIES, HOST, Kind, Span, Timeline, parts_of
 
-LINKS: Mapping[Link, str] = {"inside": "link in the node", "between": "link between nodes"}
+LINKS: Mapping[Link | Place, str] = {
+    "inside": "link in the node",
+    "between": "link between nodes",
+    "up": "host link up",
+    "down": "host link down",
+}
 
 
 class Stream:
@@ -62,7 +75,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.clock.host = max(self.clock.host, self.free)
+        self.clock.host_waits(self.free, self.last)
 
     def query(self) -> bool:
         return self.free <= self.clock.host
@@ -83,7 +96,7 @@ class Event:
         (stream or self._clock.current_stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        self._clock.host = max(self._clock.host, self.at)
+        self._clock.host_waits(self.at, self.after)
 
     def query(self) -> bool:
         return self.at <= self._clock.host
@@ -133,22 +146,30 @@ class Clock:
     `onefold.device.clocked`. All times are in seconds.
 
     Attributes:
+        memory: stands for the host's memory (`onefold.device.host_device`).
         host: the host's current time.
         spans: all spans so far.
         engine: the engine whose units name the kernels, None until it is made.
     """
 
-    def __init__(self, prices: Prices, rank: int = 0) -> None:
-        self.prices, self.rank = prices, rank
+    def __init__(self, prices: Prices, rank: int = 0, tiers: bool = False) -> None:
+        """
+        Args:
+            tiers: the recipe stores some of its state on the host.
+        """
+        self.prices, self.rank, self.tiers = prices, rank, tiers
+        self.memory = MEMORY if tiers else torch.device("cpu")
         self.host = 0.0
         self.spans: list[Span] = []
         self.engine: Any = None
         self.optimizing = False
         self._computing = Stream(self, COMPUTE)
         self._current = self._computing
-        self._streams: dict[str, int] = {COMPUTE: 1}
+        self._working = Stream(self, HOST)
+        self._streams: dict[str, int] = {COMPUTE: 1, HOST: 1}
         self._communicators: dict[tuple[tuple[int, ...], str], Stream] = {}
-        self._lines: dict[Link, _Line] = {"inside": _Line(), "between": _Line()}
+        self._lines: dict[Link | Place, _Line] = {name: _Line() for name in LINKS}
+        # Seconds of the host's launches and of its own work
         self._launched = 0.0
         # Backward spans without a unit: the engine names their unit when that unit ends
         self._unnamed: list[Span] = []
@@ -241,8 +262,26 @@ class Clock:
         if cause is not None and cause.kind == "engine" and cause.after >= 0:
             # A sum of parts on a stream of its own: what is waited for is their reduction
             cause = self.spans[cause.after]
+        if cause is not None and cause.kind == "collective" and cause.after >= 0:
+            source = self.spans[cause.after]
+            if source.kind == "copy" and source.end > begin:
+                # A gather that begins with a copy from the host: the first part is for the copy
+                between = min(source.end, until)
+                self._add(
+                    stream, "wait", source.name, source.unit, self._phase, begin, between,
+                    after=cause.after,
+                )  # fmt: skip
+                begin = between
+                if begin >= until:
+                    return
         name, unit = (cause.name, cause.unit) if cause is not None else ("", "")
         self._add(stream, "wait", name, unit, self._phase, begin, until, after=after)
+
+    def host_waits(self, until: float, after: int) -> None:
+        """Let the host wait until `until`, when span `after` ends."""
+        if until > self.host and self.tiers:
+            self.waits(self._working, self.host, until, after)
+        self.host = max(self.host, until)
 
     @property
     def _phase(self) -> str:
@@ -253,7 +292,14 @@ class Clock:
     def ran(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Time an operation that has run on fake tensors."""
         name = name_of(func)
-        if name == "_local_scalar_dense":  # .item() and the like
+        if name == "set_":  # a tensor over memory that is there
+            return
+        place: Place = place_of(name, args, kwargs, out) if self.tiers else "device"
+        if place == "host":
+            self._works(name, moved_by(func, name, args, kwargs, out))
+        elif place != "device":
+            self._copy(place, nbytes_of(ends_of(args, out)[0]), waits_for_it(name, args, kwargs))
+        elif name == "_local_scalar_dense":  # .item() and the like
             self._current.synchronize()
         elif self.optimizing or of_engine():
             if nbytes := moved_by(func, name, args, kwargs, out):
@@ -288,6 +334,30 @@ class Clock:
         if phase == "backward":
             self._unnamed.append(span)
 
+    def _copy(self, way: Place, nbytes: int, waits: bool) -> None:
+        """Launch a copy between device and host on the current stream."""
+        self._launch()
+        self._name_backward()
+        stream, phase, seconds = self._current, self._phase, self.prices.copy(nbytes)
+        begin = self._lines[way].free(max(stream.free, self.host), seconds)
+        self._lines[way].take(begin, seconds)
+        # The ledger has just noted what moves
+        events = self.engine.transfers.moved.events if self.engine is not None else ()
+        unit = events[-1].unit or "(root)" if events else ""
+        self._add(stream, "copy", COPIES[way], unit, phase, begin, begin + seconds, nbytes)
+        if waits:
+            stream.synchronize()
+
+    def _works(self, name: str, nbytes: int) -> None:
+        """Let the host do an operation that reads and writes `nbytes`."""
+        if not nbytes:
+            return
+        seconds, phase = self.prices.on_host(nbytes), self._phase
+        kind: Kind = "optimizer" if self.optimizing else "engine"
+        begin, self.host = self.host, self.host + seconds
+        self._launched += seconds
+        self._add(self._working, kind, name, self._unit(phase), phase, begin, self.host)
+
     def _unit(self, phase: str) -> str:
         if phase == "optimizer" or self.engine is None or not self.engine.stack:
             return ""
@@ -314,7 +384,12 @@ class Clock:
         """
         self.prices.learned()
         self._unnamed.clear()
-        self._begun, self._marks, self._launched = (len(self.spans), self._computing.free), [], 0.0
+        self._begun, self._marks, self._launched = (len(self.spans), self._now), [], 0.0
+
+    @property
+    def _now(self) -> float:
+        """When all that computes is done. The host computes too, if it has a part of the state."""
+        return max(self._computing.free, self.host) if self.tiers else self._computing.free
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[None]:
@@ -327,32 +402,41 @@ class Clock:
 
     def mark(self) -> None:
         """Note that a micro-batch has ended."""
-        self._marks.append(self._computing.free)
+        self._marks.append(self._now)
 
     def timeline(self) -> Timeline:
         """Return the timeline from `begin_step` until now."""
         self._name_backward()
         first, zero = self._begun
-        end = self._computing.free
+        end = self._now
         self.host = max(self.host, end)  # the host waits for the end of the step
         kept = self.spans[first:]
         own = [s for s in kept if s.stream == COMPUTE]
+        host = [s for s in kept if s.stream == HOST]
         exposed: dict[str, dict[str, float]] = {}
+
+        def waits(span: Span, seconds: float) -> None:
+            of_unit = exposed.setdefault(span.unit, {})
+            of_unit[span.name] = of_unit.get(span.name, 0.0) + seconds
+
         for span in (s for s in own if s.kind == "wait"):
-            waits = exposed.setdefault(span.unit, {})
-            waits[span.name] = waits.get(span.name, 0.0) + span.seconds
+            waits(span, span.seconds)
         busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
         busy |= {
             LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken
         }
-        middle = parts_of(own, self._marks[0], self._marks[1]) if len(self._marks) > 2 else None
+        marks = self._marks
+        middle = parts_of(own, marks[0], marks[1], host)[0] if len(marks) > 2 else None
         for span in kept:
             # A wait on another stream may have begun in the step before
             span.begin, span.end = max(span.begin - zero, 0.0), span.end - zero
             span.after = span.after - first if span.after >= first else -1
+        parts, idle = parts_of(own, 0.0, end - zero, host)
+        for span, seconds in idle:
+            waits(span, seconds)
         streams = dict.fromkeys([COMPUTE, *(s.stream for s in kept)])
         return Timeline(
-            tuple(kept), tuple(streams), parts_of(own, 0.0, end - zero), exposed, busy, middle, max(len(self._marks), 1)
+            tuple(kept), tuple(streams), parts, exposed, busy, middle, max(len(marks), 1)
         )  # fmt: skip
 
 
@@ -365,10 +449,24 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = _run(func, args, kwargs)
         if _fake((args, kwargs, out)):
             self._clock.ran(func, args, kwargs, out)
         return out
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensor, disable_fake_tensor_cache
+
+    name = name_of(func)
+    if name == "_fused_sgd_":
+        # torch has no rule for it on fake tensors, and would make real ones of the same sizes
+        return None
+    if name == "set_" and isinstance(args[0], FakeTensor):
+        # The cache of rules would hold the storage that a tensor is set to, which would never die
+        with disable_fake_tensor_cache(args[0].fake_mode):
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _fake(found: Any) -> bool:

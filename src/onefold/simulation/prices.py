@@ -4,6 +4,8 @@ operation of the model     FLOPs ÷ rate of large products, or bytes read and wr
                            scaled so that a step's operations add up to the plan's figure. On a calibrated machine, its measured cost
 operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
 collective                 `Traffic` of one call: seconds of each link, and of its hops
+copy to or from the host   bytes ÷ rate of the host link while all GPUs of the node move
+work on the host           bytes read and written ÷ what an update moves there, divided by the node's ranks
 """
 
 from __future__ import annotations
@@ -78,6 +80,14 @@ class Prices:
     def traffic(self, nbytes: float) -> float:
         """Return the seconds of an operation that reads and writes `nbytes`."""
         return nbytes / self.machine.gpu.memory_bandwidth
+
+    def copy(self, nbytes: float) -> float:
+        """Return the seconds of a copy between the device and the host, in one direction."""
+        return nbytes / self.machine.host_link()
+
+    def on_host(self, nbytes: float) -> float:
+        """Return the seconds in which this rank's share of the host reads and writes `nbytes`."""
+        return nbytes / (self.machine.host.memory_bandwidth / self.machine.local)
 
     def adding_up(self, nbytes: float) -> float:
         """Return the seconds of the kernel that adds up the parts of a reduction. It reads and

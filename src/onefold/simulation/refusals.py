@@ -67,12 +67,19 @@ def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
             "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
             " GPUs."
         )
-    tiers = {"parameters": recipe.parameters.tier, "optimizer states": recipe.optimizer.tier}
-    named = [kind for kind, tier in tiers.items() if tier is not Tier.DEVICE] + (
-        ["activations"] if recipe.offload_activations is not None else []
-    )
-    if named:
+    if Tier.NVME in (recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier):
         raise ValueError(
-            f"a timeline with {' and '.join(named)} off the device: it has none of the host's work;"
-            " leave the machine out."
+            "a timeline with state on NVMe: it has none of the disk's work; keep the state on the"
+            " host, or leave the machine out."
         )
+    if recipe.step_in_backward:
+        raise ValueError(
+            "a timeline with step_in_backward=True: these steps run in a thread of their own beside"
+            " the launches, and a timeline has one thread of the host; leave either out."
+        )
+
+
+def has_tiers(recipe: Recipe) -> bool:
+    """Return whether the recipe has some of its state, or activations, off the device."""
+    tiers = recipe.parameters.tier, recipe.optimizer.tier
+    return recipe.offload_activations is not None or any(t is not Tier.DEVICE for t in tiers)

@@ -43,8 +43,9 @@ class Simulation:
     """The ledgers of rank `rank` of `ranks`, for one optimizer step in the steady state.
 
     Attributes:
-        account: bytes at rest (moments are the optimizer's own tensors), the engine's ledger at its
-            peak, bytes on the wire by move.
+        account: bytes at rest on the device (moments are the optimizer's own tensors), the engine's
+            ledger at its peak, bytes on the wire and between tiers by move. Activations that move
+            are left out.
         predicted: the same by closed forms and replay, without an engine.
         events: every move and every change of memory, in order.
         units: summaries by the unit's name.
@@ -72,8 +73,11 @@ class Simulation:
 
     @property
     def exact(self) -> bool:
-        """Whether the closed forms agree on bytes at rest and on the wire, to the byte."""
-        return self.account.rest == self.predicted.rest and self.account.wire == self.predicted.wire
+        """Whether the closed forms agree on bytes at rest, on the wire and between tiers, to the
+        byte.
+        """
+        ours, told = self.account, self.predicted
+        return (ours.rest, ours.wire, ours.moved) == (told.rest, told.wire, told.moved)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data, with events as [what, unit, bytes, is a move]."""

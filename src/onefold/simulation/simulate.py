@@ -20,6 +20,7 @@ import copy
 import dataclasses
 import gc
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -32,12 +33,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from onefold.comm import MOVES
-from onefold.device import clocked
+from onefold.device import clocked, simulated
+from onefold.device.copies import WINDOW
 from onefold.memory import nbytes_of
 from onefold.plan.hardware import Machine
 from onefold.plan.modules import model_shape, module_of, quietly
+from onefold.plan.offloaded import offloaded_bytes
 from onefold.plan.replay import Replay
-from onefold.plan.schema import MOMENTS, Account
+from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.states import UnitPlan, at_rest, decided, units_of
 from onefold.plan.subject import dtype_of, tokens
@@ -47,8 +50,9 @@ from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.refresh import FIRST
 from onefold.simulation.clock import Clock, Recording
+from onefold.simulation.places import fused_there, only_engine_calls, put_on_host
 from onefold.simulation.prices import Prices
-from onefold.simulation.refusals import OPTIMIZERS, check, check_timed
+from onefold.simulation.refusals import OPTIMIZERS, check, check_timed, has_tiers
 from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import code_of, stand_in
 from onefold.tracing.calling import backward, call, loss_of
@@ -125,7 +129,7 @@ def simulate(
             events, summaries = events_of(engine), summaries_of(engine)
             del twin, given
     plans = units_of(shape, recipe, ranks, rank, nccl=clock is not None)
-    predicted = _predicted(plans, recipe, micro_batches, optimizer)
+    predicted = _predicted(plans, recipe, micro_batches, optimizer, streams=clock is not None)
     seconds = time.perf_counter() - begun
     return Simulation(
         shape.name, shape.numel, rank, ranks, micro_batches, account, predicted, events, summaries, source, seconds, tuple(integers.notes),
@@ -152,8 +156,8 @@ def _timed(clock: Clock | None, engine: Any) -> Iterator[None]:
     if clock is None:
         yield
         return
-    clock.engine = engine
-    with CudaKernels(), Recording(clock):
+    clock.engine, engine.transfers.moved.wanted = engine, lambda: True
+    with CudaKernels(), Recording(clock), fused_there():
         yield
 
 
@@ -161,13 +165,16 @@ _MODULE, _CODE, _STAND_IN = "the module", "transformers' code", "a stand-in of t
 
 
 def _predicted(
-    plans: Sequence[UnitPlan], recipe: Recipe, micro_batches: int, optimizer: str
+    plans: Sequence[UnitPlan], recipe: Recipe, micro_batches: int, optimizer: str, streams: bool
 ) -> Account:
-    """Return the closed forms' and the replay's account of the same step."""
+    """Return the closed forms' and the replay's account of the same step. `streams`: copies to the
+    host run beside the passes.
+    """
     return Account(
         rest=at_rest(plans, optimizer),
-        ledger=Replay(plans, recipe).run(micro_batches).peak,
+        ledger=Replay(plans, recipe, WINDOW if streams else 0).run(micro_batches).peak,
         wire=wire(plans, recipe, micro_batches),
+        moved=offloaded_bytes(plans, recipe, micro_batches, optimizer, streams).moved,
     )
 
 
@@ -183,7 +190,7 @@ def _clock(
     own = recipe.compute_dtype
     precision = named[own] if own is not None else dtype_of(module)
     hidden = shape.transformer.hidden if shape.transformer else 0
-    return Clock(Prices(machine, precision, hidden, tokens), rank)
+    return Clock(Prices(machine, precision, hidden, tokens), rank, has_tiers(recipe))
 
 
 def _subject(
@@ -254,7 +261,7 @@ def _one_of(ranks: int, rank: int) -> Iterator[None]:
 
 class _Answers(TorchDispatchMode):
     """A dispatch mode that answers a forward pass's questions about values as a trace does
-    (tracing/fake.py).
+    (tracing/fake.py). What only the engine calls has no values.
     """
 
     def __init__(self, integers: Integers) -> None:
@@ -262,6 +269,8 @@ class _Answers(TorchDispatchMode):
         self._integers = integers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if only_engine_calls(args, kwargs):
+            return func(*args, **(kwargs or {}))
         return self._integers.call(func, args, kwargs or {})
 
 
@@ -294,6 +303,9 @@ def _engine_on(twin: nn.Module, recipe: Recipe) -> Iterator[Any]:
     engine = engine_of(shard(twin, recipe, device="cpu"))
     for flat in (flat for unit in engine.units for flat in unit.flats):
         flat.compared = FIRST  # fake tensors have no contents to compare with master weights
+        if flat.storage.offloaded and simulated() is not None:
+            for entry in flat.entries:
+                put_on_host(entry.param)
     try:
         yield engine
     finally:
@@ -321,6 +333,7 @@ def _steps(
             engine.memory.now()
             engine.memory.reset_peak()
             engine.traffic.reset()
+            engine.transfers.moved.reset()
             engine.memory.record = True
             if clock is not None:
                 clock.begin_step()
@@ -336,15 +349,23 @@ def _steps(
     left = engine.memory.now()
     engine.memory.record = False
     with disable_torch_function():
+        elsewhere = {id(e.param) for flat in engine.offloaded_flats for e in flat.entries}
         held = [
             t
-            for state in stepper.state.values()
+            for param, state in stepper.state.items()
             for t in state.values()
-            if isinstance(t, torch.Tensor)
+            if isinstance(t, torch.Tensor) and id(param) not in elsewhere
         ]
     rest = left | {MOMENTS: sum(map(nbytes_of, held))}
     # Leave out broadcasts of rank 0's buffers: they do not depend on the recipe
     sent = {move: nbytes for move, nbytes in engine.traffic.by_move().items() if move in MOVES}
+    # Activations move as the model has them, which closed forms do not say
+    moved = Counter[str]()
+    for unit, moves in engine.transfers.moved.by_unit().items():
+        moved.update(moves if unit != ACTIVATIONS else {})
     return Account(
-        rest={k: v for k, v in rest.items() if v}, ledger=engine.memory.peak(), wire=sent
+        rest={k: v for k, v in rest.items() if v},
+        ledger=engine.memory.peak(),
+        wire=sent,
+        moved=dict(moved),
     )

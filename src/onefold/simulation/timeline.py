@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 #: Kinds of spans.
-Kind = Literal["model", "engine", "optimizer", "collective", "wait"]
-COMPUTE = "compute"
+Kind = Literal["model", "engine", "optimizer", "collective", "copy", "wait"]
+#: The streams of the model's passes, and of the host's own work and waits.
+COMPUTE, HOST = "compute", "host"
+#: Names of copies between device and host, by direction: the keys of `Parts.exposed`.
+COPIES = {"up": "copy up", "down": "copy down"}
 
 
 @dataclass(slots=True)
 class Span:
-    """A kernel, collective or wait on a stream.
+    """A kernel, collective, copy or wait on a stream. On `HOST`, work or a wait of the host.
 
     Attributes:
-        kind: "model", "engine" or "optimizer" for a kernel of theirs; "collective"; "wait".
-        name: the operation, or the move. unit: the unit it belongs to, "" for none. phase:
+        kind: "model", "engine" or "optimizer" for a kernel of theirs; "collective"; "copy" between
+            device and host; "wait".
+        name: the operation, the move, or one of `COPIES`. unit: the unit it belongs to, "" for none. phase:
             "forward", "backward" or "optimizer".
         begin, end: seconds.
-        nbytes: bytes that a collective sends.
+        nbytes: bytes that a collective sends or a copy moves.
         after: the index of the span that a wait waited for, or that a collective came after, or
             of the collective whose parts a kernel on another stream adds up; -1 for none.
     """
@@ -43,13 +47,14 @@ class Span:
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of the compute stream. They add up to the step's seconds.
+    """Seconds of the compute stream. They add up to the step's seconds. Where the stream is idle,
+    they tell what the host does meanwhile.
 
     Attributes:
         model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the
-            update.
+            update, on the device or on the host.
         exposed: {what was waited for: seconds}. The key is a move ("all-gather", "reduce-scatter",
-            "all-reduce", "state"), or a kernel on another stream.
+            "all-reduce", "state"), one of `COPIES`, or a kernel on another stream.
         host: idle time, because the host had not launched anything yet.
     """
 
@@ -66,6 +71,11 @@ class Parts:
     @property
     def waits(self) -> float:
         return sum(self.exposed.values())
+
+    @property
+    def copies(self) -> float:
+        """Seconds of `waits` for copies between device and host."""
+        return sum(self.exposed.get(name, 0.0) for name in COPIES.values())
 
     def plus(self, other: Parts, times: int) -> Parts:
         """Return these parts plus `times` times those of `other`."""
@@ -158,15 +168,48 @@ class Timeline:
         }
 
 
-def parts_of(spans: list[Span], begin: float, end: float) -> Parts:
-    """Return the parts of the compute stream's `spans` that end in (begin, end]."""
+def parts_of(
+    spans: list[Span], begin: float, end: float, host: Iterable[Span] = ()
+) -> tuple[Parts, list[tuple[Span, float]]]:
+    """Return the parts of the compute stream's `spans` that end in (begin, end], and the waits of
+    the host that leave this stream idle, with the seconds in which they do.
+
+    Args:
+        host: what the host does.
+    """
     seconds, exposed = defaultdict[str, float](float), defaultdict[str, float](float)
-    for span in spans:
-        if begin < span.end <= end + 1e-12:
-            if span.kind == "wait":
-                exposed[span.name] += span.seconds
-            else:
-                seconds[span.kind] += span.seconds
+    mine = [span for span in spans if begin < span.end <= end + 1e-12]
+    for span in mine:
+        if span.kind == "wait":
+            exposed[span.name] += span.seconds
+        else:
+            seconds[span.kind] += span.seconds
+    idle = end - begin - sum(seconds.values()) - sum(exposed.values())
+    waited = []
+    for span, part in _while_idle(mine, begin, end, host):
+        idle -= part
+        if span.kind == "wait":
+            exposed[span.name] += part
+            waited.append((span, part))
+        else:
+            seconds[span.kind] += part
     model, engine, optimizer = (seconds[kind] for kind in ("model", "engine", "optimizer"))
-    idle = end - begin - (model + engine + optimizer) - sum(exposed.values())
-    return Parts(model, engine, optimizer, dict(exposed), max(idle, 0.0))
+    return Parts(model, engine, optimizer, dict(exposed), max(idle, 0.0)), waited
+
+
+def _while_idle(
+    spans: list[Span], begin: float, end: float, host: Iterable[Span]
+) -> Iterator[tuple[Span, float]]:
+    """Yield each of the host's spans that runs while none of `spans` does, and the seconds."""
+    ends = [begin, *(span.end for span in spans)]
+    gaps = [(a, b) for a, b in zip(ends, (*(s.begin for s in spans), end), strict=True) if a < b]
+    at = 0
+    for span in host:
+        while at < len(gaps) and gaps[at][1] <= span.begin:
+            at += 1
+        part, i = 0.0, at
+        while i < len(gaps) and gaps[i][0] < span.end:
+            part += min(gaps[i][1], span.end) - max(gaps[i][0], span.begin)
+            i += 1
+        if part > 0:
+            yield span, part

@@ -12,8 +12,10 @@ from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
     disable_torch_function,
+    dispatches,
     dress,
     get_grad,
+    over,
     set_grad,
     spec_of,
 )
@@ -50,7 +52,11 @@ def seen_storageless(t: torch.Tensor, what: str, spec: IntervalSpec | None = Non
     """Return the storageless tensor `t` as a `Storageless`, which user code may see. With a `spec`
     it shows the shape of the whole.
     """
-    seen = t.as_subclass(Storageless)
+    if dispatches(type(t)):
+        seen: Any = t
+        seen.__class__ = over(Storageless, type(t))
+    else:
+        seen = t.as_subclass(Storageless)
     seen.what, seen.spec = what, spec
     return seen
 
