@@ -110,7 +110,7 @@ def row(
         "engine_s": parts.engine,
         "exposed_s": dict(parts.exposed),
         "update_s": parts.optimizer,
-        "down_s": timeline.busy["host link down"],
+        "down_s": timeline.busy["host link down"] * micro_batches / timeline.micro_batches,
     }
 
 
