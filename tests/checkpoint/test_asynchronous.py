@@ -5,6 +5,7 @@ last few are.
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,45 @@ def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["last"] and examine(
         tmp_path / "last"
     ).problems == []
+
+
+def averages_beside_saves(root: str) -> list[bool]:
+    """Whether what was saved is what the model had when each of two saves began: one before the
+    averages take the weights' place, one inside. Both copy late.
+    """
+    import onefold
+    from onefold.checkpoint.copying import Copying
+    from onefold.ema import EMA
+
+    model, optimizer = start(3)
+    average = EMA(model, 0.9)
+    average.update()
+    step(model, optimizer, 0)
+    run = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(0.5)
+        return run(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+    weights = onefold.full_state_dict(model)
+    before = onefold.save_async(f"{root}/before", model=model)
+    with average.applied():
+        before.wait()
+        averages = onefold.full_state_dict(model)
+        inside = onefold.save_async(f"{root}/inside", model=model)
+    inside.wait()
+    found = []
+    for name, expected in (("before", weights), ("inside", averages)):
+        again, _ = start(3, seed=9)
+        onefold.load(f"{root}/{name}", model=again)
+        loaded = onefold.full_state_dict(again)
+        found.append(all(torch.equal(loaded[key], expected[key]) for key in expected))
+    different = any(not torch.equal(weights[key], averages[key]) for key in weights)
+    return [*found, different]
+
+
+def test_averages_take_the_weights_place_when_saves_under_way_have_read_these(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, averages_beside_saves, str(tmp_path)) == [[True, True, True]]
