@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from onefold.comm import StallError
 from onefold.device import new_stream, use_stream
 from onefold.device.copies import CopyStream
 from onefold.memory import pool
+from onefold.offload import in_backward
 from onefold.offload.activations import ActivationStore
 from onefold.offload.storage import joined
 
@@ -91,6 +93,37 @@ def test_the_thread_that_steps_behind_the_backward_pass_works_on_the_ranks_devic
         optimizer.zero_grad()
     behind = [device for main, device in seen if not main]
     assert behind and set(behind) == {1}, seen
+
+
+@virtual.alone
+def test_the_backward_pass_waits_where_too_many_units_wait_for_their_step() -> None:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(0, offload_optimizer="cpu", step_in_backward=True)
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    model = onefold.shard(blocks, recipe, device="virtual", units=[nn.Linear])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stepped: list[int] = []
+    held: list[int] = []
+    step, landed = in_backward.step_flat, in_backward.InBackwardStepper.landed
+
+    def slowly(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
+        time.sleep(0.1)
+        step(optimizer, engine, flat, entries)
+        stepped.append(flat.index)
+
+    def counted(self: Any, flat: Any) -> None:
+        landed(self, flat)
+        held.append(len(held) + 1 - len(stepped))
+
+    # This process has the test alone
+    in_backward.step_flat = slowly
+    in_backward.InBackwardStepper.landed = counted  # type: ignore[method-assign]
+    for number in range(2):  # the first step is not in the backward pass
+        model(torch.ones(2, 16, device="virtual")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(stepped) == 8 * number
+    assert len(held) == 8 and max(held) <= in_backward.WAITING, held
 
 
 @virtual.alone
