@@ -107,6 +107,7 @@ NOT_WAITS = {
     "pretrained/export.py": {"beside": "names a folder"},
     "pretrained/hf_names.py": {"rules.order": "orders names"},
     "pretrained/whole_tensors.py": {"added.beside": "finds a name"},
+    "runtime/engine.py": {"self.settle": _WRITER},
     "runtime/gather.py": {"self.join": "takes part in a gather"},
     "runtime/transfers.py": {"self.risen()": "asks, and does not wait"},
     "shard.py": {"brought.settle": "gives parameters their values"},

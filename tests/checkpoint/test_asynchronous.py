@@ -4,6 +4,7 @@ last few are.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from pathlib import Path
@@ -18,11 +19,11 @@ from models import TinyGPT, tokens_of
 from ranks import run_ranks
 
 
-def start(stage: int, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(stage: int, seed: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     import onefold
 
     torch.manual_seed(seed)
-    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=30.0, **options))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -330,6 +331,52 @@ def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["last"] and examine(
         tmp_path / "last"
     ).problems == []
+
+
+def loading_behind_a_save(root: str, stage: int, tier: str, locally: bool) -> bool:
+    """Whether a save has the states of its beginning, if others are loaded before it has copied."""
+    import onefold
+    from onefold.checkpoint.copying import Copying
+
+    model, optimizer = start(stage, offload_optimizer=tier or None)
+    optim = onefold.optim
+    step(model, optimizer, 0)
+    earlier = copy.deepcopy(
+        optim.local_state_dict(optimizer) if locally else optimizer.state_dict()
+    )
+    step(model, optimizer, 1)
+    expected = copy.deepcopy(optimizer.state_dict().get("state", {}))
+    run = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(0.5)
+        return run(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+    saving = onefold.save_async(f"{root}/saved", model=model, optimizer=optimizer)
+    if locally:
+        optim.load_local_state_dict(optimizer, earlier)
+    else:
+        optimizer.load_state_dict(earlier)
+    for states in optimizer.state.values():
+        if "exp_avg" in states:  # this rank has some of the parameter
+            states["exp_avg"].zero_()
+    saving.wait()
+    onefold.load(f"{root}/saved", model=model, optimizer=optimizer)
+    again = optimizer.state_dict().get("state", {})
+    return all(
+        torch.equal(again[number]["exp_avg"], states["exp_avg"])
+        for number, states in expected.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier", "locally"), [(3, "", False), (1, "cpu", False), (3, "cpu", True)]
+)
+def test_a_save_under_way_has_the_states_of_its_beginning_though_others_are_loaded(
+    stage: int, tier: str, locally: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(2, loading_behind_a_save, str(tmp_path), stage, tier, locally) == [True] * 2
 
 
 def averages_beside_saves(root: str) -> list[bool]:
