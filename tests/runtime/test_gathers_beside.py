@@ -1,4 +1,4 @@
-"""Gathers begin on the stream of the copies up, whatever they are made of."""
+"""Gathers begin on the stream of the copies up, whatever they are made of, and end with the pass."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import onefold
 from models import TinyMLP
+from onefold.runtime.unit import State
 from ranks import run_ranks
 
 
@@ -61,3 +65,35 @@ def test_masters_are_copied_on_the_stream_of_the_copies_up(
 ) -> None:
     for found in run_ranks(ranks, begun_inside, options):
         assert found and set(found) == {(kind, True)}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out: torch.Tensor = self.used(x)
+        return self.other(out) if both else out
+
+
+def under_way_after_a_pass(stage: int, grad: bool) -> list[str]:
+    """The units whose gathers are under way when a forward pass that leaves one out has ended."""
+    model = onefold.shard(Branches(), onefold.Recipe.zero(stage), units=(nn.Linear,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4), True).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.set_grad_enabled(grad):
+        out = model(torch.ones(2, 4), grad and dist.get_rank() == 0)
+    units = onefold.engine_of(model).units
+    found = [unit.name for unit in units if unit.state is State.GATHERING]
+    if grad:
+        out.sum().backward()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "grad"), [(1, False), (3, False), (3, True)])
+def test_no_gather_is_under_way_when_a_forward_pass_has_ended(stage: int, grad: bool) -> None:
+    assert run_ranks(2, under_way_after_a_pass, stage, grad) == [[], []]
