@@ -4,7 +4,9 @@ last few are.
 
 from __future__ import annotations
 
+import copy
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from models import TinyGPT, tokens_of
 from ranks import run_ranks
 
 
-def start(stage: int, seed: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+def start(stage: int, seed: int = 1, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     import onefold
 
     torch.manual_seed(seed)
-    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=30.0))
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stage, stall_timeout=30.0, **options))
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -329,3 +331,122 @@ def test_a_save_outlives_the_process_groups(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["last"] and examine(
         tmp_path / "last"
     ).problems == []
+
+
+def loading_behind_a_save(root: str, stage: int, tier: str, locally: bool) -> bool:
+    """Whether a save has the states of its beginning, if others are loaded before it has copied."""
+    import onefold
+    from onefold.checkpoint.copying import Copying
+
+    model, optimizer = start(stage, offload_optimizer=tier or None)
+    optim = onefold.optim
+    step(model, optimizer, 0)
+    earlier = copy.deepcopy(
+        optim.local_state_dict(optimizer) if locally else optimizer.state_dict()
+    )
+    step(model, optimizer, 1)
+    expected = copy.deepcopy(optimizer.state_dict().get("state", {}))
+    run = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(0.5)
+        return run(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+    saving = onefold.save_async(f"{root}/saved", model=model, optimizer=optimizer)
+    if locally:
+        optim.load_local_state_dict(optimizer, earlier)
+    else:
+        optimizer.load_state_dict(earlier)
+    for states in optimizer.state.values():
+        if "exp_avg" in states:  # this rank has some of the parameter
+            states["exp_avg"].zero_()
+    saving.wait()
+    onefold.load(f"{root}/saved", model=model, optimizer=optimizer)
+    again = optimizer.state_dict().get("state", {})
+    return all(
+        torch.equal(again[number]["exp_avg"], states["exp_avg"])
+        for number, states in expected.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "tier", "locally"), [(3, "", False), (1, "cpu", False), (3, "cpu", True)]
+)
+def test_a_save_under_way_has_the_states_of_its_beginning_though_others_are_loaded(
+    stage: int, tier: str, locally: bool, tmp_path: Path
+) -> None:
+    assert run_ranks(2, loading_behind_a_save, str(tmp_path), stage, tier, locally) == [True] * 2
+
+
+def overwritten_behind_a_save(root: str) -> bool:
+    """Whether a save has the weights of its beginning, if these change before it has copied."""
+    import onefold
+    from onefold.checkpoint.copying import Copying
+
+    model, optimizer = start(3)
+    step(model, optimizer, 0)
+    expected = onefold.full_state_dict(model)
+    run = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(0.5)
+        return run(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+    saving = onefold.save_async(f"{root}/saved", model=model)
+    zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
+    onefold.load_full_state_dict(model, zeros)
+    saving.wait()
+    again, _ = start(3, seed=9)
+    onefold.load(f"{root}/saved", model=again)
+    loaded = onefold.full_state_dict(again)
+    return all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def test_whole_weights_are_loaded_when_a_save_under_way_has_read_those_before(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, overwritten_behind_a_save, str(tmp_path)) == [True]
+
+
+def averages_beside_saves(root: str) -> list[bool]:
+    """Whether what was saved is what the model had when each of two saves began: one before the
+    averages take the weights' place, one inside. Both copy late.
+    """
+    import onefold
+    from onefold.checkpoint.copying import Copying
+    from onefold.ema import EMA
+
+    model, optimizer = start(3)
+    average = EMA(model, 0.9)
+    average.update()
+    step(model, optimizer, 0)
+    run = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(0.5)
+        return run(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+    weights = onefold.full_state_dict(model)
+    before = onefold.save_async(f"{root}/before", model=model)
+    with average.applied():
+        before.wait()
+        averages = onefold.full_state_dict(model)
+        inside = onefold.save_async(f"{root}/inside", model=model)
+    inside.wait()
+    found = []
+    for name, expected in (("before", weights), ("inside", averages)):
+        again, _ = start(3, seed=9)
+        onefold.load(f"{root}/{name}", model=again)
+        loaded = onefold.full_state_dict(again)
+        found.append(all(torch.equal(loaded[key], expected[key]) for key in expected))
+    different = any(not torch.equal(weights[key], averages[key]) for key in weights)
+    return [*found, different]
+
+
+def test_averages_take_the_weights_place_when_saves_under_way_have_read_these(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, averages_beside_saves, str(tmp_path)) == [[True, True, True]]

@@ -130,6 +130,28 @@ def test_a_rank_that_does_not_come_is_told_of_though_nothing_is_connected() -> N
     assert all("in shard() for the other ranks of [0, 1, 2, 3]" in text for text in told), told
 
 
+def behind_a_late_rank() -> bool:
+    """Whether the last rank was at the barrier when this one's group was made."""
+    store, late = dist.distributed_c10d._get_default_store(), dist.get_rank() == 2
+    meet = Communicators._meet
+
+    def slowly(self: Any, name: str, timeout: float) -> None:
+        meet(self, name, timeout)
+        time.sleep(1)
+        store.set("late", "is here")
+
+    if late:
+        Communicators._meet = slowly  # type: ignore[method-assign]
+    Communicators([0, 1, 2], torch.device("cpu"), 30.0).make("gloo", on_demand=True)
+    here = bool(store.check(["late"]))
+    dist.barrier()
+    return here
+
+
+def test_a_group_on_demand_is_made_when_every_rank_has_connected() -> None:
+    assert run_ranks(3, behind_a_late_rank) == [True] * 3
+
+
 def joined(store: str) -> tuple[int, list[int], list[float]]:
     """(process groups after `join`, what ranks gathered, sums)."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store, "LOCAL_WORLD_SIZE": "2"}

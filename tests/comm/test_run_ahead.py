@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -119,9 +120,9 @@ def bounded() -> bool:
     return onefold.engine_of(model).group.run_ahead is not None
 
 
-def beside_a_peer_that_hangs(stage: int, phase: str) -> tuple[str, int]:
+def beside_a_peer_that_hangs(stage: int, phase: str, frozen: bool) -> tuple[str, int]:
     """(the error on rank 0, how many blocks it had come to); rank 1 does not take part in the third
-    step, or in its backward pass.
+    step, or in its backward pass. `frozen`: all blocks but the first, which nothing reduces.
     """
     virtual.start(seed=0)
     standin.register("cpu", "virtual")
@@ -129,12 +130,18 @@ def beside_a_peer_that_hangs(stage: int, phase: str) -> tuple[str, int]:
     schedule.SMALL_TRAFFIC = 0  # each unit is one whose reduction is waited for
     torch.manual_seed(0)
     plain = nn.Sequential(*(nn.Linear(6, 6) for _ in range(BLOCKS))).to("virtual")
+    for block in plain[1:] if frozen else ():
+        block.requires_grad_(False)
     recipe = onefold.Recipe.zero(stage, stall_timeout=2.0)
     model = onefold.shard(plain, recipe, group=group, units=(nn.Linear,))
     come: list[str] = []
+
+    def comes(block: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        come.append("forward")
+        output.register_hook(lambda _: come.append("backward"))
+
     for block in model:
-        block.register_forward_hook(lambda *_: come.append("forward"))
-        block.weight.register_hook(lambda _: come.append("backward"))
+        block.register_forward_hook(comes)
     said = ""
     for step in range(3):
         hangs = dist.get_rank() == 1 and step == 2
@@ -154,17 +161,18 @@ def beside_a_peer_that_hangs(stage: int, phase: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 @pytest.mark.parametrize(
-    ("stage", "phase", "move"),
+    ("stage", "phase", "move", "frozen"),
     [
-        (3, "forward", "all-gather"),
-        (3, "backward", "(all-gather|reduce-scatter)"),
-        (2, "backward", "reduce-scatter"),
+        (3, "forward", "all-gather", False),
+        (3, "backward", "(all-gather|reduce-scatter)", False),
+        (3, "backward", "all-gather", True),
+        (2, "backward", "reduce-scatter", False),
     ],
 )
 def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass(
-    stage: int, phase: str, move: str
+    stage: int, phase: str, move: str, frozen: bool
 ) -> None:
-    (said, come), _ = run_ranks(2, beside_a_peer_that_hangs, stage, phase)
+    (said, come), _ = run_ranks(2, beside_a_peer_that_hangs, stage, phase, frozen)
     assert re.search(rf"gave up waiting in {move} of unit '\d+' \({phase}, step 2\)", said), said
     assert "rank 1: not waiting in any collective" in said, said
     assert 0 < come < BLOCKS - 2, come

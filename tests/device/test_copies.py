@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import virtual
-from onefold.device import CopyStream, HostBuffers
+from onefold.device import CopyStream, HostBuffers, current_stream
 from onefold.device.streams import clocked
 
 LINE = 4096  # bytes: 1,024 elements
@@ -53,6 +53,25 @@ def test_copies_larger_than_the_window_hold_two_of_them() -> None:
             del source, low
         down.wait()
         assert held == []
+
+
+@virtual.alone
+def test_work_beside_the_computation_does_not_wait_for_what_is_queued_there_later() -> None:
+    device = torch.device("virtual:0")
+    for seed in range(5):
+        virtual.start(seed, timeout=10)
+        up, computing = CopyStream(device), current_stream(device)
+        source = torch.full((64,), 3.0, device=device)
+        go_on: list[int] = []
+        with up.on_stream():
+            virtual.enqueue(computing, lambda: None, ready=lambda ok=go_on: bool(ok))
+            doubled = source * 2
+            ticket = up.mark()
+        ticket.synchronize()
+        assert virtual.cpu_alias(doubled).eq(6.0).all()
+        assert current_stream(device) == computing
+        go_on.append(1)
+        up.order(ticket)
 
 
 class Handmade:

@@ -243,6 +243,14 @@ def test_a_thread_of_ours_works_on_the_device_that_it_is_given() -> None:
 
 
 @virtual.alone
+def test_a_stream_of_another_device_leaves_the_threads_own_device_as_it_was() -> None:
+    torch.accelerator.set_device_index(1)
+    with use_stream(new_stream(torch.device("virtual:3"))):
+        assert torch.accelerator.current_device_index() == 3
+    assert torch.accelerator.current_device_index() == 1
+
+
+@virtual.alone
 def test_synchronize_waits_for_every_stream_of_the_device() -> None:
     device = torch.device("virtual:0")
     for seed in range(5):

@@ -65,6 +65,39 @@ def test_a_whole_that_was_added_to_holds_the_new_sum() -> None:
         assert float(out) == float(expected)
 
 
+class HeldUp(HostSums):
+    """Sums whose first chunk is added to when a test says so. `came`: the buffers of chunks."""
+
+    def __init__(self, down: CopyStream, chunk: int) -> None:
+        super().__init__(down, chunk=chunk)
+        self.came: list[Tensor] = []
+        self.go_on = False
+
+    def _bring(self, buffer: Tensor, low: Tensor, free: Any) -> None:
+        super()._bring(buffer, low, free)
+        if not self.came:
+            virtual.enqueue(self._down.stream, lambda: None, ready=lambda: self.go_on)
+        self.came.append(buffer)
+
+
+@virtual.alone
+def test_a_chunk_comes_up_while_the_one_before_is_added_to() -> None:
+    for seed in range(5):
+        virtual.start(seed, timeout=10)
+        down, _, pinned = sums_of(512)
+        sums = HeldUp(down, 512)
+        low = pinned.empty(256, torch.float32)
+        low.copy_(torch.arange(256.0))
+        whole = torch.ones(256, device="virtual")
+        sums.add([(low, whole)], whole)
+        sums._up.synchronize()
+        assert virtual.cpu_alias(sums.came[1].view(torch.float32)).equal(torch.arange(128.0, 256.0))
+        sums.go_on = True
+        down.wait()
+        virtual.host_access(low, write=False)
+        assert low.equal(torch.arange(256.0) + 1)
+
+
 @virtual.alone
 def test_sums_of_16_bits_are_cast_on_the_device() -> None:
     for seed in range(5):

@@ -21,6 +21,7 @@ from nvme_tools import blank, data_files, lives_in_memory, on_pages, pages_in_ca
 
 from examples import examples
 from onefold.offload.nvme import PAGE, Nvme, TierError, page_buffer
+from onefold.offload.nvme.io import Io, Piece
 from onefold.offload.nvme.region import cut, lane_lengths
 
 MIB = 1 << 20
@@ -454,6 +455,29 @@ def test_close_waits_ends_the_threads_and_refuses_everything_after(tmp_path: Pat
     ):
         with pytest.raises(TierError, match="'closed' is closed"):
             late()
+
+
+def test_a_transfer_refused_halfway_is_an_error_when_its_first_pieces_have_ended():
+    """As when another thread closes the store meanwhile: the caller may use the memory again."""
+    io, over = Io("closing", 1), []
+    submit = io._executor.submit
+
+    def slowly(op: str, region: str, piece: Piece) -> None:
+        time.sleep(0.3)
+        over.append(piece)
+
+    def refusing(*arguments):
+        io._executor.submit = closed
+        return submit(*arguments)
+
+    def closed(*arguments):
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    io._move, io._executor.submit = slowly, refusing
+    with pytest.raises(TierError, match="is closed"):
+        io.start("read", "region", [Piece(None, 0, at, memoryview(bytearray(8))) for at in (0, 8)])
+    assert len(over) == 1
+    io.close()
 
 
 def test_two_stores_in_one_process_do_not_meet(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,15 +18,17 @@ from models import TinyGPT, tokens_of
 from onefold.comm import StallError
 from onefold.device import new_stream, use_stream
 from onefold.device.copies import CopyStream
-from onefold.memory import pool
+from onefold.memory import STAGING, pool
+from onefold.offload import in_backward
 from onefold.offload.activations import ActivationStore
 from onefold.offload.storage import joined
 
 
 def offloaded(**options: Any) -> Any:
     torch.manual_seed(0)
+    tier = "nvme" if "nvme" in options else "cpu"
     recipe = onefold.Recipe.zero(
-        3, precision="bf16", offload_optimizer="cpu", offload_param="cpu", **options
+        3, precision="bf16", offload_optimizer=tier, offload_param=tier, **options
     )
     model = onefold.shard(TinyGPT(), recipe, device="virtual")
     model(tokens_of(0).to("virtual")).backward()  # now what a pass needs is there
@@ -94,6 +97,37 @@ def test_the_thread_that_steps_behind_the_backward_pass_works_on_the_ranks_devic
 
 
 @virtual.alone
+def test_the_backward_pass_waits_where_too_many_units_wait_for_their_step() -> None:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(0, offload_optimizer="cpu", step_in_backward=True)
+    blocks = nn.Sequential(*(nn.Linear(16, 16) for _ in range(8)))
+    model = onefold.shard(blocks, recipe, device="virtual", units=[nn.Linear])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    stepped: list[int] = []
+    held: list[int] = []
+    step, landed = in_backward.step_flat, in_backward.InBackwardStepper.landed
+
+    def slowly(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
+        time.sleep(0.1)
+        step(optimizer, engine, flat, entries)
+        stepped.append(flat.index)
+
+    def counted(self: Any, flat: Any) -> None:
+        landed(self, flat)
+        held.append(len(held) + 1 - len(stepped))
+
+    # This process has the test alone
+    in_backward.step_flat = slowly
+    in_backward.InBackwardStepper.landed = counted  # type: ignore[method-assign]
+    for number in range(2):  # the first step is not in the backward pass
+        model(torch.ones(2, 16, device="virtual")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert len(stepped) == 8 * number
+    assert len(held) == 8 and max(held) <= in_backward.WAITING, held
+
+
+@virtual.alone
 def test_an_activation_read_on_another_stream_keeps_its_memory_until_it_was_read() -> None:
     device = torch.device("virtual:0")
     for seed in range(6):
@@ -111,6 +145,31 @@ def test_an_activation_read_on_another_stream_keeps_its_memory_until_it_was_read
             again = torch.empty(4096, device=device).fill_(5.0)
         virtual.drain()
         assert float(total) == 3.0 * 4096 and float(again[0]) == 5.0
+
+
+@virtual.alone
+def test_a_unit_read_ahead_and_let_go_gives_its_buffer_back_when_the_disk_is_done(
+    tmp_path: Path,
+) -> None:
+    model = offloaded(nvme=str(tmp_path))
+    engine = onefold.engine_of(model)
+    engine.pool.drain()
+    unit, store = engine.units[1], engine.transfers.store
+    [flat] = unit.flats
+
+    def slowly(*piece: Any) -> None:
+        time.sleep(0.3)
+
+    store.fault = slowly
+    engine.gather.fetch(unit)
+    staging, transfer, direct = flat.storage._fetching
+    numel, dtype, at = staging.numel(), staging.dtype, staging.data_ptr()
+    del staging
+    flat.storage.forget()
+    taken = engine.transfers.pool.take(numel, dtype, STAGING, "another").fill_(7.0)
+    assert taken.data_ptr() == at and not direct
+    transfer.wait()
+    assert taken.eq(7.0).all(), "the disk has written to it"
 
 
 @virtual.alone

@@ -4,6 +4,7 @@ pass, as the boundary's own pass would have.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
+import virtual
+from models import TinyMLP, features_of
+from onefold.offload import in_backward
 from ranks import run_ranks
 
 WIDTH = 8
@@ -133,3 +137,44 @@ def under_no_sync() -> bool:
 
 def test_inside_no_sync_they_go_on_waiting() -> None:
     assert run_ranks(2, under_no_sync) == [True, True]
+
+
+@virtual.alone
+def test_gradients_reduced_later_are_in_the_hosts_memory_when_the_call_returns() -> None:
+    for seed in range(4):
+        virtual.reset(seed)
+        torch.manual_seed(0)
+        recipe = onefold.Recipe.zero(1, offload_optimizer="cpu")
+        model = onefold.shard(TinyMLP(), recipe, device="virtual")
+        with onefold.no_sync(model):
+            model(features_of(0, 3, 7).to("virtual")).square().sum().backward()
+        onefold.engine_of(model).reduce_pending()
+        for parameter in model.parameters():
+            virtual.host_access(parameter.grad, write=False)
+
+
+@virtual.alone
+def test_units_whose_gradients_are_reduced_later_are_stepped_when_the_call_returns() -> None:
+    torch.manual_seed(0)
+    recipe = onefold.Recipe.zero(1, offload_optimizer="cpu", step_in_backward=True)
+    blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = onefold.shard(blocks, recipe, device="virtual", units=[nn.Linear])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.ones(2, WIDTH, device="virtual")
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    stepped: list[int] = []
+    step = in_backward.step_flat
+
+    def slowly(optimizer: Any, engine: Any, flat: Any, entries: Any) -> None:
+        time.sleep(0.1)
+        step(optimizer, engine, flat, entries)
+        stepped.append(flat.index)
+
+    in_backward.step_flat = slowly  # this process has the test alone
+    with onefold.no_sync(model):
+        model(x).square().sum().backward()
+    assert not stepped
+    onefold.engine_of(model).reduce_pending()
+    assert len(stepped) == 3

@@ -196,8 +196,7 @@ class InBackwardStepper:
             engine.write_counters.all_of(stepped)
 
     def close(self) -> None:
-        """End the thread."""
-        self.join()
+        """Wait for the units that were handed over, and end the thread."""
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None

@@ -21,7 +21,6 @@ The model then refuses to train on and to be saved.
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -229,10 +228,6 @@ class _Stepping:
             while writing:
                 self._finish(writing.popleft())
         finally:
-            for chunk in (*reading, *writing):  # empty unless something went wrong
-                for transfer in chunk.moving:
-                    with contextlib.suppress(Exception):
-                        transfer.wait()
             for entry, scalars in self.scalars.values():
                 self.optimizer.state[entry.param] = scalars
         self.transfers.flush()

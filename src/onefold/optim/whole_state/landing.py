@@ -93,7 +93,6 @@ def before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, A
         if not scattered and not outline.special:
             return None
         for each in outline.engines:
-            each.masters.about_to_write()
             each.transfers.check()
         given: Mapping[str, Any] = state_dict
         if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one

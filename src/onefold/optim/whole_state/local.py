@@ -47,9 +47,6 @@ def load_local_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -
             f" rank {here['rank']} of {here['ranks']}. What optimizer.state_dict() returns loads on"
             " any number of ranks."
         )
-    with disable_torch_function():
-        for engine in Outline.of(optimizer).engines:
-            engine.masters.about_to_write()
     with _only_local(optimizer):
         optimizer.load_state_dict({key: value for key, value in state_dict.items() if key != LOCAL})
 
