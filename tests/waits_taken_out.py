@@ -116,6 +116,8 @@ NOT_WAITS = {
 }  # fmt: skip
 
 
+#: Behind the name of a test that did not end.
+HANGS = " (hangs)"
 #: Seconds that a test gets to end by itself beyond its limit.
 GRACE = 15.0
 
@@ -218,7 +220,7 @@ class Runner:
         self.wanted: list[int] = asked["wanted"]
         self.within: list[str] = asked["within"]
         self.seconds: float = asked["seconds"]
-        self.failed = False
+        self.failed = self.hung = False
         # {(test, file or ""): [times that it noticed, times that it ran]}
         self.history: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         for name, within, failed in asked["history"]:
@@ -226,6 +228,7 @@ class Runner:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed = self.failed or report.failed
+        self.hung = self.hung or "from pytest-timeout" in report.longreprtext
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
@@ -263,7 +266,7 @@ class Runner:
             self.learn(name, within, failed)
             self.say(learned=[name, within, failed])
             if failed:
-                yield name
+                yield name + HANGS * self.hung
 
     def learn(self, name: str, within: str, failed: bool) -> None:
         for place in ("", within):
@@ -287,7 +290,7 @@ class Runner:
         waits_switch.forget()
         item.own_markers = [mark for mark in item.own_markers if mark.name != "timeout"]
         item.add_marker(pytest.mark.timeout(limit, method="signal"))
-        self.failed, begun = False, time.monotonic()
+        self.failed, self.hung, begun = False, False, time.monotonic()
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
         return self.failed, time.monotonic() - begun
 
@@ -334,7 +337,7 @@ class Pytest:
             assert hangs is not None
             left.remove(hangs["site"])
             self.history.append([hangs["begins"], str(self.found[hangs["site"]].file), True])
-            yield {"site": hangs["site"], "by": hangs["begins"], "seconds": hangs["limit"]}
+            yield {"site": hangs["site"], "by": hangs["begins"] + HANGS, "seconds": hangs["limit"]}
 
     def process(self, wanted: list[int]) -> Iterator[dict[str, Any]]:
         """What one process tells, until it ends or hangs."""
