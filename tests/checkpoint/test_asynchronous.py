@@ -379,6 +379,37 @@ def test_a_save_under_way_has_the_states_of_its_beginning_though_others_are_load
     assert run_ranks(2, loading_behind_a_save, str(tmp_path), stage, tier, locally) == [True] * 2
 
 
+def overwritten_behind_a_save(root: str) -> bool:
+    """Whether a save has the weights of its beginning, if these change before it has copied."""
+    import onefold
+    from onefold.checkpoint.copying import Copying
+
+    model, optimizer = start(3)
+    step(model, optimizer, 0)
+    expected = onefold.full_state_dict(model)
+    run = Copying.run
+
+    def late(self: Copying) -> Any:
+        time.sleep(0.5)
+        return run(self)
+
+    Copying.run = late  # type: ignore[method-assign]
+    saving = onefold.save_async(f"{root}/saved", model=model)
+    zeros = {name: torch.zeros_like(value) for name, value in expected.items()}
+    onefold.load_full_state_dict(model, zeros)
+    saving.wait()
+    again, _ = start(3, seed=9)
+    onefold.load(f"{root}/saved", model=again)
+    loaded = onefold.full_state_dict(again)
+    return all(torch.equal(loaded[name], value) for name, value in expected.items())
+
+
+def test_whole_weights_are_loaded_when_a_save_under_way_has_read_those_before(
+    tmp_path: Path,
+) -> None:
+    assert run_ranks(1, overwritten_behind_a_save, str(tmp_path)) == [True]
+
+
 def averages_beside_saves(root: str) -> list[bool]:
     """Whether what was saved is what the model had when each of two saves began: one before the
     averages take the weights' place, one inside. Both copy late.

@@ -98,3 +98,18 @@ def under_way_after_a_pass(stage: int, grad: bool) -> list[str]:
 @pytest.mark.parametrize(("stage", "grad"), [(1, False), (3, False), (3, True)])
 def test_no_gather_is_under_way_when_a_forward_pass_has_ended(stage: int, grad: bool) -> None:
     assert run_ranks(2, under_way_after_a_pass, stage, grad) == [[], []]
+
+
+def under_way_where_units_stay(stage: int) -> list[str]:
+    """The units whose gathers are under way when a context in which they stay has begun."""
+    model = onefold.shard(Branches(), onefold.Recipe.zero(stage), units=(nn.Linear,))
+    with onefold.keep_gathered(model):
+        return [
+            unit.name
+            for unit in onefold.engine_of(model).units
+            if unit.state is not State.GATHERED and unit.flats
+        ]
+
+
+def test_units_are_gathered_when_the_context_in_which_they_stay_begins() -> None:
+    assert run_ranks(2, under_way_where_units_stay, 3) == [[], []]
