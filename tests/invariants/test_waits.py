@@ -182,6 +182,11 @@ def by_other_data(model: Any, at: str) -> None:
         parameter.data = torch.zeros(parameter.shape)
 
 
+def by_views_kept_since(model: Any, at: str) -> None:
+    for view in model.views:
+        view.view(-1).zero_()
+
+
 OVERWRITING = [
     by_a_load,
     by_the_whole,
@@ -191,6 +196,7 @@ OVERWRITING = [
     all_together,
     through_data,
     by_other_data,
+    by_views_kept_since,
 ]
 
 
@@ -213,6 +219,8 @@ def evaluated_and_overwritten(overwrite: Callable[[Any, str], None], folder: str
     for seed in (None, *range(6)):
         virtual.start(seed=seed)
         onefold.load_full_state_dict(model, first)
+        views = overwrite is by_views_kept_since
+        model.views = [p.data for p in model.parameters()] if views else []
         with torch.no_grad():
             loss = model(tokens_of(9).to("virtual"))
             overwrite(model, at)

@@ -171,3 +171,46 @@ def test_a_unit_of_one_rank_that_is_frozen_after_a_step_is_refreshed_by_all(prec
         run_ranks(2, frozen_after_a_step, stage, precision) for stage in (0, 1, 2, 3)
     )
     assert divided == [whole] * 3
+
+
+class Refusing(nn.Linear):
+    """A layer that raises when it is told to."""
+
+    told = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.told:
+            raise ArithmeticError("told to")
+        return super().forward(x)
+
+
+def after_a_pass_that_raised(raises: bool) -> list[float]:
+    """The output after a step, a pass that raises in its first layer, and a load."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(Refusing(8, 8), *(nn.Linear(8, 8) for _ in range(3)))
+    model = onefold.shard(layers, onefold.Recipe.zero(1, stall_timeout=10.0), units=(nn.Linear,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.randn(4, 8)
+    model(x).square().sum().backward()
+    optimizer.step()
+    if raises:
+        model[0].told = True
+        with pytest.raises(ArithmeticError):
+            model(x)  # the copies of all layers are on their way by now
+        model[0].told = False
+    loaded = {name: torch.full(shape, 0.1) for name, shape in SHAPES.items()}
+    onefold.load_full_state_dict(model, loaded)
+    with torch.no_grad():
+        return model(x).flatten().tolist()
+
+
+SHAPES = {
+    f"{i}.{name}": shape for i in range(4) for name, shape in (("weight", (8, 8)), ("bias", (8,)))
+}
+
+
+def test_copies_that_a_raising_pass_left_on_their_way_are_not_taken_for_those_of_later_values() -> (
+    None
+):
+    after, plain = (run_ranks(2, after_a_pass_that_raised, raises) for raises in (True, False))
+    assert after == plain

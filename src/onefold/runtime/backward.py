@@ -113,6 +113,7 @@ class Backward:
             self.gather.end_backward()
             self.activations.end_backward()
             transfers.gradients_are_down()
+            self.resources.masters.after_pass()
             memory.look()
             transfers.host.look()
             for unit in reduce.units:
@@ -151,6 +152,7 @@ class Backward:
         self.reached.clear()
         self.gather.end_backward()
         self.activations.end_backward()
+        self.resources.masters.after_pass()
         self.resources.memory.look()
 
     def _close_graphs(self) -> None:

@@ -220,6 +220,8 @@ class Engine:
                         ledger.add(category, nbytes, unit.name)
                 for category, nbytes in flat.gather.resting_bytes.items():
                     self.memory.add(category, nbytes, unit.name)
+        if self.transfers.up.asynchronous:
+            self.masters.plain = [f for f in self.offloaded_flats if f.owners is None]
         if self.offloaded_flats:  # no more elements than the largest of them needs
             own = (f.storage.numel * f.dtypes.master.itemsize for f in self.offloaded_flats)
             self.transfers.sums.chunk = chunk_for(max(own))

@@ -249,6 +249,7 @@ class Forward:
         if self._over_model and not aborted:
             self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)
         self.activations.end_forward()
+        self.resources.masters.after_pass()
         if torch.is_grad_enabled() and not aborted:
             self.progress.open_graphs += 1
             self.progress.root_graphs += self._over_model

@@ -247,11 +247,14 @@ class MasterAccess:
     Attributes:
         copying: waits until the save, or copy of averages, that is under way has read them; None
             if there is none.
+        plain: the flat buffers whose masters are off the device and whole, so that `.data` of their
+            parameters is a plain tensor: nothing tells of writes to it.
     """
 
     def __init__(self, transfers: Transfers, progress: Progress) -> None:
         self._transfers, self._progress = transfers, progress
         self.copying: Callable[[], None] | None = None
+        self.plain: list[Flat] = []
 
     def about_to_write(self) -> None:
         """Wait for copies of masters and states that are under way: these are going to change."""
@@ -271,6 +274,18 @@ class MasterAccess:
             self.about_to_write()
         else:
             flat.storage.before_write()
+
+
+    def after_pass(self) -> None:
+        """At the end of a pass, wait for the copies up if code holds a plain view of masters: it may
+        write there from now on.
+        """
+        for flat in self.plain:
+            for entry in flat.entries:
+                given_out = entry.param.__dict__.get("_onefold_given_out")
+                if given_out is not None and given_out.alive:
+                    self._transfers.up.wait()
+                    return
 
 
 @dataclass(frozen=True)

@@ -305,6 +305,11 @@ class GivenOut:
             self._refs = [ref for ref in self._refs if ref() is not None]
             self._room = 2 * len(self._refs) + 8
 
+    @property
+    def alive(self) -> bool:
+        """Whether code still holds one of them."""
+        return any(ref() is not None for ref in self._refs)
+
     def move_away(self, memory: torch.Tensor) -> None:
         """Move the tensors given out over `memory` (a plain tensor) to a copy of it.
 
