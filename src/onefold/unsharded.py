@@ -82,7 +82,6 @@ def _ready(module: nn.Module) -> Engine:
     """Return the model's engine, after checking that the model can be unsharded now."""
     engine = engine_of(module)
     stream.refuse_unless_possible(engine)
-    engine.masters.about_to_write()
     engine.transfers.check()
     return engine
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+import standin
 import virtual
 from late_steps import Trial, under_schedules
 from models import TinyGPT, tokens_of
@@ -200,7 +201,9 @@ OVERWRITING = [
 ]
 
 
-def evaluated_and_overwritten(overwrite: Callable[[Any, str], None], folder: str) -> list[str]:
+def evaluated_and_overwritten(
+    overwrite: Callable[[Any, str], None], folder: str, several: bool = False
+) -> list[str]:
     """What differs between the loss of an evaluation behind which masters are overwritten, and that
     of one with each operation at once.
     """
@@ -209,9 +212,12 @@ def evaluated_and_overwritten(overwrite: Callable[[Any, str], None], folder: str
     torch.manual_seed(0)
     host: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
     virtual.start(seed=None, check=False)
-    model: Any = onefold.shard(
-        TinyGPT(), onefold.Recipe.zero(3, precision="fp32", **host), device="virtual"
-    )
+    group = None
+    if several:
+        standin.register("cpu", "virtual")
+        group = standin.new_group()
+    recipe = onefold.Recipe.zero(3, precision="fp32", **host)
+    model: Any = onefold.shard(TinyGPT(), recipe, device="virtual", group=group)
     first = onefold.full_state_dict(model)
     in_place(model, "")
     at = str(onefold.save(f"{folder}/zeros", model=model))
@@ -239,6 +245,13 @@ def test_masters_on_the_host_are_overwritten_behind_the_copies_of_them(
     overwrite: Callable[[Any, str], None], tmp_path: Path
 ) -> None:
     assert run_ranks(1, evaluated_and_overwritten, overwrite, str(tmp_path)) == [[]]
+
+
+def test_intervals_on_the_host_that_code_kept_are_overwritten_behind_the_copies_of_them(
+    tmp_path: Path,
+) -> None:
+    for found in run_ranks(2, evaluated_and_overwritten, by_views_kept_since, str(tmp_path), True):
+        assert found == []
 
 
 def averages_evaluated(folder: str) -> list[str]:
