@@ -133,7 +133,7 @@ def test_the_options_of_a_recipe_are_in_the_plan(options: dict[str, Any]) -> Non
     "options", [{}, {"prefetch": 0}, {"precision": "bf16"}, {"gather_codec": "int8"}], ids=str
 )
 @pytest.mark.parametrize("name", ["gpt2", "llama-3-8b", "mixtral-8x7b"])
-def test_units_at_the_turn_leave_the_engines_peak_as_it_is_and_save_a_gather(
+def test_last_units_leave_the_engines_peak_as_it_is_and_save_a_gather(
     name: str, options: dict[str, Any]
 ) -> None:
     """Every forward pass ends with them, and every backward pass begins with them."""

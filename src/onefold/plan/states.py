@@ -11,7 +11,7 @@ gradients / optimizer:
 | 2     | P          | P₃₂/N if 16-bit       | 2·P₃₂/N         | all-gather P, reduce-scatter m·P                       |
 | 3     | –          | P₃₂/N                 | 2·P₃₂/N         | all-gather 2m·P, m·P                                    |
 
-At stage 3 some units are gathered m times only: those that only look up, and those at the turn (the
+At stage 3 some units are gathered m times only: those that only look up, and the last units (the
 last unit of a forward pass and the units around it stay gathered until the backward pass). In fp32
 at stages 0 to 2 the masters are (a slice of) the parameters themselves. Frozen parameters have
 neither masters nor moments and are stored in the compute dtype. All of this follows from the

@@ -172,7 +172,7 @@ def gathers_by_unit() -> list[str]:
     return wrong
 
 
-def test_units_at_the_turn_are_gathered_once_in_each_micro_batch() -> None:
+def test_last_units_are_gathered_once_in_each_micro_batch() -> None:
     assert run_ranks(2, gathers_by_unit) == [[]] * 2
 
 
@@ -489,6 +489,6 @@ def memory_at_the_turn() -> dict[str, int]:
     return seen
 
 
-def test_between_the_passes_only_the_units_at_the_turn_are_gathered() -> None:
+def test_between_the_passes_only_the_last_units_are_gathered() -> None:
     for seen in run_ranks(2, memory_at_the_turn):
         assert seen["between"] == seen["turn"] > 0 == seen["behind"], seen
