@@ -137,7 +137,9 @@ def blocks(here: ChapterRank) -> dict[str, Any]:
     engine = onefold.engine_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=job.get("fused"))
     generator = torch.Generator().manual_seed(here.rank)
-    x = torch.randn(1, job["tokens"], job["shape"][0], generator=generator).to(here.device)
+    x = torch.randn(1, job["tokens"], job["shape"][0], generator=generator, device="cpu").to(
+        here.device
+    )
     losses: list[torch.Tensor] = []
     micro_batches = job.get("accumulation", 1)
 
