@@ -275,7 +275,6 @@ class MasterAccess:
         else:
             flat.storage.before_write()
 
-
     def after_pass(self) -> None:
         """At the end of a pass, wait for the copies up if code holds a plain view of masters: it may
         write there from now on.
