@@ -22,7 +22,7 @@ from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.codec import Codec
 from onefold.memory import GATHERED, Pool
 from onefold.quant.encoded_storage import EncodedIntervals, EncodedStorage
-from onefold.runtime.gather_paths import CopyStream, Gather
+from onefold.runtime.gather_paths import Gather, StreamContext
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
@@ -51,7 +51,7 @@ class EncodedGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        on_copy_stream: CopyStream,
+        on_copy_stream: StreamContext,
     ) -> Pending:
         flat = self.flat
         # Take the buffer on the computing stream: the pool reuses it in that stream's order.

@@ -245,7 +245,7 @@ class Forward:
             take_back()
         for flat in (f for u in self.units for f in u.flats) if aborted else ():
             flat.before_data.clear()
-        self.gather.end_forward(self._over_model, aborted)
+        self.gather.end_forward(aborted)
         if self._over_model and not aborted:
             self.buffers.after_pass(torch.is_grad_enabled() and self.progress.sync)
         self.activations.end_forward()

@@ -18,7 +18,7 @@ from onefold.memory.pool import TierError
 from onefold.runtime import differentiate
 from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.flat import Flat
-from onefold.runtime.gather_paths import CopyStream
+from onefold.runtime.gather_paths import StreamContext
 from onefold.runtime.parameters.values import written
 from onefold.runtime.saved_tensors import CachedCasts, saving
 from onefold.runtime.schedule import Schedule, Walk
@@ -80,7 +80,7 @@ class Gatherer:
         self.by_storage: dict[int, tuple[Unit, Flat]] = {}
         # A gather may begin with a copy: from the host, or a cast. Copy and gather then run on the
         # stream of the copies up. The computation goes on, and waits where the unit is used.
-        self.on_copy_stream: CopyStream = (
+        self.on_copy_stream: StreamContext = (
             self.transfers.up.on_stream if self.transfers.up.asynchronous else nullcontext
         )
         # Where torch.autocast may cast gathered parameters, see runtime/saved_tensors.py
@@ -93,7 +93,7 @@ class Gatherer:
 
     # -- passes ------------------------------------------------------------------------------------
 
-    def begin_forward(self, is_root: bool) -> None:
+    def begin_forward(self, over_model: bool) -> None:
         self.released_early = False
         self.release_last_units()  # their backward pass did not come, or comes after this forward pass
         if self.kept_gathered and torch.is_grad_enabled():
@@ -103,13 +103,13 @@ class Gatherer:
                 unit.leases.kept = unit.index in self.kept_gathered
             self.gather_kept()
         if self.sharded:
-            self.schedule.begin_forward(is_root)
+            self.schedule.begin_forward(over_model)
             if torch.is_grad_enabled():
                 differentiate.refuse_transforms()
                 self._hooks = saving(self)
                 self._hooks.__enter__()
 
-    def end_forward(self, is_root: bool, aborted: bool) -> None:
+    def end_forward(self, aborted: bool) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None

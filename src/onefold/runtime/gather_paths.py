@@ -75,7 +75,7 @@ def group_hops(spec: ShardSpec, group: Group) -> tuple[GroupHop, ...]:
 
 
 #: Makes a context whose work may go to another stream than the computing one.
-CopyStream = Callable[[], AbstractContextManager[Any]]
+StreamContext = Callable[[], AbstractContextManager[Any]]
 
 
 class Gather(ABC):
@@ -105,7 +105,7 @@ class Gather(ABC):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        on_copy_stream: CopyStream,
+        on_copy_stream: StreamContext,
     ) -> Pending | None:
         """Start gathering the whole into `full`. `put` writes this rank's part of the masters
         there. Both run inside the context of `on_copy_stream`. Returns None if nothing is under way.
@@ -134,7 +134,7 @@ class LocalGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        on_copy_stream: CopyStream,
+        on_copy_stream: StreamContext,
     ) -> None:
         with on_copy_stream():
             put()
@@ -150,7 +150,7 @@ class FlatGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        on_copy_stream: CopyStream,
+        on_copy_stream: StreamContext,
     ) -> Pending:
         with on_copy_stream():
             put()
@@ -172,7 +172,7 @@ class SecondaryGather(Gather):
         full: torch.Tensor,
         put: Callable[[], None],
         context: CollectiveContext,
-        on_copy_stream: CopyStream,
+        on_copy_stream: StreamContext,
     ) -> Pending:
         flat, group, cached = self.flat, self.flat.group, self.cached
         mine = full[slice(*flat.shard)]

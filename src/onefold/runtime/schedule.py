@@ -270,7 +270,7 @@ class Walk:
     """A walk along an agreed order of unit indices.
 
     Units before position `at` have been gathered, some of them ahead of use. Units before position
-    `used` have had their turn.
+    `used` have been used, or passed over.
     """
 
     def __init__(self, order: list[int]) -> None:
