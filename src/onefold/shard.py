@@ -15,6 +15,7 @@ from torch import nn
 from onefold.comm import Group
 from onefold.comm.codec import Codec
 from onefold.comm.communicators import members
+from onefold.comm.wire import FAKE
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
@@ -335,7 +336,7 @@ def capabilities() -> Capabilities:
 
     def reduce(flat: Flat, at: int, shared: Resources) -> Reduce:
         group, codec = flat.hops[at].group, shared.residuals.codec
-        if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.fake:
+        if codec is not None and flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
             from onefold.quant.reduce_paths import EncodedReduce
 
             return EncodedReduce(flat, at, shared, codec)
@@ -343,7 +344,7 @@ def capabilities() -> Capabilities:
             return (BackendAllReduce if flat.whole_master else BackendReduce)(flat, at, shared)
         if group.native:
             return RowsReduce(flat, at, shared)
-        return (SimulatedReduce if group.fake else PairwiseReduce)(flat, at, shared)
+        return (SimulatedReduce if group.wire is FAKE else PairwiseReduce)(flat, at, shared)
 
     def activations(
         units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from onefold.quant import Blockwise, Codec, Stochastic, codec
+from onefold.quant import CODECS, Blockwise, Codec, Stochastic, codec
 
-BLOCKWISE = ("int8", "int4", "fp8", "nf4")
-ROUNDED = ("int8", "int4", "fp8")
+BLOCKWISE = tuple(name for name in CODECS if name != "plain")
+ROUNDED = tuple(name for name in BLOCKWISE if name != "nf4")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Every property is tried with blocks and slabs small enough for several of each in a short
 #: interval.

@@ -13,6 +13,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,7 @@ from onefold.quant import registry
 from onefold.recipe import options as table
 from onefold.recipe.core import DTYPES
 from onefold.recipe.moments import FORMATS
-from onefold.recipe.options import OPTIONS, Option, choices_of
+from onefold.recipe.options import OPTIONS, Option, ZeroOptions, choices_of
 from onefold.train.config import TrainConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -56,26 +57,26 @@ def another(option: Option) -> Any:
 
 def test_the_signature_has_every_option_with_its_type_and_its_default() -> None:
     parameters = inspect.signature(Recipe.zero).parameters
-    kinds = typing.get_type_hints(
-        inspect.unwrap(Recipe.zero.__func__),
-        vars(table) | {"Recipe": Recipe},  # type: ignore[attr-defined]
-    )
     assert list(parameters) == list(OPTIONS)
-    for name, option in OPTIONS.items():
+    assert next(iter(parameters)) == "stage"
+    kinds = typing.get_type_hints(ZeroOptions)
+    for field in fields(ZeroOptions):
+        name, parameter, option = field.name, parameters[field.name], OPTIONS[field.name]
         if name == "stage":
-            assert kinds[name] == option.type | int
+            assert kinds[name] == option.type | int and parameter.default is parameter.empty
             continue
-        assert kinds[name] == option.type, (name, kinds[name], option.type)
-        assert parameters[name].default == option.default, name
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert kinds[name] == option.type == parameter.annotation, name
+        assert field.default == option.default == parameter.default, name
+        assert parameter.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 def test_the_fields_of_a_recipe_begin_as_the_options_do() -> None:
-    fields = Recipe.__dataclass_fields__
+    kept = Recipe.__dataclass_fields__
     own = {"parameters", "gradients", "optimizer", "offload_share", "offload_bytes", "notes"}
-    assert fields.keys() - OPTIONS.keys() == own
-    for name in fields.keys() & OPTIONS.keys():
-        assert fields[name].default == OPTIONS[name].read(OPTIONS[name].default), name
+    assert kept.keys() - OPTIONS.keys() == own
+    for name in (kept.keys() & OPTIONS.keys()) - {"reduce_at"}:
+        begins = getattr(Recipe.zero(3), name)
+        assert kept[name].default == OPTIONS[name].read(OPTIONS[name].default) == begins, name
 
 
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "stage"])
@@ -264,5 +265,5 @@ def test_options_name_the_codecs_that_there_are() -> None:
     from onefold.quant import CODECS
     from onefold.recipe.checks import _FROZEN_CODECS, _WIRE_CODECS
 
-    assert {*_FROZEN_CODECS, "plain"} == set(CODECS)
-    assert set(_WIRE_CODECS) == set(CODECS) - {"plain", "nf4"}
+    assert {*_FROZEN_CODECS, *_WIRE_CODECS, "plain"} == set(CODECS)
+    assert set(_WIRE_CODECS) >= {"int8", "fp8", "int4"}

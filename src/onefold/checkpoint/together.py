@@ -42,7 +42,7 @@ def meet(engine: Engine, call: str) -> None:
         StallError: another rank does not arrive.
         CheckpointError: another rank has made a different call.
     """
-    if engine.group.fake:
+    if engine.group.alone:
         return settle(engine)
     payload = torch.tensor([CALLS.index(call)], dtype=torch.uint8, device="cpu")
     context = CollectiveContext("control", f"({call})", engine.step_count, "state")
@@ -64,7 +64,7 @@ class Together:
         self._engine = weakref.ref(engine)
         self.rank, self.size = engine.group.number, engine.group.size
         self.ranks = sorted(engine.group.ranks)
-        if engine.group.fake:
+        if self.size > 1 and engine.group.alone:
             raise CheckpointError(
                 "this model is sharded over a process group of the fake backend, whose other ranks do"
                 " not exist: there is nothing to save or load."

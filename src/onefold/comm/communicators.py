@@ -357,12 +357,7 @@ def sides_of(
 #     gloo      new_group; beside a native backend, connected on demand
 #     native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
 #
-# [Note: NCCL's patience] The device waits for NCCL, not the host. The host notices a missing rank two
-# units later (comm/pending.py), or at the end of the backward pass, in the exchange over gloo, and
-# then raises a `StallError`. NCCL's own watchdog would end the process without that error. A native
-# communicator therefore has twice the stall timeout plus half a minute: the host begins to wait at
-# most a pass after the move that waits. Only the watchdog helps a script that reads a number of the
-# device (`loss.item()`) before either: torch then waits without a limit.
+# [Note: NCCL's patience] is in comm/pending.py.
 #
 # [Note: streams of high priority] The blocks of a collective are few and short, and a computation
 # will wait for them. On a stream of normal priority they begin when a multiprocessor has room, which
@@ -583,7 +578,7 @@ def warn_of_one_connection(device: torch.device) -> None:
         warnings.warn(
             f"{name}=1 gives all streams of the device one queue. Gathers and reductions have a"
             " communicator each, and their order may differ between ranks: in one queue they can"
-            f" wait for each other without end. Uninitialized {name}, or set it to 8 or more, before the"
+            f" wait for each other without end. Unset {name}, or set it to 8 or more, before the"
             " process starts.",
             stacklevel=2,
         )

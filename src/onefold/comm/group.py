@@ -108,7 +108,7 @@ class Group(Moves):
             self.backend = backend_of(process_group, device)
             self.wire = wire_of(self.backend)
         self.control_group = self.gather_group = self.reduce_group = None
-        if self.size > 1 and not self.fake:
+        if not self.alone:
             with self.communicators.named():
                 self.control_group = self.communicators.make("gloo", on_demand=self.native)
             self._set_position(
@@ -131,7 +131,7 @@ class Group(Moves):
             self.run_ahead = RunAhead(device, timeout, self._lost_by_device)
         if self.backend == "gloo":
             self.gather_group = self.reduce_group = self.control_group
-        elif not self.fake:
+        elif not self.alone:
             warn_of_one_connection(device)
             with self.communicators.named():
                 self.gather_group = self.reduce_group = self.communicators.make(
@@ -266,7 +266,7 @@ class Level(Group):
         self.gather_group: Any = whole.gather_group
         self.reduce_group: Any = whole.reduce_group
         self.backend = whole.backend
-        if self.size > 1 and self.backend != "gloo" and not self.fake:
+        if self.backend != "gloo" and not self.alone:
             parts = sorted(
                 {tuple(sorted(whole.at[p] for p in part(at))) for at in range(whole.size)}
             )

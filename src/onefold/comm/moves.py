@@ -52,7 +52,7 @@ class Moves(Messages):
         self,
         full: torch.Tensor,
         context: CollectiveContext,
-        unit_index: int,
+        number: int,
         *,
         move: str = "all-gather",
         plain: int = 0,
@@ -71,14 +71,14 @@ class Moves(Messages):
             low = outer.all_gather(
                 full[first : first + shard * outer.size],
                 context,
-                unit_index,
+                number,
                 move=move,
                 plain=plain * outer.size // self.size,
             )
             return Chain(
                 self,
                 low,
-                lambda: inner.all_gather(full, context, unit_index, move=move, plain=plain),
+                lambda: inner.all_gather(full, context, number, move=move, plain=plain),
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         each, part = (
@@ -86,7 +86,7 @@ class Moves(Messages):
             self._to_all(plain // self.size),
         )
         event = self._record(move, context, full.dtype, *each, *part)
-        return self.wire.all_gather(Launch(self, move, unit_index, context, event), full, mine)
+        return self.wire.all_gather(Launch(self, move, number, context, event), full, mine)
 
     def _to_all(self, nbytes: int) -> tuple[int, int]:
         """Return (all bytes, bytes to other nodes) that are sent if each peer is sent `nbytes`."""
@@ -153,7 +153,7 @@ class Moves(Messages):
         cut: Cut,
         received: torch.Tensor,
         context: CollectiveContext,
-        unit_index: int,
+        number: int,
         move: str,
         plain: int = 0,
         addresses: tuple[int, int] | None = None,
@@ -173,14 +173,14 @@ class Moves(Messages):
         parts = (cut.numel - cut.own) * width, cut.between * width
         event = self._record(move, context, sent.dtype, *parts, *self._to_all(plain))
         return self.wire.scatter_parts(
-            Launch(self, move, unit_index, context, event, addresses), sent, cut, received
+            Launch(self, move, number, context, event, addresses), sent, cut, received
         )
 
     def can_reduce(self, cut: Cut) -> bool:
-        """Whether the backend's own reduce-scatter fits: the parts are even, and in the order in
-        which the communicator counts the ranks.
+        """Whether the backend has a reduce-scatter of its own and it fits: the parts are even, and
+        in the order in which the communicator counts the ranks.
         """
-        return cut.even and self.ordered
+        return self.wire is not GLOO and cut.even and self.ordered
 
     def reduce_scatter(
         self,
@@ -188,7 +188,7 @@ class Moves(Messages):
         cut: Cut,
         own: torch.Tensor,
         context: CollectiveContext,
-        unit_index: int,
+        number: int,
         move: str,
         mean: bool,
         addresses: tuple[int, int] | None = None,
@@ -201,14 +201,14 @@ class Moves(Messages):
             move, context, sent.dtype, (cut.numel - cut.own) * width, cut.between * width
         )
         return self.wire.reduce_scatter(
-            Launch(self, move, unit_index, context, event, addresses), sent, own, mean
+            Launch(self, move, number, context, event, addresses), sent, own, mean
         )
 
     def all_reduce(
         self,
         whole: torch.Tensor,
         context: CollectiveContext,
-        unit_index: int,
+        number: int,
         mean: bool,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
@@ -218,7 +218,7 @@ class Moves(Messages):
         move, each = "all-reduce", 2 * math.ceil(whole.numel() / self.size) * whole.element_size()
         event = self._record(move, context, whole.dtype, *self._to_all(each))
         return self.wire.all_reduce(
-            Launch(self, move, unit_index, context, event, addresses), whole, mean
+            Launch(self, move, number, context, event, addresses), whole, mean
         )
 
     def gather_sums(
@@ -226,7 +226,7 @@ class Moves(Messages):
         whole: torch.Tensor,
         cut: Cut,
         context: CollectiveContext,
-        unit_index: int,
+        number: int,
         addresses: tuple[int, int] | None = None,
     ) -> Pending:
         """All-gather each rank's part of `whole` ([numel], by position) in place, after a
@@ -238,7 +238,7 @@ class Moves(Messages):
         event = self._record(move, context, whole.dtype, *self._to_all(each))
         own = whole[self.rank * cut.own : (self.rank + 1) * cut.own]
         return self.wire.gather_sums(
-            Launch(self, move, unit_index, context, event, addresses), whole, own
+            Launch(self, move, number, context, event, addresses), whole, own
         )
 
     def launched(self) -> bytes:
@@ -276,7 +276,7 @@ class Moves(Messages):
         sends: Parts,
         recvs: Parts,
         context: CollectiveContext,
-        unit_index: int,
+        number: int,
         *,
         move: str,
         plain: Mapping[int, int] | None = None,
@@ -297,7 +297,7 @@ class Moves(Messages):
         event = self._record(move, context, dtype, sum(c[0] for c in counts), sum(c[0] for c in counts if c[2]),
                              sum(c[1] for c in counts), sum(c[1] for c in counts if c[2]))  # fmt: skip
         return self.wire.exchange(
-            Launch(self, move, unit_index, context, event, addresses), sends, recvs
+            Launch(self, move, number, context, event, addresses), sends, recvs
         )
 
     def broadcast(self, tensors: list[torch.Tensor], context: CollectiveContext) -> None:
@@ -326,7 +326,7 @@ class Moves(Messages):
         """Broadcast rank 0's `message`, uint8 [n] on the device, in place. `number`: on gloo,
         messages with different numbers are never taken for each other.
         """
-        if not self.native or self.fake:
+        if not self.native or self.alone:
             sends = [(p, message) for p in range(1, self.size)] if self.rank == 0 else []
             return self.exchange(
                 sends, [] if self.rank == 0 else [(0, message)], context, number, move="state"

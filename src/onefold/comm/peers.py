@@ -105,9 +105,11 @@ class Peers:
         return self.size > 1 and self.wire.native
 
     @property
-    def fake(self) -> bool:
-        """Whether this is torch's "fake" backend: one rank stands for all, and nothing arrives."""
-        return self.wire is FAKE
+    def alone(self) -> bool:
+        """Whether no other rank answers: there is none, or this one stands for all (torch's "fake"
+        backend), and what the others would say is what it says itself.
+        """
+        return self.size == 1 or self.wire is FAKE
 
     def give_up(self) -> None:
         """Abort the native communicators, when a rank has failed to arrive."""
@@ -209,10 +211,10 @@ class Peers:
     # -- telling messages apart --------------------------------------------------------------------
 
     def note_launch(
-        self, which: int, move: str, unit_index: int, about: int | tuple[int, int] = 0
+        self, which: int, move: str, number: int, about: int | tuple[int, int] = 0
     ) -> None:
         self._launched[which] = zlib.crc32(
-            f"{move} {unit_index} {about}".encode(), self._launched[which]
+            f"{move} {number} {about}".encode(), self._launched[which]
         )
 
     def _record(
@@ -243,13 +245,11 @@ class Peers:
             plain_between,
         )
 
-    def tag(self, move: str, unit_index: int, addresses: tuple[int, int] | None = None) -> int:
-        count = self._counts[move, unit_index] = self._counts.get((move, unit_index), 0) + 1
+    def tag(self, move: str, number: int, addresses: tuple[int, int] | None = None) -> int:
+        count = self._counts[move, number] = self._counts.get((move, number), 0) + 1
         if addresses is not None:
             count ^= hash(addresses)
-        return (
-            self._level << 30 | _KINDS[move] << 27 | (unit_index & 0x7FFF) << 12 | (count & 0xFFF)
-        )
+        return self._level << 30 | _KINDS[move] << 27 | (number & 0x7FFF) << 12 | (count & 0xFFF)
 
 
 # -- small messages --------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Messages(Peers):
             kind: messages of different kinds are never taken for each other ("call": a collective
                 that the user calls, at any time).
         """
-        if self.size == 1 or self.fake:  # on a fake backend the others' payloads equal this rank's
+        if self.alone:
             return [payload] * self.size
         # Row i is of the rank i positions after this one
         have = torch.empty((self.size, payload.numel()), dtype=torch.uint8, device="cpu")
@@ -305,7 +305,7 @@ class Messages(Peers):
         Takes log2(ranks) rounds of one message, over gloo on any backend. With `both` and `alike`
         it also tells whether all ranks gave the same bits.
         """
-        if self.size == 1 or self.fake:
+        if self.alone:
             return bits
         mine = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         step = 1
@@ -366,7 +366,7 @@ class Messages(Peers):
         Raises:
             RuntimeError: on every rank, if another rank asks for something else.
         """
-        if self.size == 1 or self.fake:
+        if self.alone:
             return self.gather_values(value, context)
         mine, shape = b"", (self.size, *value.shape)
         if not self.native:
@@ -405,7 +405,7 @@ class Messages(Peers):
         backends the host does not wait.
         """
         shape = (self.size, *value.shape)
-        if self.size == 1 or self.fake:
+        if self.alone:
             return value.expand(shape)
         if not self.native:
             payload = value.detach().cpu().reshape(-1).view(torch.uint8)

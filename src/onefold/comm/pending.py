@@ -28,6 +28,28 @@ if TYPE_CHECKING:
 # every rank that takes part. Before raising, a rank writes a note to the rendezvous store (which
 # rank, which collective, for how long) and reads the notes of the others. So the error says where
 # every rank is. A rank without a note was not waiting in any collective of this model.
+#
+# Who notices on a rank whose peer has died, or does not come (T: the recipe's `stall_timeout`, 300 s):
+#
+# | where this rank is                               | who notices                          | after                              |
+# |--------------------------------------------------|--------------------------------------|------------------------------------|
+# | gloo: waiting for a message                      | `Peers.wait`                         | at once if the peer's process has  |
+# |                                                  |                                      | ended, else T                      |
+# | gloo: launching a message                        | `Peers.launching`                    | at once                            |
+# | NCCL: two units past the move that the device    | `RunAhead.comes`                     | T                                  |
+# | waits for                                        |                                      |                                    |
+# | NCCL: at the end of a backward pass              | the exchange over gloo in            | at once, or T                      |
+# |                                                  | `agree_and_finish` (runtime/backward)|                                    |
+# | NCCL: in `loss.item()` or the like               | NCCL's watchdog: it ends the process | 2T + 30 s                          |
+#
+# Whoever notices writes its note, waits `GRACE` seconds for those of the others, and raises. On NCCL
+# it aborts its communicators first, so that nothing on the device waits any longer.
+#
+# [Note: NCCL's patience] The device waits for NCCL, not the host, and NCCL's watchdog would end the
+# process before the host has said which rank is missing. A native communicator therefore has twice
+# the stall timeout plus half a minute: the host begins to wait at most a pass after the move that
+# waits. Only the watchdog helps a script that reads a number of the device before that: torch then
+# waits without a limit.
 
 
 class StallError(RuntimeError):

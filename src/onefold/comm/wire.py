@@ -57,16 +57,16 @@ class Launch:
     Attributes:
         group: the ranks that take part.
         move: the kind of move, by its name in the ledger.
-        unit_index: the unit's number.
+        number: of the flat buffer, or another that tells messages apart.
         addresses: the range of the unit's buffer that is reduced, or None for all of it. `move`,
-            `unit_index` and `addresses` go into tags and checksums.
+            `number` and `addresses` go into tags and checksums.
         context: what the move is for.
         event: the ledger's event.
     """
 
     group: Peers
     move: str
-    unit_index: int
+    number: int
     context: CollectiveContext
     event: TrafficEvent
     addresses: tuple[int, int] | None = None
@@ -83,7 +83,7 @@ class Launch:
     def note(self, which: int, numel: int = 0) -> None:
         """Add the move to the checksum of a native communicator: 0 of gathers, 1 of reductions."""
         about = numel if self.addresses is None else self.addresses
-        self.group.note_launch(which, self.move, self.unit_index, about)
+        self.group.note_launch(which, self.move, self.number, about)
 
 
 class Wire(ABC):
@@ -134,7 +134,7 @@ class Gloo(Wire):
 
     def exchange(self, launch: Launch, sends: Parts, recvs: Parts) -> Pending:
         group = launch.group
-        tag = group.tag(launch.move, launch.unit_index, launch.addresses)
+        tag = group.tag(launch.move, launch.number, launch.addresses)
         after: list[Callable[[], object]] = []
         if group.device.type != "cpu":  # gloo moves host memory only: stage through it
             host = [(p, torch.empty(t.shape, dtype=t.dtype, device="cpu")) for p, t in recvs]

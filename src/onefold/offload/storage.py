@@ -19,6 +19,14 @@ last clipping asked for 2-norms. Otherwise, or if `.grad` may have been written 
 brings the gradients up again to measure them. So norms have the same bits as without offloading,
 at any number of the host's threads. On a CPU nothing leaves: clipping measures gradients itself.
 
+One step of an offloaded unit, by the calls that move its bytes:
+
+    Reducer._bring_down ► bring_down / add_gradient ── on transfers.down ──► .grad on the host
+                          gradients_are_down: the host waits at the end of the backward pass
+    optimizer.step()    ► offload/step.py step_apart ► step_flat ► stepped ► new masters on the host
+    the next gather     ► put ► follow ► copy_up ──── on transfers.up ────► the interval that is sent
+                          Gatherer.wait ► CopyStream.order: the computing stream waits for it
+
 [Note: who moves what]
 - Down: the reducer copies a unit's summed gradient down as soon as it has it. The device adds those
   of later micro-batches: see [Note: the device adds].

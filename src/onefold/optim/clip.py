@@ -15,6 +15,7 @@ from onefold.device import has_streams
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
+from onefold.runtime.parameters.interval import dispatches
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.stepper import is_known, supports_scaling
 from onefold.runtime.storage import Storage
@@ -88,9 +89,10 @@ def clip_grad_norm(engine: Engine, max_norm: float, norm_type: float) -> torch.T
             if on_one[0].device.type != "cpu":
                 torch._foreach_mul_(on_one, scale)
         # If gradients are on the host, read the factor: a factor of 1 saves a pass over them. The
-        # host's step needs the value anyway. On a device, reading it would make the host wait.
+        # host's step needs the value anyway. On a device, reading it would make the host wait. A fake
+        # tensor has none.
         host = [on_one for on_one in groups if on_one[0].device.type == "cpu"]
-        if (host or on_disk) and (engine.group.fake or scale.item() != 1.0):
+        if (host or on_disk) and (dispatches(type(scale)) or scale.item() != 1.0):
             scale = scale.cpu()
             with engine.transfers.host_threads():
                 for on_one in host:

@@ -1,7 +1,7 @@
 """Hooks before and after each optimizer step over sharded parameters.
 
 Before the step:
-1. Refuse an optimizer whose update of an element depends on other elements (optim/step_hooks.py).
+1. Refuse an optimizer whose update of an element depends on other elements (at the end of this file).
 2. Step offloaded shards, and shards with moments in a format of their own (runtime/stepper.py). Put
    their gradients aside, so that the optimizer's own step does only the rest.
 

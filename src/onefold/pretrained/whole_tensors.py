@@ -303,7 +303,7 @@ def _start(engine: Engine, stretch: Stretch, into: torch.Tensor) -> Pending:
     else:
         a, b = overlap(flat.owned, (start, end))
         into[place((a, b))].copy_(flat.storage.load()[a - flat.owned[0] : b - flat.owned[0]])
-    if flat.divided and not flat.unsharded and not group.fake:
+    if flat.divided and not flat.unsharded and not group.alone:
         raw, width = into.view(torch.uint8), into.element_size()
 
         def part(sender: int, receiver: int) -> torch.Tensor | None:

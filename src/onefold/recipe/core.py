@@ -16,9 +16,10 @@ rows, never the stage.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Concatenate, Literal, ParamSpec
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 
@@ -27,19 +28,9 @@ from onefold.recipe.moments import BLOCK, FORMATS
 from onefold.recipe.options import (
     OPTIONS,
     UNLIMITED,
-    Dtype,
-    Folders,
-    FrozenCodec,
-    Group,
-    Moments,
-    OffloadTier,
-    Precision,
+    EngineOptions,
     ReduceAt,
-    Rounding,
-    ShardGroup,
-    Stage,
-    Sums,
-    WireCodec,
+    ZeroOptions,
     refuse_unknown,
 )
 from onefold.recipe.rows import FLAT, GROUP, NATIVE, NODE, Placement, Tier
@@ -107,27 +98,44 @@ COMPUTE_DTYPES: Mapping[str, torch.dtype] = {
 DTYPES: Mapping[str, torch.dtype] = {"fp64": torch.float64, **COMPUTE_DTYPES}
 
 P = ParamSpec("P")
+_Preset = Callable[[type["Recipe"], Mapping[str, Any]], "Recipe"]
 
 
-def _explained(
-    make: Callable[Concatenate[type[Recipe], P], Recipe],
-) -> Callable[Concatenate[type[Recipe], P], Recipe]:
-    """Decorate a preset: refuse unknown options, and add a note for each given option that has no
-    effect.
+def _takes(
+    options: Callable[P, ZeroOptions],
+) -> Callable[[_Preset], Callable[Concatenate[type[Recipe], P], Recipe]]:
+    """Decorate a preset: it takes the options as arguments and is given all of them, checked. Its
+    recipe has a note for each option that the caller gave and that has no effect.
     """
 
-    @functools.wraps(make)
-    def explained(cls: type[Recipe], *stage: P.args, **given: P.kwargs) -> Recipe:
-        refuse_unknown(f"Recipe.{make.__name__}", given, OPTIONS)
-        recipe = make(cls, *stage, **given)
-        told = {name: getattr(recipe, name) for name in given if name in _FIELDS}
-        return replace(recipe, notes=(*without_effect(recipe, told), *remarks(recipe)))
+    def decorate(make: _Preset) -> Callable[Concatenate[type[Recipe], P], Recipe]:
+        @functools.wraps(make)
+        def preset(cls: type[Recipe], *stage: P.args, **given: P.kwargs) -> Recipe:
+            refuse_unknown(f"Recipe.{make.__name__}", given, OPTIONS)
+            asked = vars(options(*stage, **given))
+            recipe = make(cls, {name: row.read(asked[name]) for name, row in OPTIONS.items()})
+            told = {name: getattr(recipe, name) for name in given if name in _FIELDS}
+            return replace(recipe, notes=(*without_effect(recipe, told), *remarks(recipe)))
 
-    return explained
+        preset.__signature__ = _signature()  # type: ignore[attr-defined]
+        return preset
+
+    return decorate
+
+
+def _signature() -> inspect.Signature:
+    """Return the arguments of a preset: `stage`, and the other options by name."""
+    found = [inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+    for option in OPTIONS.values():
+        positional, nothing = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+        kind = positional if option.default is ... else inspect.Parameter.KEYWORD_ONLY
+        default = nothing if option.default is ... else option.default
+        found.append(inspect.Parameter(option.name, kind, default=default, annotation=option.type))
+    return inspect.Signature(found, return_annotation="Recipe")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(EngineOptions):
     """The options of `onefold.shard`. Build one with `Recipe.zero`, or row by row.
 
     Attributes:
@@ -165,31 +173,11 @@ class Recipe:
     parameters: Row
     gradients: Row
     optimizer: Row
-    reduce_at: ReduceAt | None = None
-    reshard_after_forward: bool = True
-    prefetch: int = 1
-    in_flight: int = 2
-    overlap: bool = True
-    cast_inputs: bool = True
-    sync_buffers: bool | Literal["norms"] = True
-    stall_timeout: float = 300.0
-    moments: Moments | None = None
-    stochastic_rounding: bool = False
-    rounding_seed: int = 0
-    elementwise_optimizer: bool | None = None
     offload_share: float = 1.0
     offload_bytes: int | None = None
-    step_in_backward: bool = False
     offload_activations: int | None = None
     tile: int | None = None
-    group: Group | None = None
-    frozen: FrozenCodec | None = None
-    error_feedback: bool = False
-    wire_rounding: Rounding = "nearest"
-    reduce: Sums | None = None
     nvme: tuple[str, ...] = ()
-    nvme_threads: int = 4
-    chunk: int = 1 << 21
     units: tuple[str | type, ...] | None = None
     notes: tuple[str, ...] = field(default=(), compare=False)
 
@@ -220,83 +208,45 @@ class Recipe:
     # -- presets -----------------------------------------------------------------------------------
 
     @classmethod
-    @_explained
-    def zero(
-        cls,
-        stage: Stage | int,
-        *,
-        precision: Precision | None = None,
-        reduce_at: ReduceAt | None = None,
-        wire: Dtype | None = None,
-        master_dtype: Dtype = "fp32",
-        accumulate_dtype: Dtype = "fp32",
-        units: Sequence[str | type] | None = None,
-        group: Group | None = None,
-        shard_group: ShardGroup | None = None,
-        optimizer_over: Literal["all"] | None = None,
-        second_copy: bool = False,
-        gather_codec: WireCodec | None = None,
-        reduce_codec: WireCodec | None = None,
-        error_feedback: bool = False,
-        wire_rounding: Rounding = "nearest",
-        reduce: Sums | None = None,
-        frozen: FrozenCodec | None = None,
-        offload_optimizer: str | float | None = None,
-        offload_gradients: OffloadTier | None = None,
-        offload_param: OffloadTier | None = None,
-        offload_activations: str | int | None = None,
-        nvme: Folders | None = None,
-        nvme_threads: int = 4,
-        chunk: int = 1 << 21,
-        tile: str | int | None = None,
-        moments: Moments | None = None,
-        stochastic_rounding: bool = False,
-        rounding_seed: int = 0,
-        step_in_backward: bool = False,
-        reshard_after_forward: bool = True,
-        prefetch: int = 1,
-        in_flight: int = 2,
-        overlap: bool = True,
-        cast_inputs: bool = True,
-        sync_buffers: bool | Literal["norms"] = True,
-        elementwise_optimizer: bool | None = None,
-        stall_timeout: float = 300.0,
-    ) -> Recipe:
-        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). docs/options.md
-        has a table of all options.
+    @_takes(ZeroOptions)
+    def zero(cls, given: Mapping[str, Any]) -> Recipe:
+        """Return the recipe of a ZeRO stage (Rajbhandari et al. 2020, section 5). Takes the fields
+        of `ZeroOptions`; docs/options.md has a table of them.
 
         Raises:
             ValueError: an unknown option, an invalid value, or options that contradict each other;
                 the message says what to write.
         """
-        asked = {name: value for name, value in locals().items() if name != "cls"}
-        given = {name: OPTIONS[name].read(value) for name, value in asked.items()}
         optimizer_tier, share, budget = given["offload_optimizer"]
-        gradients_tier = given["offload_gradients"] if offload_gradients else optimizer_tier
-        over, given["group"] = divided_among(given)
-        compute = DTYPES[precision] if precision is not None else None
-        p, g, o = PLACEMENTS_OF_STAGE[stage]
+        over, group = divided_among(given)
+        compute = DTYPES[given["precision"]] if given["precision"] is not None else None
+        gradients_tier = given["offload_gradients"]
+        if gradients_tier is Tier.DEVICE:
+            gradients_tier = optimizer_tier
+        p, g, o = PLACEMENTS_OF_STAGE[given["stage"]]
+        parameters = Row(
+            p,
+            compute,
+            compute if p is _S or o is _S else None,
+            given["offload_param"],
+            over["parameters"],
+            given["gather_codec"],
+        )
+        gradients = Row(
+            g,
+            DTYPES[given["accumulate_dtype"]],
+            DTYPES[given["wire"]] if given["wire"] is not None else compute,
+            gradients_tier,
+            over["gradients"],
+            given["reduce_codec"],
+        )
+        optimizer = Row(
+            o, DTYPES[given["master_dtype"]], tier=optimizer_tier, over=over["optimizer"]
+        )
+        kept = {name: value for name, value in given.items() if name in _FIELDS}
+        kept["group"] = group
         return cls(
-            parameters=Row(
-                p,
-                compute,
-                compute if p is _S or o is _S else None,
-                given["offload_param"],
-                over["parameters"],
-                gather_codec,
-            ),
-            gradients=Row(
-                g,
-                DTYPES[accumulate_dtype],
-                DTYPES[wire] if wire is not None else compute,
-                gradients_tier,
-                over["gradients"],
-                reduce_codec,
-            ),
-            optimizer=Row(o, DTYPES[master_dtype], tier=optimizer_tier, over=over["optimizer"]),
-            offload_share=share,
-            offload_bytes=budget,
-            **{name: value for name, value in given.items() if name in _FIELDS},
+            parameters, gradients, optimizer, offload_share=share, offload_bytes=budget, **kept
         )
 
     def replace(self, **changes: Any) -> Recipe:

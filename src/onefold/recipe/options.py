@@ -1,24 +1,26 @@
-"""The table of options: a row for every argument of `Recipe.zero`.
+"""The options: each is declared once, as a field of `ZeroOptions` or, if a recipe keeps it as it is
+given, of `EngineOptions`.
 
-    row ─► the check of the value            `Recipe.zero`, a recipe made row by row, `Recipe.replace`
-        ─► --option, with its help           `onefold train`, `onefold plan` (cli/options.py)
-        ─► key of a configuration file       `onefold train --config` (train/config.py)
-        ─► the tables of docs/options.md     `make options` (tests/recipe/test_options.py)
+    field ─► the signature of `Recipe.zero`, and the fields of `Recipe`
+          ─► the check of the value          `Recipe.zero`, a recipe made row by row, `Recipe.replace`
+          ─► --option, with its help           `onefold train`, `onefold plan` (cli/options.py)
+          ─► key of a configuration file       `onefold train --config` (train/config.py)
+          ─► the tables of docs/options.md     `make options` (tests/recipe/test_options.py)
 
-Types and defaults are also in the signature of `Recipe.zero`, for editors; a test checks that the
-two agree. Single values are checked here, combinations in recipe/checks.py. This module does not
-import torch, so that the command line can report a misspelt option at once.
+Single values are checked here, combinations in recipe/checks.py. This module does not import torch,
+so that the command line can report a misspelt option at once.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from onefold.recipe.rows import FLAT, Tier
@@ -395,94 +397,117 @@ DIVISION, NODES, TIERS, ENGINE = (
 )
 
 
-def _table(
-    panel: str, *rows: tuple[str, Any, Any, Callable[[Any], Any], str, tuple[str, ...]]
-) -> dict[str, Option]:
-    return {row[0]: Option(*row[:5], panel, row[5]) for row in rows}
+def _row(
+    panel: str,
+    help: str,
+    commands: tuple[str, ...] = _BOTH,
+    check: Callable[[Any], Any] | None = None,
+) -> dict[str, Any]:
+    """Return what a field of the classes below says of its option. Without `check` its type says
+    which values it takes.
+    """
+    return {"panel": panel, "help": help, "commands": commands, "check": check}
+
+
+def _option(panel: str, default: Any, *of_row: Any, **more: Any) -> Any:
+    """Return such a field with a default."""
+    return field(default=default, metadata=_row(panel, *of_row, **more))
+
+
+_division, _nodes, _tiers, _engine = (
+    functools.partial(_option, panel) for panel in (DIVISION, NODES, TIERS, ENGINE)
+)
 
 
 # fmt: off
-OPTIONS: Mapping[str, Option] = {
-    **_table(
-        DIVISION,
-        ("stage", Stage, ..., _one_of(Stage, "0, 1, 2 or 3"), "ZeRO stage: what is divided among the ranks; 0 is DDP.", _BOTH),
-        ("precision", Precision | None, None, _dtype(Precision | None, "as the model is"),
-         "Compute precision (default: as the model is). Master weights and sums are fp32 either way.", _BOTH),
-        ("reduce_at", ReduceAt | None, None, _one_of(ReduceAt | None, "'micro-batch' or 'boundary'"),
-         "When stages 2 and 3 reduce gradients (default: every micro-batch).", _BOTH),
-        ("wire", Dtype | None, None, _dtype(Dtype | None, "as the backward pass makes them"),
-         "Dtype in which gradients are sent (default: as the backward pass makes them).", ()),
-        ("master_dtype", Dtype, "fp32", _dtype(Dtype), "Dtype of the weights that the optimizer steps.", ()),
-        ("accumulate_dtype", Dtype, "fp32", _dtype(Dtype), "Dtype in which gradients are summed and stored.", _PLAN),
-        ("units", Sequence[str | type] | None, None, _units,
-         "Modules that become units, by name or class, comma separated (default: the repeated block).", _TRAIN),
-    ),
-    **_table(
-        NODES,
-        ("group", Group | None, None, _group,
-         "Ranks of a group; gathers and reductions are intra-group, then inter-group: node (the launcher's),"
-         " a number of ranks, or flat: no groups (default: node where there are several).", _BOTH),
-        ("shard_group", ShardGroup | None, None, _shard_group,
-         "HSDP, MiCS: divide state within such groups only, and sum gradients over the groups once a step.", _BOTH),
-        ("optimizer_over", Literal["all"] | None, None, _one_of(Literal["all"] | None, "'all', or None for the shard_group"),
-         "With a shard group: divide optimizer states over all ranks nevertheless; stage 3.", _BOTH),
-        ("second_copy", bool, False, _switch,
-         "ZeRO++ hpZ: a second copy of the parameters, sharded within each group, to gather from; renewed once a step; stage 3.", _BOTH),
-        ("gather_codec", WireCodec | None, None, _one_of(WireCodec | None),
-         "ZeRO++ qwZ: the format in which parameters are sent; stage 3.", _BOTH),
-        ("reduce_codec", WireCodec | None, None, _one_of(WireCodec | None),
-         "ZeRO++ qgZ: the format in which gradients are sent; they are summed in fp32.", _BOTH),
-        ("error_feedback", bool, False, _switch,
-         "Add the rounding error of an encoded gradient to the next one; with a reduce codec.", _BOTH),
-        ("wire_rounding", Rounding, "nearest", _one_of(Rounding), "Rounding of encoded gradients.", _BOTH),
-        ("reduce", Sums | None, None, _one_of(Sums | None, "'ordered' or 'native'"),
-         "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)"
-         " (default: ordered; native where every rank sends to every other over nodes of several ranks).", _BOTH),
-        ("frozen", FrozenCodec | None, None, _one_of(FrozenCodec | None),
-         "Format in which frozen matrices are stored and sent (nf4 under adapters: QLoRA); stage 3.", _BOTH),
-    ),
-    **_table(
-        TIERS,
-        ("offload_optimizer", str | float | None, None, _optimizer_tier,
-         "Where masters and moments are stored: cpu, nvme, a share on the host (0.6), a budget there (6GB), or both: nvme:0.6.", _BOTH),
-        ("offload_gradients", OffloadTier | None, None, _tier,
-         "Where gradients wait for the step (default: with the optimizer).", _BOTH),
-        ("offload_param", OffloadTier | None, None, _tier, "Where parameters are stored between uses; stage 3 only.", _BOTH),
-        ("offload_activations", str | int | None, None, _on_the_host,
-         "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).", _BOTH),
-        ("nvme", Folders | None, None, _folders,
-         "Folder on the disk for state on NVMe; data is striped over several.", _BOTH),
-        ("nvme_threads", int, 4, _whole(1, 64, "a number of threads from 1 to 64"), "Concurrent transfers to and from the disk.", ()),
-        ("chunk", int, 1 << 21, _chunk, "With states on NVMe: elements stepped at a time.", ()),
-        ("tile", str | int | None, None, _size_or_none,
-         "Compute linear and embedding layers whose weight is larger (256MB) in tiles.", _BOTH),
-        ("moments", Moments | None, None, _one_of(Moments | None),
-         "Format in which Adam's moments are stored, on any tier (default: as torch makes them); int8, fp8 and int4 need torchao.", _BOTH),
-        ("stochastic_rounding", bool, False, _switch,
-         "Round moments and masters to bf16 stochastically: unbiased.", _TRAIN),
-        ("rounding_seed", int, 0, _whole(-math.inf, math.inf, "a whole number"), "Seed of stochastic rounding.", ()),
-        ("step_in_backward", bool, False, _switch,
-         "Step offloaded units in the backward pass; nothing may look at gradients before the step.", _BOTH),
-    ),
-    **_table(
-        ENGINE,
-        ("reshard_after_forward", bool, True, _switch,
-         "Drop sharded parameters after the forward pass and gather them again in backward.", ()),
-        ("prefetch", int, 1, _whole(0, math.inf, "a whole number of units, 0 or more"),
-         "Units gathered ahead of their use (above 1 GiB together: one).", ()),
-        ("in_flight", int, 2, _whole(0, math.inf, "a whole number of units, 0 or more"),
-         "Reductions under way while the backward pass goes on (above 1 GiB together, sent and received: one).", ()),
-        ("overlap", bool, True, _switch, "False: no prefetch and nothing in flight, for debugging; the same bits.", ()),
-        ("cast_inputs", bool, True, _switch, "Cast floating-point inputs to the precision that is named.", ()),
-        ("sync_buffers", bool | Literal["norms"], True, _buffers,
-         "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", ()),
-        ("elementwise_optimizer", bool | None, None, _word,
-         "Assert that the optimizer treats every element alike (default: it is tested).", ()),
-        ("stall_timeout", float, 300.0, _seconds,
-         "Seconds a rank waits for the others before every rank gets an error.", _TRAIN),
-    ),
-}
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Options that a recipe keeps as they are given: they are fields of `Recipe` too."""
+
+    reduce_at: ReduceAt | None = _division(None, "When stages 2 and 3 reduce gradients (default: every micro-batch).")
+
+    group: Group | None = _nodes(None, "Ranks of a group; gathers and reductions are intra-group, then inter-group: node (the launcher's),"
+        " a number of ranks, or flat: no groups (default: node where there are several).", check=_group)
+    error_feedback: bool = _nodes(False, "Add the rounding error of an encoded gradient to the next one; with a reduce codec.")
+    wire_rounding: Rounding = _nodes("nearest", "Rounding of encoded gradients.")
+    reduce: Sums | None = _nodes(None, "Who adds gradients up: ordered, with the same bits at every stage; native, the backend (not gloo)"
+        " (default: ordered; native where every rank sends to every other over nodes of several ranks).",
+        check=_one_of(Sums | None, "'ordered' or 'native'"))
+    frozen: FrozenCodec | None = _nodes(None, "Format in which frozen matrices are stored and sent (nf4 under adapters: QLoRA); stage 3.")
+
+    nvme_threads: int = _tiers(4, "Concurrent transfers to and from the disk.", (), _whole(1, 64, "a number of threads from 1 to 64"))
+    chunk: int = _tiers(1 << 21, "With states on NVMe: elements stepped at a time.", (), _chunk)
+    moments: Moments | None = _tiers(None, "Format in which Adam's moments are stored, on any tier (default: as torch makes them);"
+        " int8, fp8 and int4 need torchao.")
+    stochastic_rounding: bool = _tiers(False, "Round moments and masters to bf16 stochastically: unbiased.", _TRAIN)
+    rounding_seed: int = _tiers(0, "Seed of stochastic rounding.", (), _whole(-math.inf, math.inf, "a whole number"))
+    step_in_backward: bool = _tiers(False, "Step offloaded units in the backward pass; nothing may look at gradients before the step.")
+
+    reshard_after_forward: bool = _engine(True, "Drop sharded parameters after the forward pass and gather them again in backward.", ())
+    prefetch: int = _engine(1, "Units gathered ahead of their use (above 1 GiB together: one).", (),
+        _whole(0, math.inf, "a whole number of units, 0 or more"))
+    in_flight: int = _engine(2, "Reductions under way while the backward pass goes on (above 1 GiB together, sent and received: one).", (),
+        _whole(0, math.inf, "a whole number of units, 0 or more"))
+    overlap: bool = _engine(True, "False: no prefetch and nothing in flight, for debugging; the same bits.", ())
+    cast_inputs: bool = _engine(True, "Cast floating-point inputs to the precision that is named.", ())
+    sync_buffers: bool | Literal["norms"] = _engine(True,
+        "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", (), _buffers)
+    elementwise_optimizer: bool | None = _engine(None, "Assert that the optimizer treats every element alike (default: it is tested).", (), _word)
+    stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.", _TRAIN, _seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroOptions(EngineOptions):
+    """All arguments of `Recipe.zero`. From those of this class it makes rows and other fields."""
+
+    stage: Stage | int = field(kw_only=False, metadata=_row(DIVISION, "ZeRO stage: what is divided among the ranks; 0 is DDP.",
+        check=_one_of(Stage, "0, 1, 2 or 3")))
+    precision: Precision | None = _division(None, "Compute precision (default: as the model is). Master weights and sums are fp32 either way.",
+        check=_dtype(Precision | None, "as the model is"))
+    wire: Dtype | None = _division(None, "Dtype in which gradients are sent (default: as the backward pass makes them).", (),
+        _dtype(Dtype | None, "as the backward pass makes them"))
+    master_dtype: Dtype = _division("fp32", "Dtype of the weights that the optimizer steps.", (), _dtype(Dtype))
+    accumulate_dtype: Dtype = _division("fp32", "Dtype in which gradients are summed and stored.", _PLAN, _dtype(Dtype))
+    units: Sequence[str | type] | None = _division(None,
+        "Modules that become units, by name or class, comma separated (default: the repeated block).", _TRAIN, _units)
+
+    shard_group: ShardGroup | None = _nodes(None,
+        "HSDP, MiCS: divide state within such groups only, and sum gradients over the groups once a step.", check=_shard_group)
+    optimizer_over: Literal["all"] | None = _nodes(None,
+        "With a shard group: divide optimizer states over all ranks nevertheless; stage 3.",
+        check=_one_of(Literal["all"] | None, "'all', or None for the shard_group"))
+    second_copy: bool = _nodes(False,
+        "ZeRO++ hpZ: a second copy of the parameters, sharded within each group, to gather from; renewed once a step; stage 3.")
+    gather_codec: WireCodec | None = _nodes(None, "ZeRO++ qwZ: the format in which parameters are sent; stage 3.")
+    reduce_codec: WireCodec | None = _nodes(None, "ZeRO++ qgZ: the format in which gradients are sent; they are summed in fp32.")
+
+    offload_optimizer: str | float | None = _tiers(None,
+        "Where masters and moments are stored: cpu, nvme, a share on the host (0.6), a budget there (6GB), or both: nvme:0.6.",
+        check=_optimizer_tier)
+    offload_gradients: OffloadTier | None = _tiers(None, "Where gradients wait for the step (default: with the optimizer).", check=_tier)
+    offload_param: OffloadTier | None = _tiers(None, "Where parameters are stored between uses; stage 3 only.", check=_tier)
+    offload_activations: str | int | None = _tiers(None,
+        "Host memory for activations between forward and backward: cpu for as much as it takes, or a budget (8GB).", check=_on_the_host)
+    nvme: Folders | None = _tiers(None, "Folder on the disk for state on NVMe; data is striped over several.", check=_folders)
+    tile: str | int | None = _tiers(None,
+        "Compute linear and embedding layers whose weight is larger (256MB) in tiles.", check=_size_or_none)
 # fmt: on
+
+
+def _table() -> dict[str, Option]:
+    """Return the rows of the table, panel by panel; in each, what makes rows of a recipe first."""
+    kinds, found = typing.get_type_hints(ZeroOptions), []
+    for one in fields(ZeroOptions):
+        row, kind = dict(one.metadata), Stage if one.name == "stage" else kinds[one.name]
+        row["check"] = row["check"] or (_switch if kind is bool else _one_of(kind))
+        default = ... if one.default is MISSING else one.default
+        found.append(Option(one.name, kind, default, **row))
+    kept, panels = EngineOptions.__dataclass_fields__, (DIVISION, NODES, TIERS, ENGINE)
+    found.sort(key=lambda option: (panels.index(option.panel), option.name in kept))
+    return {option.name: option for option in found}
+
+
+OPTIONS: Mapping[str, Option] = _table()
 
 #: Former names of options, and what to write instead.
 FORMER: Mapping[str, str] = {

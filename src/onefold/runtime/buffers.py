@@ -111,7 +111,7 @@ def from_rank_0(resources: Resources, tensors: list[torch.Tensor], phase: str) -
     group.from_first(
         message, CollectiveContext("state", "buffers", resources.progress.step_count, phase), number
     ).wait()
-    if group.rank == 0 or group.fake:
+    if group.rank == 0 or group.alone:
         return
     for buffer, size, part in zip(tensors, sizes, message.split(sizes), strict=True):
         # Autograd may have saved a constant for a backward pass that is still to come. On the host

@@ -316,7 +316,7 @@ class Shares:
 
 
 class Flat:
-    """See the table of this module. `index` is unique in the engine (it goes into message tags)."""
+    """See the table above. `index` is unique in the engine (it goes into message tags)."""
 
     def __init__(
         self,
@@ -394,10 +394,10 @@ class Flat:
         # whole cannot be compared with the masters, see `data_is_read`
         self.before_data: dict[int, torch.Tensor] = {}
         self.seen_versions = -1  # of the whole parameters together, at the last look
-        # Of a resident copy: the masters' version counters at the last look; whether it is stale
-        self.versions, self.stale = 0, False
-        self.last_step = 0  # the last write by a step at the last look, see runtime/refresh.py
-        self.refreshed = 0  # of a resident copy: how many writes to masters it has followed
+        # The last write to the masters that is known, by its number among the engine's writes, and
+        # the last that the resident copy has; torch's version counters at the last look. See
+        # runtime/refresh.py
+        self.epoch = self.copied = self.versions = 0
 
     @property
     def divided(self) -> bool:
@@ -535,7 +535,7 @@ class Flat:
         """Whether the values that passes used before that write to the masters are gone. A resident
         copy has them until it is refreshed.
         """
-        return not self.unsharded and not (self.is_copied and self.refreshed < write)
+        return not self.unsharded and not (self.is_copied and self.copied < write)
 
     @property
     def is_copied(self) -> bool:
@@ -543,6 +543,11 @@ class Flat:
         reach such a copy when it is refreshed.
         """
         return self.resident and self.storage.copies and not self.storage.offloaded
+
+    @property
+    def stale(self) -> bool:
+        """Whether the resident copy lacks a write to the masters."""
+        return self.copied < self.epoch
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return all entries as views of a buffer over the whole address space, in their logical

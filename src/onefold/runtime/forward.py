@@ -170,7 +170,7 @@ class Forward:
             return output
 
     def _keep_writes(self, unit: Unit) -> None:
-        if unit.state is State.GATHERED and not self.resources.group.fake:
+        if unit.state is State.GATHERED:
             with torch.no_grad():
                 keep_writes(unit)
 

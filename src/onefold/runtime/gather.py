@@ -345,7 +345,7 @@ class Gatherer:
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
-            flat.stale = False
+            flat.copied = flat.epoch
             full = self.buffer_of(unit, flat)
             on_copy_stream = self.on_copy_stream if flat.storage.copies else nullcontext
             under_way = flat.gather.start(

@@ -433,13 +433,12 @@ def _broadcast_on(r: Reduction, at: int, context: CollectiveContext) -> Pending:
     hop, by = r.flat.hops[at], r.flat.reduces[at]
     group, span = hop.group, overlap(r.result_range, (hop.ranges[0][0], hop.ranges[-1][1]))
     total = r.total[span[0] - r.result_range[0] : span[1] - r.result_range[0]]
-    if group.native or group.fake:
-        division = by.cut(span)
-        if group.can_reduce(division):
-            return group.gather_sums(total, division, context, r.flat.index, r.run)
+    division = by.cut(span)
+    if group.can_reduce(division):
+        return group.gather_sums(total, division, context, r.flat.index, r.run)
     part = pieces(total, span, hop)
     peers = [p for p in range(group.size) if p != group.rank]
-    recvs = [(p, part[p]) for p in peers] if not group.fake else []
+    recvs = [(p, part[p]) for p in peers] if not group.alone else []
     sends = [(p, part[group.rank]) for p in peers]
     return group.exchange(sends, recvs, context, r.flat.index, move="all-reduce", addresses=r.run)
 

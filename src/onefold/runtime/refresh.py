@@ -4,8 +4,12 @@
              ├── a cached shard: secondary or encoded (runtime/gather_paths.py)   ► made anew by the next gather
              └── a gathered unit whose backward pass never came              ► released
 
-Masters are written to by an optimizer step, by code outside a step (version counters tell), and by
-the engine itself.
+Masters are written to by an optimizer step, by code outside a step (torch's version counters tell),
+and by the engine itself. All writes are counted together (`WriteCounters`). A flat buffer has the
+number of the last write to its masters (`epoch`) and of the last that its resident copy has
+(`copied`): the copy is stale while `copied < epoch`. Stage 3 has no such copies: each gather begins
+with the masters as they are. Only the units that stay gathered until their backward pass, or that
+`keep_gathered` keeps, must notice a write.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from onefold.memory import GATHERED, nbytes_of, storage_of
 from onefold.recipe.core import SMALL_TRAFFIC
 from onefold.runtime.flat import Entry, Flat, point
 from onefold.runtime.gather import Gatherer
+from onefold.runtime.parameters.interval import dispatches
 from onefold.runtime.parameters.values import WriteCounters, written
 from onefold.runtime.resources import Progress
 from onefold.runtime.storage import refuse_written
@@ -65,12 +70,18 @@ class Copies:
         self.write_counters.all_of(self.entries)
         for unit in self.units:
             for flat in unit.flats:
-                flat.stale, flat.last_step = _is_copy(flat), self.write_counters.count
-                flat.gather.masters_written()
+                self._written(flat)
                 flat.storage.masters_written()
             self._let_go(unit)
             if unit.resident:
                 self._note(unit)
+
+    def _written(self, flat: Flat) -> None:
+        """Note a write to the masters of `flat`."""
+        flat.epoch = self.write_counters.count
+        if not _is_copy(flat):
+            flat.copied = flat.epoch
+        flat.gather.masters_written()
 
     def _look_at(self, unit: Unit, trained: bool) -> None:
         """Mark the unit's copies stale if its masters were written to. `trained`: an optimizer has
@@ -82,19 +93,14 @@ class Copies:
         looked_at = unit.resident or stays or any(f.gather.cached is not None for f in unit.flats)
         for flat in unit.flats if looked_at else ():
             versions = sum(written(e.param) for e in flat.entries)
-            # Called even if the counters already show a write, because it updates `last_step`
-            stepped = trained and _stepped(flat)
-            written_to = versions != flat.versions or stepped
-            flat.versions, flat.stale = versions, _is_copy(flat) and (flat.stale or written_to)
-            if written_to:
-                flat.gather.masters_written()
+            if versions != flat.versions or (trained and _stepped(flat)):
+                if flat.epoch == self.write_counters.count:  # no step has counted this write
+                    self.write_counters.count += 1
+                flat.versions = versions
+                self._written(flat)
                 self._let_go(unit)
         if unit.resident:
             self._note(unit)
-            if unit.state is State.STALE:
-                for flat in unit.flats:
-                    # The copy is gathered again before it is used: it will have this write
-                    flat.refreshed = self.write_counters.count if flat.stale else flat.refreshed
 
     def _let_go(self, unit: Unit) -> None:
         """Release the unit if a forward pass without a backward pass left it gathered: its masters
@@ -121,8 +127,7 @@ def _stepped(flat: Flat) -> bool:
     version counter to go by. Parameters that are frozen now were stepped if they got a gradient
     before.
     """
-    before, flat.last_step = flat.last_step, max(entry.last_write for entry in flat.entries)
-    return bool(flat.runs) or flat.last_step > before
+    return bool(flat.runs) or any(entry.last_write > flat.epoch for entry in flat.entries)
 
 
 def _is_copy(flat: Flat) -> bool:
@@ -189,7 +194,7 @@ def _launch_together(gather: Gatherer, units: list[Unit]) -> None:
         for flat in unit.flats:
             if not flat.stale:
                 continue
-            flat.stale = False
+            flat.copied = flat.epoch
             full = gather.buffer_of(unit, flat)
             gather.put(flat, full)
             fulls.append(full)
@@ -263,6 +268,8 @@ def keep_writes(unit: Unit) -> None:
 
 
 def _keep(flat: Flat, full: torch.Tensor, written: list[Entry]) -> None:
+    if dispatches(type(full)):  # a fake tensor has no values
+        return
     if flat.before_data:
         written = [*written, *flat.written_by_data()]
     if not flat.gather.exact:

@@ -289,7 +289,7 @@ def _weights(unit: Unit) -> Iterable[Entry]:
 # to them. A unit whose backward reads no parameter (an embedding) is not gathered again.
 #
 # Casts that torch.autocast makes of gathered parameters are saved as handles too: see [Note: casts
-# are handles] in runtime/saved_tensors.py.
+# are handles] below.
 
 
 class Handle:

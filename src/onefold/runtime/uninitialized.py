@@ -124,7 +124,7 @@ class Uninitialized:
         if not self:
             return
         mine = self._still()
-        if self._group.size == 1 or self._group.fake:
+        if self._group.alone:
             self._keep(mine)
             return
         payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
@@ -234,7 +234,7 @@ def without_value(group: Group, unit: Unit, incoming: Collection[str]) -> set[st
         int(entry.slot.name not in incoming and entry.slot.numel > 0 and value_of(entry) is None)
         for entry in unit.entries
     ]
-    if mine and group.size > 1 and not group.fake:
+    if mine and not group.alone:
         payload = torch.tensor(mine, dtype=torch.uint8, device="cpu")
         mine = group.exchange_control(
             payload, CollectiveContext("control", "(uninitialized)", 0, "state")

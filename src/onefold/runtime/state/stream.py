@@ -49,7 +49,7 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
         RuntimeError: another rank has called something else.
     """
     group = engine.group
-    if group.size == 1 or group.fake:
+    if group.alone:
         return [value]
     text = pickle.dumps((call, value))
     context = CollectiveContext(
@@ -107,7 +107,7 @@ def to_first(
         mine = overlap(here, (x, y))
         if out is not None and mine[0] < mine[1]:
             out[slice(*mine)].copy_(read(*mine))
-        if mine == (x, y) or group.size == 1 or group.fake:
+        if mine == (x, y) or group.alone:
             continue
         sends, recvs, landing = [], [], []
         for peer in _owners(entry, x, y):
@@ -150,14 +150,14 @@ def from_first(
         sends, recvs = [], []
         if group.rank == 0:
             assert whole is not None
-            if group.size > 1 and not group.fake:
+            if not group.alone:
                 chunk = whole[x:y].to(engine.device, dtype)
                 for peer in range(1, group.size):
                     i, j = overlap(held(peer), (x, y))
                     if i < j:
                         sends.append((peer, chunk[i - x : j - x]))
             part = whole[a:b]
-        elif a < b and not group.fake:
+        elif a < b and not group.alone:
             part = torch.empty(b - a, dtype=dtype, device=engine.device)
             recvs.append((0, part))
         group.exchange(
