@@ -452,7 +452,8 @@ class EngineOptions:
     cast_inputs: bool = _engine(True, "Cast floating-point inputs to the precision that is named.", ())
     sync_buffers: bool | Literal["norms"] = _engine(True,
         "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", (), _buffers)
-    elementwise_optimizer: bool | None = _engine(None, "Assert that the optimizer treats every element alike (default: it is tested).", (), _word)
+    elementwise_optimizer: bool | None = _engine(None,
+        "Assert that the optimizer treats every element alike (default: it is tested).", (), _word)
     stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.", _TRAIN, _seconds)
 
 
@@ -462,7 +463,8 @@ class ZeroOptions(EngineOptions):
 
     stage: Stage | int = field(kw_only=False, metadata=_row(DIVISION, "ZeRO stage: what is divided among the ranks; 0 is DDP.",
         check=_one_of(Stage, "0, 1, 2 or 3")))
-    precision: Precision | None = _division(None, "Compute precision (default: as the model is). Master weights and sums are fp32 either way.",
+    precision: Precision | None = _division(None,
+        "Compute precision (default: as the model is). Master weights and sums are fp32 either way.",
         check=_dtype(Precision | None, "as the model is"))
     wire: Dtype | None = _division(None, "Dtype in which gradients are sent (default: as the backward pass makes them).", (),
         _dtype(Dtype | None, "as the backward pass makes them"))
