@@ -142,6 +142,10 @@ class Wire:
 
     def post(self, operation: Operation) -> None:
         with self.lock:
+            if self.closing:  # aborted: what is launched now fails at once
+                operation.error = "the communicator was closed on this rank"
+                operation.done.set()
+                return
             self.posted.append(operation)
         self._poke()
 
