@@ -349,6 +349,8 @@ def capabilities() -> Capabilities:
     def activations(
         units: list[Unit], shared: Resources, gathered: dict[int, tuple[Unit, Flat]]
     ) -> Activations:
+        if shared.recipe.offload_activations is None:
+            return Activations()
         from onefold.offload.engine_activations import HostActivations
 
         return HostActivations(units, shared, gathered)

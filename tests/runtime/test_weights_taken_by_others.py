@@ -277,9 +277,10 @@ def test_a_weight_of_another_block_trains_as_under_ddp(consumer: str) -> None:
     compared(2, [consumer], (True,))
 
 
-def test_frozen_weights_are_whole_for_every_consumer() -> None:
-    compared(2, list(CONSUMERS), (False, True))
-    compared(2, list(CONSUMERS), (True, True))
+def test_frozen_weights_are_whole_for_every_consumer(every: bool) -> None:
+    consumers = list(CONSUMERS)[:: 1 if every else 6]
+    compared(2, consumers, (False, True))
+    compared(2, consumers, (True, True))
 
 
 class KeepsScale(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""Offload an engine's activations to the host, if the recipe has a budget for them.
+"""Offload an engine's activations to the host, where the recipe has a budget for them.
 
 The hooks are installed during a forward pass over the model, below the gatherer's hooks. The
 gatherer has already replaced tensors in gathered buffers by handles; the remaining tensors arrive
@@ -16,6 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
 from onefold.offload.activations import ActivationStore
+from onefold.runtime.resources import Activations
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Flat
@@ -23,11 +24,8 @@ if TYPE_CHECKING:
     from onefold.runtime.unit import Unit
 
 
-class HostActivations:
-    """Offloads the activations of an engine's passes, as the engine announces them.
-
-    `store` is None if the recipe keeps activations on the device. Then all calls do nothing.
-    """
+class HostActivations(Activations):
+    """Offloads the activations of an engine's passes, as the engine announces them."""
 
     def __init__(
         self,
@@ -47,21 +45,18 @@ class HostActivations:
             return storage in there or storage in gathered
 
         budget = resources.recipe.offload_activations
-        self.store = (
-            ActivationStore(
-                resources.device,
-                budget,
-                skip=skip,
-                ledger=resources.memory,
-                host=transfers.host,
-                moved=lambda move, nbytes: transfers.entered(move, "activations", nbytes),
-            )
-            if budget is not None
-            else None
+        assert budget is not None
+        self.store = ActivationStore(
+            resources.device,
+            budget,
+            skip=skip,
+            ledger=resources.memory,
+            host=transfers.host,
+            moved=lambda move, nbytes: transfers.entered(move, "activations", nbytes),
         )
 
     def begin_forward(self) -> None:
-        if self.store is None or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         self._look()
         self.store.begin_forward()
@@ -75,13 +70,11 @@ class HostActivations:
             hooks.__exit__(None, None, None)
 
     def end_backward(self) -> None:
-        if self.store is not None:
-            self.store.end_backward()
+        self.store.end_backward()
 
     def close(self) -> None:
         """Take no more tensors. Graphs that are alive keep theirs."""
-        if self.store is not None:
-            self.store.close()
+        self.store.close()
 
     def _look(self) -> None:
         """Record the storages of parameters and buffers. Those that the engine did not allocate are

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -113,12 +113,10 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
-class Activations(Protocol):
-    """Where saved activations wait; it is called when passes begin and end. `store` is None if
-    activations stay on the device, and the calls then do nothing.
+class Activations:
+    """Where saved activations wait; it is called when passes begin and end. This one leaves them on
+    the device.
     """
-
-    store: Any
 
     def begin_forward(self) -> None: ...
     def end_forward(self) -> None: ...
