@@ -127,7 +127,7 @@ def test_one_queue_for_all_streams_is_told_once(
             warn_of_one_connection(device)
     warn_of_one_connection.cache_clear()
     assert len(found) == told
-    assert all("set it to 8 or more" in str(each.message) for each in found)
+    assert all("Unset it, or set it to 8 or more" in str(each.message) for each in found)
 
 
 def test_an_urgent_stream_has_torchs_high_priority(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,11 @@ def check_broken(
     return found
 
 
+def test_the_check_that_takes_longest_comes_last_so_that_it_leaves_none_out() -> None:
+    longest = max(check.limit for check in CHECKS)
+    assert [check.name for check in CHECKS if check.limit == longest] == [CHECKS[-1].name]
+
+
 def children() -> list[str]:
     """Command lines of ranks that this process started."""
     found = []

@@ -583,7 +583,7 @@ def warn_of_one_connection(device: torch.device) -> None:
         warnings.warn(
             f"{name}=1 gives all streams of the device one queue. Gathers and reductions have a"
             " communicator each, and their order may differ between ranks: in one queue they can"
-            f" wait for each other without end. Uninitialized {name}, or set it to 8 or more, before the"
+            " wait for each other without end. Unset it, or set it to 8 or more, before the"
             " process starts.",
             stacklevel=2,
         )

@@ -183,7 +183,7 @@ def check_hub_data(name: str, hub: HubData) -> None:
     if not any(place.is_dir() for place in places):
         raise TrainError(
             f"--data {name}: no such file or folder, and no such dataset in the cache of `datasets`"
-            f" ({prepared}); HF_HUB_OFFLINE is set, so it is not downloaded. Uninitialized it, or name a"
+            f" ({prepared}); HF_HUB_OFFLINE is set, so it is not downloaded. Unset it, or name a"
             " file."
         )
 

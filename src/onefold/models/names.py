@@ -66,7 +66,7 @@ def check_hub(name: str) -> None:
     if is_offline() and cached(name) is None:
         raise TrainError(
             f"--model {name}: no such folder, and no such model is whole in the hub's cache"
-            f" ({_cache()}); HF_HUB_OFFLINE is set, so it is not downloaded. Uninitialized it, or download"
+            f" ({_cache()}); HF_HUB_OFFLINE is set, so it is not downloaded. Unset it, or download"
             f" the model where there is a network (hf download {name.partition('@')[0]}) and name"
             " its folder."
         )
