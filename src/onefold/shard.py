@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.comm.codec import Codec
-from onefold.comm.communicators import members
+from onefold.comm.communicators import members, note_exit
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
 from onefold.offload.preflight import preflight
@@ -137,6 +137,7 @@ def shard(
     register(module, engine)
     engine.given = (group, wanted, init)
     engine.finalizer = weakref.finalize(module, _close, engine)
+    note_exit()
     if incoming is not None:
         with contextlib.closing(incoming):
             incoming.load_shards(engine, module)
