@@ -50,6 +50,7 @@ from onefold.runtime.state import start as state_start
 from onefold.runtime.state.start import (
     compare_ranks,
     fetch,
+    device_notes,
     flat_notes,
     has_meta,
     idle_notes,
@@ -132,7 +133,7 @@ def shard(
     _install_hooks(engine, specs, module)
     install_step_hooks(engine, held)
     if engine.rank == 0:
-        for note in (*_notes(engine, specs, cut), *engine.uninitialized.notes()):
+        for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     engine.given = (group, wanted, init)
@@ -206,8 +207,10 @@ def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> 
         guard_state_dict(engine, part)
 
 
-def _notes(engine: Engine, specs: list[UnitSpec], cut: Cut) -> list[str]:
-    """Return what the user is told at the start."""
+def _notes(
+    engine: Engine, specs: list[UnitSpec], cut: Cut, device: torch.device | str | None
+) -> list[str]:
+    """Return what the user is told at the start. `device`: as it was given to `shard`."""
     sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
     return [
         *engine.recipe.notes,
@@ -216,6 +219,7 @@ def _notes(engine: Engine, specs: list[UnitSpec], cut: Cut) -> list[str]:
         *offload_notes(sizes, engine.recipe, engine.world_size),
         *flat_notes(engine),
         *idle_notes(engine),
+        *(device_notes(engine.device) if device is None else []),
     ]
 
 
