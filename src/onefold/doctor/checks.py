@@ -269,8 +269,9 @@ def _told(error: BaseException, characters: int = 400) -> str:
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 #: Prefix of all keys, because a launcher's store also holds others' keys.
 PREFIX = "onefold-check"
-#: Timeout of the process group's collectives in seconds. It is longer than a check's limit.
-STALL = 60.0
+#: Timeout of the process group's collectives in seconds. It is longer than the limit of a check
+#: between ranks.
+STALL = 120.0
 #: The signal at which a rank writes its stacks to standard error.
 WHERE = signal.SIGUSR1
 
