@@ -14,7 +14,7 @@ from torch import nn
 
 from onefold.comm import Group
 from onefold.comm.codec import Codec
-from onefold.comm.communicators import members
+from onefold.comm.communicators import members, note_exit
 from onefold.comm.wire import FAKE
 from onefold.device import default_device, with_index
 from onefold.layout import Tiers
@@ -51,6 +51,7 @@ from onefold.runtime.state import start as state_start
 from onefold.runtime.state.start import (
     compare_ranks,
     fetch,
+    device_notes,
     flat_notes,
     has_meta,
     idle_notes,
@@ -133,11 +134,12 @@ def shard(
     _install_hooks(engine, specs, module)
     install_step_hooks(engine, held)
     if engine.rank == 0:
-        for note in (*_notes(engine, specs, cut), *engine.uninitialized.notes()):
+        for note in (*_notes(engine, specs, cut, device), *engine.uninitialized.notes()):
             logging.getLogger("onefold").warning(note)
     register(module, engine)
     engine.given = (group, wanted, init)
     engine.finalizer = weakref.finalize(module, _close, engine)
+    note_exit()
     if incoming is not None:
         with contextlib.closing(incoming):
             incoming.load_shards(engine, module)
@@ -206,8 +208,10 @@ def _install_hooks(engine: Engine, specs: list[UnitSpec], module: nn.Module) -> 
         guard_state_dict(engine, part)
 
 
-def _notes(engine: Engine, specs: list[UnitSpec], cut: Cut) -> list[str]:
-    """Return what the user is told at the start."""
+def _notes(
+    engine: Engine, specs: list[UnitSpec], cut: Cut, device: torch.device | str | None
+) -> list[str]:
+    """Return what the user is told at the start. `device`: as it was given to `shard`."""
     sizes = [sum(f.param.numel() for f in spec.found if f.param.requires_grad) for spec in specs]
     return [
         *engine.recipe.notes,
@@ -216,6 +220,7 @@ def _notes(engine: Engine, specs: list[UnitSpec], cut: Cut) -> list[str]:
         *offload_notes(sizes, engine.recipe, engine.world_size),
         *flat_notes(engine),
         *idle_notes(engine),
+        *(device_notes(engine.device) if device is None else []),
     ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -156,3 +158,46 @@ def test_streams_that_the_computation_waits_for_are_urgent() -> None:
     group.new_stream = copies.new_stream = seen
     onefold.shard(nn.Linear(4, 4), onefold.Recipe.zero(3), device="virtual")
     assert asked == {"relay": True, "sums": True, "copies up": True, "copies down": False}
+
+
+_ENDS = """
+import sys
+import torch
+import torch.distributed as dist
+
+import onefold
+
+
+class Native:
+    pass
+
+
+model = onefold.shard(torch.nn.Linear(2, 2), onefold.Recipe.zero(3))
+native, over_gloo = Native(), object()
+made = onefold.engine_of(model).group.communicators
+made._made, made.native = [native, over_gloo], [native]
+dist.destroy_process_group = lambda group: print("destroys", type(group).__name__)
+if sys.argv[1] == "dies":
+    del model
+    print("goes on")
+if sys.argv[1] == "raises":
+    raise ValueError("out of memory")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "destroyed"),
+    [
+        ("dies", ["destroys Native", "destroys object", "goes on"]),
+        ("ends", ["destroys object"]),
+        ("raises", ["destroys object"]),
+    ],
+)
+def test_the_end_of_a_process_destroys_no_communicator_of_nccl(
+    how: str, destroyed: list[str]
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _ENDS, how], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.splitlines() == destroyed, done.stderr
+    assert ("ValueError" in done.stderr) == (how == "raises"), done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import virtual
 from onefold.device import host_pages, pinned
 
 CUDA = torch.device("cuda")
@@ -128,3 +129,27 @@ def test_a_forked_process_may_drop_pinned_pages_and_use_their_addresses(runtime:
     assert forked(child) == "[True, True, 1]", "the child's own memory was unmapped or unpinned"
     kept.clear()
     assert [call for call, _, _ in runtime.calls] == ["register", "unregister"]
+
+
+@virtual.alone
+def devices_that_are_current_when_pages_are_pinned() -> None:
+    current: list[int] = []
+
+    class Noting:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            current.append(torch.accelerator.current_device_index())
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            current.append(torch.accelerator.current_device_index())
+            return 0
+
+    pinned._runtime = lambda device: Noting()
+    assert torch.accelerator.current_device_index() == 0
+    del (pages := [host_pages(NBYTES, huge=True, device=torch.device("virtual", 2))])[0]
+    assert pages == [] and current == [2, 2]
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_pages_are_pinned_for_their_device_also_where_another_one_is_current() -> None:
+    devices_that_are_current_when_pages_are_pinned()

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from broken_doctor import BREAKINGS
 from onefold.doctor import check_device, checks, coordinator
-from onefold.doctor.check_numbers import is_ordered_mean, near, ordered, values
+from onefold.doctor.check_numbers import MADE, is_ordered_mean, near, numels, ordered, values
 from onefold.doctor.checks import (
     CHECKS,
     LEFT_OUT,
@@ -270,6 +270,11 @@ def check_broken(
     return found
 
 
+def test_the_check_that_takes_longest_comes_last_so_that_it_leaves_none_out() -> None:
+    longest = max(check.limit for check in CHECKS)
+    assert [check.name for check in CHECKS if check.limit == longest] == [CHECKS[-1].name]
+
+
 def children() -> list[str]:
     """Command lines of ranks that this process started."""
     found = []
@@ -413,7 +418,7 @@ def test_a_check_that_raises_names_its_own_line() -> None:
     [
         ("cpu", 0, None, [(2, "gloo", 11)]),
         ("cpu", 0, 4, [(4, "gloo", 11)]),
-        ("cuda", 1, None, [(1, "nccl", 6), (2, "gloo", 5)]),
+        ("cuda", 1, None, [(2, "gloo", 5), (1, "nccl", 6)]),
         ("cuda", 8, None, [(8, "nccl", 11)]),
         ("cuda", 8, 2, [(2, "nccl", 11)]),
         ("cuda", 8, 1, [(1, "nccl", 11)]),
@@ -425,6 +430,39 @@ def test_who_runs_what(
     casts = casts_of(device, gpus, ranks)
     assert [(cast.ranks, cast.backend, len(cast.checks)) for cast in casts] == expected
     assert sorted(name for cast in casts for name in cast.checks) == sorted(KNOWN)
+    assert casts[-1].checks[-1] == "kernels", "what takes longest leaves nothing out"
+
+
+def test_ranks_on_nccl_get_more_time_because_they_make_communicators() -> None:
+    class Board:
+        def check(self, keys: list[str]) -> bool:
+            return False
+
+        def set(self, key: str, value: str) -> None:
+            pass
+
+    minder = SimpleNamespace(
+        ended=dict, ranks=None, running={0: None, 1: None}, stands=dict, end=lambda: None
+    )
+    check = replace(KNOWN["stages"], limit=0.2)
+    seconds = []
+    for backend in ("gloo", "nccl"):
+        cast = coordinator.Cast(2, "cuda", backend, (check.name,))
+        found: Any = coordinator.Checking(Board(), minder, "", int, [], lambda name: None)
+        minder.running.clear()
+        row = found._row(0, check, cast)
+        assert row.status == WRONG and row.ended
+        seconds.append(row.seconds)
+    assert 0.2 <= seconds[0] and seconds[1] >= 0.2 * coordinator.WITH_NCCL
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 64])
+def test_the_numbers_of_all_ranks_are_made_in_seconds_however_many_there_are(ranks: int) -> None:
+    sizes = numels("nccl", ranks)
+    # Each rank makes every rank's numbers, which are as many for each of them
+    assert max(sizes) * ranks**2 <= MADE
+    assert max(sizes) * ranks * 2 >= 1 << 20, "NCCL sends 1 MiB by its algorithms for large data"
+    assert 1 in sizes and len(set(sizes)) == 3
 
 
 # -- the command's ranks ----------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -64,3 +65,28 @@ def test_a_device_holds_its_shards_and_one_unit_on_the_way(
         assert seen["peak"] <= LAYERS * unit * shards + 2 * unit + 2**16, seen
         assert seen["same"] and seen["stepped"]
         assert seen["buffer"] == "virtual:0" and seen["devices"] == devices
+
+
+def said_of_the_device(**given: Any) -> str:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("onefold")
+    logger.addHandler(handler)
+    onefold.shard(nn.Linear(2, 2), onefold.Recipe.zero(3), **given)
+    logger.removeHandler(handler)
+    return " ".join(said)
+
+
+@virtual.alone
+def what_is_said_where_there_are_devices() -> None:
+    dist.destroy_process_group()
+    said = said_of_the_device()
+    assert "the model is on the CPU, and trains there: torch finds 4 virtual devices here" in said
+    assert "shard(..., device='virtual')" in said
+    assert said_of_the_device(device="cpu") == said_of_the_device(device="virtual") == ""
+
+
+def test_a_model_that_was_left_on_the_cpu_is_told_of_where_there_are_devices() -> None:
+    what_is_said_where_there_are_devices()
+    assert said_of_the_device() == "", "this process has none"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import functools
@@ -367,7 +368,12 @@ def sides_of(
 # [Note: the garbage collector] Destroying a communicator of NCCL waits for its operations, and for the
 # other ranks' part in it. Python's garbage collector runs at different points on each rank. So a
 # model that the collector frees (one with reference cycles) leaves its native communicators in a
-# list; the next call that makes or destroys communicators destroys them, or the end of the process.
+# list; the next call that makes or destroys communicators destroys them.
+#
+# [Note: the end of a process] To destroy a communicator of NCCL is a collective of the ranks on a
+# node. A rank that ends with an exception would wait there for ranks that wait for it in a gather, and
+# the launcher, which ends them, would not hear of it. So a process that ends destroys no native
+# communicator: torch and the driver free them.
 #
 # [Note: connections on demand] gloo connects every rank to every other when a group is made. Beside a
 # native backend it moves small messages only, between each rank and 2·log2(ranks) others. Such a group
@@ -529,9 +535,11 @@ class Communicators:
                 group.abort()
 
     def close(self) -> None:
-        """Destroy all communicators. Local; call it when no collective is in flight."""
+        """Destroy all communicators, at the end of the process those of gloo. Call it when no
+        collective is in flight; the ranks of a node destroy native ones together.
+        """
         native, groups, self._made, self.native = self.native, self._made, [], []
-        if _COLLECTING.now:
+        if _COLLECTING.now or _ending.is_set():
             _LEFT.extend(native)
             groups = [group for group in groups if not any(group is each for each in native)]
         else:
@@ -584,7 +592,7 @@ def warn_of_one_connection(device: torch.device) -> None:
         )
 
 
-# -- the garbage collector -------------------------------------------------------------------------
+# -- the garbage collector, and the end of a process -----------------------------------------------
 
 
 class _Collecting(threading.local):
@@ -602,9 +610,21 @@ def _follow_collector(phase: str, _: Any) -> None:
     _COLLECTING.now = phase == "start"
 
 
+# See [Note: the end of a process]
+_ending = threading.Event()
+
+
+@functools.cache
+def note_exit() -> None:
+    """Have the end of the process noted. Called when a finalizer exists that closes communicators:
+    what is registered last runs first.
+    """
+    atexit.register(_ending.set)
+
+
 def destroy_left() -> None:
     """Destroy the communicators of models that the garbage collector has freed. Local."""
-    if not _COLLECTING.now:
+    if not _COLLECTING.now and not _ending.is_set():
         left = _LEFT[:]
         _LEFT.clear()
         _destroy(left)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from onefold.device.streams import has_streams, host_device, simulated
+from onefold.device.streams import guard, has_streams, host_device, simulated
 
 HUGE_PAGE = 2 << 20
 #: Bytes below which torch's own pinned memory is good enough.
@@ -38,6 +38,10 @@ class _Pages(mmap.mmap):
     older kernels the parent's next write would move a page away from the device, whose copies then
     read old values. So the child does not get these pages. Its objects live as long as it does: to
     free one would unmap whatever the child has put into that range.
+
+    [Note: pinned for the rank's device] The runtime pins in a context of the calling thread's
+    current device, and makes one where there is none. Where nobody has set a device, or in a new
+    thread, that is the first device: each rank would take some 500 MB of it.
     """
 
     _unpin: Callable[[], object] | None = None
@@ -55,18 +59,24 @@ class _Pages(mmap.mmap):
         if hasattr(mmap, "MADV_DONTFORK"):
             with contextlib.suppress(OSError):
                 self.madvise(mmap.MADV_DONTFORK)
-        code = int(runtime.cudaHostRegister(address, len(self), 0))
+        with guard(device):
+            code = int(runtime.cudaHostRegister(address, len(self), 0))
         if code:
             raise RuntimeError(
                 f"the driver pinned no {len(self):,} bytes of host memory: cudaHostRegister ended"
                 f" with error {code}"
             )
-        self._unpin = partial(runtime.cudaHostUnregister, address)
+        self._unpin = partial(_unregister, runtime, address, device)
 
     def __del__(self, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # At the interpreter's exit the driver may be gone, and its mappings with it
         if self._unpin is not None and not exiting():
             self._unpin()
+
+
+def _unregister(runtime: Any, address: int, device: torch.device) -> None:
+    with guard(device):
+        runtime.cudaHostUnregister(address)
 
 
 _pinned: weakref.WeakSet[_Pages] = weakref.WeakSet()

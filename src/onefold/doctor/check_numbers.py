@@ -23,12 +23,19 @@ from onefold.quant import kernel_check, kernels
 from onefold.recipe import Recipe
 from onefold.shard import engine_of
 
-#: Elements that each rank contributes. The last is large enough for NCCL's algorithms for large
-#: data.
-NUMELS = {"cpu": (1, 1000, 1 << 16), "cuda": (1, 1000, 1 << 22)}
+#: Numbers that each rank makes on the host, at most: those of all ranks, for every rank.
+MADE = 1 << 25
 DTYPES = (torch.float32, torch.bfloat16)
 #: Elements of the parameters whose gradients are summed. They do not divide by numbers of ranks.
 PARAMETERS = (1, 63, 4097, 30011)
+
+
+def numels(backend: str, ranks: int) -> tuple[int, ...]:
+    """Return how many elements of each of `ranks` ranks are moved. The last is large enough for
+    NCCL's algorithms for large data.
+    """
+    large = 1 << 16 if backend == "gloo" else 1 << 22
+    return 1, 1000, min(large, MADE // ranks**2)
 
 
 def values(
@@ -73,7 +80,7 @@ def collectives(here: Here, findings: Findings) -> str:
         where.append((here.backend, here.device))
     count, backends = 0, [name for name, _ in where]
     for name, device in where:
-        for numel, dtype in product(NUMELS["cpu" if name == "gloo" else "cuda"], DTYPES):
+        for numel, dtype in product(numels(name, here.world), DTYPES):
             for move, right in _moves(here, name, device, numel, dtype):
                 count += 1
                 what = f"{move} of {numel:,} {_name(dtype)} on {name}"

@@ -99,12 +99,6 @@ CHECKS: tuple[Check, ...] = (
         "A checkpoint does not hold what was saved: use onefold.save instead of save_async until it does, and attach the JSON to an issue.",
     ),
     Check(
-        "kernels", 1, "check_numbers:kernels_and_operations",
-        "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
-        "and attach the JSON to an issue.",
-        limit=120.0,  # on a CPU in Triton's interpreter
-    ),
-    Check(
         "memory at rest", 1, "check_device:memory_at_rest",
         "Between steps more or less is held than the plan says, so that a plan cannot be trusted here. Attach the JSON to an issue.",
     ),
@@ -116,6 +110,13 @@ CHECKS: tuple[Check, ...] = (
         "overlap", 1, "check_device:overlap",
         "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
         "CUDA_DEVICE_MAX_CONNECTIONS=1 out; else attach the JSON to an issue.",
+    ),
+    # Last, because it takes longest: compilers build a hundred kernels
+    Check(
+        "kernels", 1, "check_numbers:kernels_and_operations",
+        "Triton's kernels and torch's operations differ on this device: try another Triton (without it torch's operations are used), "
+        "and attach the JSON to an issue.",
+        limit=120.0,  # on a CPU in Triton's interpreter
     ),
 )  # fmt: skip
 
@@ -268,8 +269,9 @@ def _told(error: BaseException, characters: int = 400) -> str:
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 #: Prefix of all keys, because a launcher's store also holds others' keys.
 PREFIX = "onefold-check"
-#: Timeout of the process group's collectives in seconds. It is longer than a check's limit.
-STALL = 60.0
+#: Timeout of the process group's collectives in seconds. It is longer than the limit of a check
+#: between ranks.
+STALL = 120.0
 #: The signal at which a rank writes its stacks to standard error.
 WHERE = signal.SIGUSR1
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext
+from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe import Recipe
 from onefold.recipe.options import OPTIONS
@@ -211,6 +212,20 @@ def idle_notes(engine: Engine) -> list[str]:
             " shard() was called."
         )
     return said
+
+
+def device_notes(device: torch.device) -> list[str]:
+    """Return a sentence if the model was left on the CPU of a machine that has accelerators."""
+    if device.type != "cpu" or not (count := device_count()):
+        return []
+    kind = default_device().type
+    return [
+        f"the model is on the CPU, and trains there: torch finds {count} {kind} device"
+        f"{'s' if count > 1 else ''} here. To use {'them' if count > 1 else 'it'}, call"
+        f" torch.{kind}.set_device(int(os.environ['LOCAL_RANK'])), give"
+        f" shard(..., device={kind!r}), and move batches there. device='cpu' says that the CPU is"
+        " meant."
+    ]
 
 
 def _short(dtype: torch.dtype) -> str:
