@@ -20,7 +20,7 @@ from onefold.plan.schema import CATEGORIES, MOVED
 from onefold.recipe.rows import NODE
 from onefold.simulation.result import Event, Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.timeline import COPIES, READ, BACKWARD_STEPS, WRITTEN
+from onefold.simulation.timeline import BACKWARD_STEPS, COPIES, READ, WRITTEN
 
 #: The most micro-batches to simulate. In a longer step the others are like the middle one.
 MICRO_BATCHES = 3

@@ -352,7 +352,6 @@ def _moves(
         yield Carried("up", compute, "step")
 
 
-
 def _cast(flat: ShardSpec, streams: bool) -> int:
     """Return the bytes that the host reads and writes to cast the masters of a flat buffer."""
     assert flat.tiers is not None

@@ -26,14 +26,13 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from onefold.machine.kernels import flop_formulas, kernels_of, name_of
+from onefold.machine.kernels import flop_formulas, kernels_of, name_of, values_in
 from onefold.memory import nbytes_of
 from onefold.simulation.operations import moved_by, of_engine
 from onefold.simulation.places import HOST as MEMORY
@@ -41,11 +40,11 @@ from onefold.simulation.places import Place, ends_of, place_of, waits_for_it
 from onefold.simulation.prices import Link, Prices
 from onefold.simulation.threads import Executor, HostThread, Lock, Threads
 from onefold.simulation.timeline import (
+    BACKWARD_STEPS,
     COMPUTE,
     COPIES,
     DISK,
     HOST,
-    BACKWARD_STEPS,
     Kind,
     Span,
     Timeline,
@@ -316,9 +315,7 @@ class Clock:
         self.spans.append(span)
         return span
 
-    def waits(
-        self, stream: Stream, begin: float, until: float, after: int, name: str = ""
-    ) -> None:
+    def waits(self, stream: Stream, begin: float, until: float, after: int, name: str = "") -> None:
         """Add a wait of `stream` from `begin` until `until`, when span `after` ends. `name`: what it
         waits for, if that is not the span.
         """
@@ -560,4 +557,4 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 def _fake(found: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, FakeTensor) for t in tree_iter(found))
+    return any(isinstance(t, FakeTensor) for t in values_in(found))

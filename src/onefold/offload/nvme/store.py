@@ -32,7 +32,6 @@ from onefold.offload.nvme.files import Folder, as_paths
 from onefold.offload.nvme.io import Fault, Io
 from onefold.offload.nvme.region import Lane, Region, lane_lengths
 
-
 _substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
 
 
