@@ -1,7 +1,12 @@
-"""A model of four equal blocks on a machine of round figures, whose timelines are worked out by hand."""
+"""A model of four equal blocks on a machine of round figures, whose timelines are worked out by hand;
+and a short Llama 3 8B.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -12,6 +17,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.plan import shapes
 from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.traffic import Software
 from onefold.simulation import prices
@@ -117,3 +123,16 @@ def of(timeline: Timeline, *names: str) -> list[Span]:
 
 def seconds(spans: list[Span]) -> float:
     return sum(s.seconds for s in spans)
+
+
+#: Llama 3 8B with LAYERS of its 32 blocks.
+SHORT, LAYERS = "llama-3-8b-short", 4
+
+
+@contextmanager
+def short_llama() -> Iterator[None]:
+    """Let the table of architectures have SHORT."""
+    whole = shapes.find("llama-3-8b")
+    short = replace(whole, name=SHORT, dims=replace(whole.dims, layers=LAYERS))
+    with patch.dict(shapes.ARCHITECTURES, {SHORT: short}):  # type: ignore[arg-type]
+        yield

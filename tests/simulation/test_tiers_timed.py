@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +17,7 @@ import torch.optim.optimizer as torch_optimizer
 
 import onefold
 from onefold.device import clocked, host_device, on_host
-from onefold.plan import hardware, shapes
+from onefold.plan import hardware
 from onefold.plan.evaluate import evaluate
 from onefold.plan.job import Job, Scheme
 from onefold.plan.subject import subject_of
@@ -30,7 +28,7 @@ from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
 from onefold.simulation.timeline import COPIES, HOST
-from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, by_hand, of, run, seconds
+from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, SHORT, by_hand, of, run, seconds, short_llama
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -220,15 +218,9 @@ def test_what_is_no_copy_between_host_and_device_is_refused() -> None:
 # -- the plan's own figure -------------------------------------------------------------------------
 
 
-#: Llama 3 8B with four of its 32 blocks.
-SHORT = "llama-3-8b-short"
-
-
 @pytest.fixture(scope="module", autouse=True)
 def of_few_blocks() -> Iterator[None]:
-    whole = shapes.find("llama-3-8b")
-    short = replace(whole, name=SHORT, dims=replace(whole.dims, layers=4))
-    with patch.dict(shapes.ARCHITECTURES, {SHORT: short}):  # type: ignore[arg-type]
+    with short_llama():
         yield
 
 

@@ -153,8 +153,8 @@ class StatePlace(torch.Tensor):
         place: Any = torch.empty(shape, dtype=dtype, device="meta")
         if dispatches(type(place)):  # a fake tensor keeps its class
             place.__class__ = over(StatePlace, type(place))
-            return place  # type: ignore[no-any-return]
-        return place.as_subclass(StatePlace)  # type: ignore[no-any-return]
+            return place
+        return place.as_subclass(StatePlace)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         raise _elsewhere()
