@@ -431,6 +431,9 @@ TOGETHER = {
     "observe/test_report_page.py",
     "observe/test_what_a_run_leaves.py",
     "plan/test_planned_for.py",
+    "simulation/test_disk_timed.py",
+    "simulation/test_tiers_timed.py",
+    "simulation/test_timeline.py",
     "train/test_wires_of_a_run.py",
 }
 

@@ -37,6 +37,15 @@ def test_bytes_copied_to_the_host_and_back_stand_beside_the_closed_form() -> Non
         assert row.rstrip().endswith("exact"), row
 
 
+def test_state_on_nvme_and_tiles_stand_beside_the_closed_form() -> None:
+    ask = [word if word != "none" else "optimizer-nvme" for word in ASK]
+    shown = CliRunner().invoke(app, [*ask, "--tile", "200KB"])
+    assert shown.exit_code == 0, shown.output
+    for name in ("copied: read", "copied: written", "sent: all-gather"):
+        row = next(line for line in shown.output.splitlines() if name in line)
+        assert row.rstrip().endswith("exact"), row
+
+
 def test_json_has_every_event_of_the_asked_rank() -> None:
     shown = CliRunner().invoke(app, [*ASK, "--rank", "63", "--json"])
     assert shown.exit_code == 0, shown.output
@@ -54,7 +63,6 @@ def test_json_has_every_event_of_the_asked_rank() -> None:
     ("options", "says"),
     [
         (["--rank", "64"], "rank 64 of 64"),
-        (["--offload", "optimizer-nvme"], "without a disk"),
         (["--optimizer", "lion"], "expected one of"),
     ],
     ids=str,

@@ -101,6 +101,20 @@ def test_what_moves_between_tiers_takes_its_time_and_hides_as_far_as_compute_lea
     )
 
 
+def test_the_host_casts_what_it_steps_and_the_link_carries_both_directions_at_once() -> None:
+    shape, job = ModelShape.of_size(400_000_000), Job(seq=8192)
+    own, there = activity(shape, job, 1), gpus(1)
+    low, wide = (
+        evaluate(shape, own, there, one, Scheme(3, "none", "parameters")).account.tiers
+        for one in (job, Job(seq=8192, precision="fp32"))
+    )
+    rate = there.host.memory_bandwidth / there.local
+    assert low["host update"] == pytest.approx((28 + 4 + 2) * shape.numel / rate, rel=0.01)
+    assert wide["host update"] == pytest.approx(28 * shape.numel / rate, rel=0.01)
+    # Up in the forward pass; in the backward pass down, which takes longer than up again
+    assert low["link"] == pytest.approx((2 + 4) * shape.numel / there.host_link(), rel=0.01)
+
+
 def test_what_is_offloaded_never_hides_a_moment_that_is_larger_without_it() -> None:
     """Where gradients make the highest moment on the device, activations make it once they are
     gone.

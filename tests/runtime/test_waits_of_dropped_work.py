@@ -117,11 +117,11 @@ def test_buffers_of_dropped_reductions_are_given_to_what_comes_behind_them(
         assert found == []
 
 
-def weights_after(raising: bool) -> dict[str, torch.Tensor]:
+def weights_after(raising: bool, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     from late_steps import _raising_behind
 
     torch.manual_seed(0)
-    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(0, overlap=False, stall_timeout=20.0))
+    model = onefold.shard(TinyGPT(), onefold.Recipe.zero(stall_timeout=20.0, **options))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         batch = tokens_of(10 * step + dist.get_rank())
@@ -133,20 +133,30 @@ def weights_after(raising: bool) -> dict[str, torch.Tensor]:
     return onefold.full_state_dict(model)
 
 
-def a_slow_rank_behind_a_dropped_pass() -> list[str]:
-    from onefold.runtime import reduce
+def a_slow_rank_behind_a_dropped_pass(slow: str, options: dict[str, Any]) -> list[str]:
+    """Rank 0 drops its pass before what rank 1 sends in `slow` has come."""
+    from onefold.runtime import reduce, reduce_paths
 
-    expected, send = weights_after(raising=False), reduce.broadcast_back
+    expected = weights_after(False, options)
+    owner: Any = reduce if slow == "broadcast_back" else reduce_paths.PairwiseReduce
+    send = getattr(owner, slow)
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.2)
         return send(*args)
 
-    if dist.get_rank() == 1:  # rank 0 drops its pass before these sums have come
-        reduce.broadcast_back = slowly
-    got = weights_after(raising=True)
+    if dist.get_rank() == 1:
+        setattr(owner, slow, slowly)
+    got = weights_after(True, options)
     return [name for name, value in expected.items() if not torch.equal(value, got[name])]
 
 
 def test_sums_that_come_after_their_pass_was_dropped_are_taken_for_no_later_ones() -> None:
-    assert run_ranks(2, a_slow_rank_behind_a_dropped_pass) == [[], []]
+    options = {"stage": 0, "overlap": False}
+    assert run_ranks(2, a_slow_rank_behind_a_dropped_pass, "broadcast_back", options) == [[], []]
+
+
+def test_parts_that_come_after_their_pass_was_dropped_find_the_buffer_that_waits_for_them() -> None:
+    """On a backend without streams: the buffers are given back behind the messages to them."""
+    options = {"stage": 2, "in_flight": 5}
+    assert run_ranks(2, a_slow_rank_behind_a_dropped_pass, "start", options) == [[], []]

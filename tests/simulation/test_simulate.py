@@ -137,6 +137,38 @@ def test_state_on_the_host_is_counted_apart_and_moves_what_the_closed_forms_say(
         assert found.account.moved and found.account.moved == found.predicted.moved
 
 
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "options"),
+    [
+        (2, 2, {"offload_optimizer": "nvme"}),
+        (3, 1, {"offload_optimizer": "nvme", "offload_param": "nvme"}),
+        (3, 2, {"tile": "8KB"}),
+    ],
+    ids=str,
+)
+def test_state_on_nvme_and_tiles_are_counted_as_the_closed_forms_say(
+    stage: int, micro_batches: int, options: dict[str, Any]
+) -> None:
+    nvme = {"nvme": "/nowhere"} if "offload_optimizer" in options else {}
+    recipe = onefold.Recipe.zero(stage, precision="bf16", **options, **nvme)
+    model = model_of("gpt")
+    found = simulate(
+        model, recipe, 4, micro_batches=micro_batches, batch=batch_of("gpt", 0), loss=loss
+    )
+    check(found)
+    assert not any("tiles" in name for name, _ in model.named_modules()), "it is whole again"
+    if nvme:
+        assert found.account.moved["written"] == found.predicted.moved["written"] > 0
+    else:
+        assert any(".tiles." in name for name in found.units)
+
+
+def test_steps_in_the_backward_pass_need_a_clock() -> None:
+    recipe = onefold.Recipe.zero(3, offload_optimizer="cpu", step_in_backward=True)
+    with pytest.raises(ValueError, match="whose order comes from a clock"):
+        simulate(model_of("mlp"), recipe, 2, batch=batch_of("mlp", 0), loss=loss)
+
+
 @pytest.mark.parametrize(("kind", "ranks"), [("gpt", 4096), ("mixtral", 64), ("size", 2)])
 def test_shapes_without_code_are_stood_in_for(kind: str, ranks: int, sample: Any) -> None:
     for stage, micro_batches in sample([(0, 1), (1, 2), (2, 2), (3, 1)], 3):

@@ -7,111 +7,33 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.optim.optimizer as torch_optimizer
-from torch import nn
 
 import onefold
 from onefold.device import clocked, host_device, on_host
-from onefold.device.copies import WINDOW
 from onefold.plan import hardware
 from onefold.plan.evaluate import evaluate
-from onefold.plan.hardware import Gpu, Host, Machine
 from onefold.plan.job import Job, Scheme
 from onefold.plan.subject import subject_of
-from onefold.plan.traffic import Software
-from onefold.simulation import places, prices
+from onefold.simulation import places
 from onefold.simulation.clock import Clock
 from onefold.simulation.places import fused_there, place_of
 from onefold.simulation.prices import Prices
 from onefold.simulation.result import Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.timeline import COMPUTE, COPIES, HOST, Span, Timeline
+from onefold.simulation.timeline import COPIES, HOST
+from timed import ADAM, BLOCKS, CAST, HIDDEN, ROWS, SHORT, by_hand, of, run, seconds, short_llama
 
 with_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-BLOCKS, HIDDEN, ROWS, RANKS = 4, 1024, 1024, 2
-NUMEL = HIDDEN * HIDDEN
-#: Elements of a block that one rank steps.
-OWN = NUMEL // RANKS
 UP, DOWN = COPIES["up"], COPIES["down"]
-#: Memory traffic on the device and launches take nothing.
-EXACT = Software(kernel_share=1, link_share=1, hop_seconds=0, straggler=0, launch_seconds=0)
-#: Bytes that Adam moves for an element, and those of a cast to 16 bits.
-ADAM, CAST = 28, 6
-
-
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(BLOCKS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
-
-
-def by_hand(down: float, update: float) -> Machine:
-    """A product takes 2 s, a gather or a reduction of a block 1 s.
-
-    Args:
-        down: seconds in which a rank's fp32 gradient of a block comes down.
-        update: seconds in which the host steps a rank's part of a block, with Adam.
-    """
-    gpu = Gpu(
-        "by hand", "", 1 << 40, {"bf16": ROWS * NUMEL}, 1.0, float("inf"), NUMEL, 4 * OWN / down
-    )
-    host = Host(1e12, RANKS * ADAM * OWN / update, float("inf"), 1e12, 1e12)
-    return Machine(gpu, RANKS, RANKS, None, host)
-
-
-def run(
-    stage: int = 3,
-    micro_batches: int = 1,
-    down: float = 1.0,
-    update: float = 1.0,
-    optimizer: str = "adamw",
-    **options: Any,
-) -> Timeline:
-    recipe = onefold.Recipe.zero(stage, precision="bf16", units=(nn.Linear,), **options)
-    # What is worked out by hand is so for software of round figures
-    with patch.object(prices, "measured_software", lambda *_: EXACT):
-        found = simulate(
-            Blocks(),
-            recipe,
-            RANKS,
-            micro_batches=micro_batches,
-            batch=torch.zeros(ROWS, HIDDEN),
-            loss=torch.sum,
-            machine=by_hand(down, update),
-            optimizer=optimizer,
-        )
-    assert found.exact, f"{found.account} against {found.predicted}"
-    timeline = found.timeline
-    assert timeline is not None
-    last = max(s.end for s in timeline.spans if s.stream in (COMPUTE, HOST))
-    assert timeline.step == pytest.approx(last), "the parts are the whole step"
-    for stream in timeline.streams:
-        own = [s for s in timeline.spans if s.stream == stream]
-        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own)), f"{stream} overlaps"
-    return timeline
-
-
-def of(timeline: Timeline, *names: str) -> list[Span]:
-    return [s for s in timeline.spans if s.name in names and s.kind != "wait" and s.seconds]
-
-
-def seconds(spans: list[Span]) -> float:
-    return sum(s.seconds for s in spans)
-
-
 STEPPED = "_fused_adamw_"
 
 
@@ -265,9 +187,9 @@ def test_a_recipe_on_the_device_has_no_host_in_its_timeline() -> None:
 def test_the_hosts_memory_is_another_device_inside_a_clock_with_tiers() -> None:
     cpu = torch.empty(1)
     assert host_device() == torch.device("cpu")
-    with clocked(Clock(Prices(by_hand(1.0, 1.0)))):
+    with clocked(Clock(Prices(by_hand()))):
         assert host_device() == torch.device("cpu") and on_host(cpu)
-    with clocked(Clock(Prices(by_hand(1.0, 1.0)), tiers=True)):
+    with clocked(Clock(Prices(by_hand()), tiers=True)):
         assert host_device() == places.HOST and not on_host(cpu)
     assert on_host(cpu)
 
@@ -293,59 +215,45 @@ def test_what_is_no_copy_between_host_and_device_is_refused() -> None:
         place_of("add", (here, there), {}, here)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"offload_optimizer": "nvme", "nvme": "/tmp"}, "state on NVMe: it has none of the disk's"),
-        ({"offload_optimizer": "cpu", "step_in_backward": True}, "a timeline has one thread"),
-    ],
-    ids=str,
-)
-def test_what_has_no_timeline_gets_a_sentence(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        run(**options)
-
-
 # -- the plan's own figure -------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def of_few_blocks() -> Iterator[None]:
+    with short_llama():
+        yield
+
+
 def offloaded(stage: int, offload: str, seq: int = 2048) -> tuple[Any, Simulation]:
-    """The plan's account of Llama 3 8B on eight H100s, and the simulation."""
+    """The plan's account of a short Llama 3 8B on eight H100s, and the simulation."""
     machine = hardware.machine(8, 8, "h100-80")
     job, scheme = Job(seq=seq, global_batch=8), Scheme(stage, "none", offload)
-    subject = subject_of("llama-3-8b", job, None, None, machine)
+    subject = subject_of(SHORT, job, None, None, machine)
     told = evaluate(subject.shape, subject.activities(1, "none"), machine, job, scheme).account
-    return told, simulate("llama-3-8b", scheme.recipe(job), 8, seq=seq, machine=machine)
+    return told, simulate(SHORT, scheme.recipe(job), 8, seq=seq, machine=machine)
 
 
 @with_transformers
 @pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "parameters")])
-def test_llama_3_8b_with_states_on_the_host_takes_what_the_plan_says(
-    stage: int, offload: str
-) -> None:
-    """The plan leaves out that the host casts masters, 6 bytes beside the 28 of Adam. It has the
-    link carry one direction after the other, and the engine has both at once in the backward pass.
+def test_llama_with_states_on_the_host_takes_what_the_plan_says(stage: int, offload: str) -> None:
+    """A copy down begins when its reduction lands, which the plan does not know: the last ones have
+    less to hide behind.
     """
     told, found = offloaded(stage, offload)
     assert found.exact, f"{found.account.moved} against {found.predicted.moved}"
     assert found.account.moved == told.moved
     assert found.timeline is not None
     parts, plan = found.timeline.parts, told.seconds
-    casts = plan["optimizer"] * CAST / ADAM
-    both = 0.0
-    if offload == "parameters":  # half of them go up in the backward pass, beside gradients
-        both = told.moved["up"] / 2 / hardware.machine(8, 8, "h100-80").host_link()
     said = f"plan {plan}, timeline {found.timeline.step:.4f} s, {parts}"
-    assert parts.optimizer == pytest.approx(plan["optimizer"] + casts, rel=0.001), said
-    assert parts.copies == pytest.approx(plan["io"] - both, rel=0.1), said
-    assert plan["step"] + casts - both == pytest.approx(found.timeline.step, rel=0.05), said
-    assert plan["step"] == pytest.approx(found.timeline.step, rel=0.15), said
+    assert parts.optimizer == pytest.approx(plan["optimizer"], rel=0.001), said
+    assert parts.copies == pytest.approx(plan["io"], rel=0.2), said
+    assert plan["step"] == pytest.approx(found.timeline.step, rel=0.05), said
 
 
 # -- figures of docs/measured.md -------------------------------------------------------------------
 
 
-def _waits(model: str, gpus: int, micro_batches: int, window: int = WINDOW) -> float:
+def _waits(model: str, gpus: int, micro_batches: int) -> float:
     """Seconds for which a step's passes wait for copies of gradients to the host."""
     found = simulate(
         model,

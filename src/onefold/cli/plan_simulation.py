@@ -17,11 +17,10 @@ from onefold.plan.evaluate import Candidate
 from onefold.plan.job import Scheme
 from onefold.plan.planner import Plan
 from onefold.plan.schema import CATEGORIES, MOVED
-from onefold.recipe import Tier
 from onefold.recipe.rows import NODE
 from onefold.simulation.result import Event, Simulation
 from onefold.simulation.simulate import simulate
-from onefold.simulation.timeline import COPIES
+from onefold.simulation.timeline import BACKWARD_STEPS, COPIES, READ, WRITTEN
 
 #: The most micro-batches to simulate. In a longer step the others are like the middle one.
 MICRO_BATCHES = 3
@@ -51,12 +50,6 @@ def simulated(plan: Plan, model: Any, rank: int) -> Simulation:
         recipe = recipe.replace(group=plan.machine.local)
     elif recipe.group == NODE:
         recipe = recipe.replace(group=plan.machine.ranks)
-    tiers = recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier
-    if Tier.NVME in tiers or recipe.tile is not None:
-        raise ValueError(
-            f"--simulate runs the engine without a disk, and with layers in one piece, not {scheme}:"
-            " add --offload none, or --offload optimizer to keep states on the host."
-        )
     timed = not plan.machine.shared
     return simulate(
         plan.model if plan.job.lora_rank or isinstance(model, float) else model,
@@ -100,24 +93,24 @@ def show_timeline(found: Simulation, candidate: Candidate) -> None:
     out = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     told, parts = candidate.account.seconds, timeline.of(candidate.accumulation)
     table = plain_table("seconds of a rank in one step", "", " plan", " timeline", "")
-    link = [name for name in COPIES.values() if name in parts.exposed]
+    tiers = [name for name in (*COPIES.values(), READ, WRITTEN) if name in parts.exposed]
     rows: list[tuple[str, float | None, float]] = [
         ("[bold]a step takes[/bold]", told["step"], parts.step),
         ("  compute", told["compute"], parts.model + parts.engine),
         ("    of the engine: casts, copies, sums", None, parts.engine),
-        ("  exposed communication", told["exposed communication"], parts.waits - parts.copies),
+        ("  exposed communication", told["exposed communication"], parts.communication),
         *(
             (f"    {move}", None, seconds)
             for move, seconds in sorted(parts.exposed.items(), key=lambda item: -item[1])
-            if move not in link
+            if move not in (*tiers, BACKWARD_STEPS)
         ),
-        ("  optimizer", told["optimizer"], parts.optimizer),
+        ("  optimizer", told["optimizer"], parts.optimizer + parts.steps),
         ("  waiting for the host's launches", None, parts.host),
     ]
-    if told["io"] or link:
+    if told["io"] or tiers:
         rows[-1:-1] = [
-            ("  exposed copies to and from the host", told["io"], parts.copies),
-            *((f"    {name}", None, parts.exposed[name]) for name in link),
+            ("  exposed copies, reads and writes of tiers", told["io"], parts.copies + parts.disk),
+            *((f"    {name}", None, parts.exposed[name]) for name in tiers),
         ]
     for name, plan, seen in rows:
         apart = f"{plan / seen - 1:+.1%}" if plan and seen and not table.rows else ""

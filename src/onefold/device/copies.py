@@ -18,7 +18,6 @@ of the next one is computed.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -26,7 +25,14 @@ from typing import Any, Protocol
 import torch
 
 from onefold.device.pinned import host_empty
-from onefold.device.streams import current_stream, has_streams, new_stream, on_host, use_stream
+from onefold.device.streams import (
+    current_stream,
+    has_streams,
+    new_lock,
+    new_stream,
+    on_host,
+    use_stream,
+)
 
 #: Bytes of device memory that copies in flight may hold before the computing stream waits for the
 #: oldest: some milliseconds of transfer. `within` says what holds for larger copies.
@@ -113,7 +119,7 @@ class CopyStream:
         # Copies begun so far, and how many of them `wait` has seen done
         self._begun = self._finished = 0
         # Optimizer steps in the backward pass copy from a thread of their own
-        self._lock = threading.RLock()
+        self._lock = new_lock()
 
     def current(self) -> Any:
         """Return the computing stream of this thread; None without streams."""

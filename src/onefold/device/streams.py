@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 import warnings
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Protocol
 
@@ -274,6 +276,8 @@ class Clock(Protocol):
     def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]: ...
     def new_event(self) -> Any: ...
     def synchronize(self) -> None: ...
+    def new_lock(self) -> contextlib.AbstractContextManager[Any]: ...
+    def new_thread(self, name: str) -> Any: ...
 
     def kernel(
         self, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
@@ -432,3 +436,21 @@ def capturing(device: torch.device) -> bool:
     if hasattr(stream, "is_capturing"):
         return bool(stream.is_capturing())
     return device.type == "cuda" and bool(torch.cuda.is_current_stream_capturing())
+
+
+# -- threads beside the one that trains ------------------------------------------------------------
+#
+# On a clock these threads run one at a time, so that a simulation is the same in every run
+# (simulation/threads.py).
+
+
+def new_lock() -> contextlib.AbstractContextManager[Any]:
+    """Return a lock between threads of this rank. A thread may take it again while it holds it."""
+    return threading.RLock() if (clock := _clock.get()) is None else clock.new_lock()
+
+
+def new_thread(name: str) -> Any:
+    """Return an executor with one thread; `name` is its name in a simulation."""
+    if (clock := _clock.get()) is not None:
+        return clock.new_thread(name)
+    return ThreadPoolExecutor(1, thread_name_prefix=f"onefold {name}")

@@ -4,14 +4,13 @@ real and on fake tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from onefold.memory import nbytes_of
 
@@ -59,6 +58,20 @@ class Kernels:
         return Kernels(*(times * n for n in astuple(self)))
 
 
+def values_in(given: Any) -> Iterator[Any]:
+    """Yield what an operation is given or returns, without lists, tuples and dicts around it. Several
+    times as fast as torch's `tree_iter`, which knows any container.
+    """
+    if isinstance(given, (tuple, list)):
+        for value in given:
+            yield from values_in(value)
+    elif isinstance(given, dict):
+        for value in given.values():
+            yield from values_in(value)
+    else:
+        yield given
+
+
 def kernels_of(
     func: Any, args: Any, kwargs: Any, out: Any, formulas: dict[Any, Callable[..., int]]
 ) -> Kernels | None:
@@ -67,8 +80,8 @@ def kernels_of(
     """
     if _idle(func):
         return None
-    inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-    outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+    inputs = [t for t in values_in((args, kwargs)) if isinstance(t, torch.Tensor)]
+    outputs = [t for t in values_in(out) if isinstance(t, torch.Tensor)]
     written = sum(map(nbytes_of, outputs))
     read = (
         written + sum(map(nbytes_of, inputs[1:]))

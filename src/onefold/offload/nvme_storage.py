@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from onefold.device import host_device, on_host
 from onefold.layout import Tiers, overlap
 from onefold.memory import (
     GRADIENTS,
@@ -67,7 +68,7 @@ class NvmeStorage(OffloadStorage):
 
     def build(self, device: torch.device) -> torch.Tensor:
         d = self.flat.dtypes
-        self.shown = torch.empty(self.numel, dtype=d.master, device="cpu")
+        self.shown = torch.empty(self.numel, dtype=d.master, device=host_device())
         self._build_rest(device)
         self.region("master", d.master)
         if self.reads_ahead and d.compute != d.master:
@@ -157,12 +158,12 @@ class NvmeStorage(OffloadStorage):
         """Read elements (or items) [start, stop) of the region `kind` into new host memory."""
         region = self.regions[kind]
         if start == stop:
-            return torch.empty(0, dtype=region.dtype, device="cpu")
+            return torch.empty(0, dtype=region.dtype, device=host_device())
         first = start // SECTOR * SECTOR
         out = empty(
             min(region.numel, -(-stop // SECTOR) * SECTOR) - first,
             region.dtype,
-            torch.device("cpu"),
+            host_device(),
             paged=True,
         )
         self.transfers.wait(region.read(first, out))
@@ -210,11 +211,7 @@ class NvmeStorage(OffloadStorage):
         region = self.regions.get("parameter") or self.regions["master"]
         mine = full[slice(*self.flat.owned)]
         self.transfers.risen()
-        direct = (
-            mine.device.type == "cpu"
-            and not mine.data_ptr() % SECTOR
-            and not region.nbytes % SECTOR
-        )
+        direct = on_host(mine) and region.fits(mine)
         data = (
             mine
             if direct
@@ -327,7 +324,7 @@ class NvmeStorage(OffloadStorage):
 
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
         first, (a, _) = entry.slot.start - self.flat.owned[0], entry.owned()
-        values = values.to("cpu", self.dtype_of("gradient"))
+        values = values.to(host_device(), self.dtype_of("gradient"))
         self.write_part(
             "gradient", first + a, values if self.scale is None else values / self.scale
         )
@@ -345,7 +342,7 @@ class NvmeStorage(OffloadStorage):
 
     def scale_gradients(self, factor: torch.Tensor) -> None:
         """Multiply all gradients on NVMe by `factor` when they are next read."""
-        factor = factor.detach().to("cpu", torch.float32).reshape(())
+        factor = factor.detach().to(host_device(), torch.float32).reshape(())
         self.scale = factor.clone() if self.scale is None else self.scale * factor
 
 

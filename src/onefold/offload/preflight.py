@@ -8,7 +8,13 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from onefold.offload.nvme import ROOM_TO_MEASURE, TierError, measure, refuse_unless_fits
+from onefold.offload.nvme import (
+    ROOM_TO_MEASURE,
+    TierError,
+    measure,
+    refuse_unless_fits,
+    substitute,
+)
 from onefold.offload.storage import OffloadStorage
 from onefold.recipe import Tier
 from onefold.recipe.moments import FORMATS
@@ -59,7 +65,7 @@ def preflight(engine: Engine) -> None:
     Raises:
         TierError: on every rank, if a folder of one rank is missing or has no room.
     """
-    if not engine.on_disk:
+    if not engine.on_disk or substitute() is not None:
         return
     ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     mine, error = needed(engine), None

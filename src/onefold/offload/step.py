@@ -32,7 +32,7 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS
+from onefold.memory import GRADIENTS, storage_of
 from onefold.memory.pool import TierError
 from onefold.offload.nvme_storage import NvmeStorage
 from onefold.offload.storage import grain_of_kind, state_kind
@@ -449,7 +449,7 @@ class _Stepping:
             if kind not in chunk.buffers:
                 self._make(chunk, kind, value.dtype)
             into = chunk.buffers[kind][x - chunk.a : y - chunk.a]
-            if into.data_ptr() != value.data_ptr():
+            if _place(into) != _place(value):
                 into.copy_(value)
             after[key] = StatePlace.of(state_shape(entry, key), value.dtype)
         self.scalars[entry.number] = entry, after
@@ -482,6 +482,11 @@ def _owned(entry: Entry) -> tuple[int, int]:
     """
     a, b = entry.flat.local(entry)
     return a - entry.flat.owned[0], b - entry.flat.owned[0]
+
+
+def _place(t: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins. Fake tensors have no address."""
+    return storage_of(t), int(t.storage_offset())
 
 
 def _elementwise(value: Any, param: torch.Tensor) -> bool:

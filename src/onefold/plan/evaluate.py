@@ -130,7 +130,7 @@ def evaluate(
         optimizer_numel=stepped,
         optimizer_bytes=touched * stepped,
         host_optimizer_numel=host_stepped,
-        host_optimizer_bytes=touched * host_stepped,
+        host_optimizer_bytes=touched * host_stepped + engine.offloaded.cast,
         carried=carried,
         in_backward=recipe.step_in_backward,
         hidden=model.transformer.hidden if model.transformer else 0,

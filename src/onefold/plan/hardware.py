@@ -27,6 +27,8 @@ from onefold.wording import did_you_mean
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 #: What a GPU has if its entry leaves a key out.
 _DEFAULTS = {"attainable": 0.75, "link": 25e9, "host_link": 25e9}
+#: What a host's entry may leave out.
+_OPTIONAL = ("nvme_write", "nvme_latency")
 _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
 
 
@@ -62,6 +64,8 @@ class Host:
     Attributes:
         link_bandwidth: of all GPUs together, to and from the host.
         nvme_bandwidth: of reading; also of writing if `nvme_write` is 0.
+        nvme_latency: seconds from the launch of a read or write to its first bytes, an assumption.
+            Only timelines use it (`onefold.simulation.timeline`).
     """
 
     memory: float
@@ -70,6 +74,7 @@ class Host:
     nvme: float
     nvme_bandwidth: float
     nvme_write: float = 0.0
+    nvme_latency: float = 1e-4
 
 
 @dataclass(frozen=True)
@@ -244,7 +249,7 @@ def _read(kind: str, name: str, values: Any, old: Any) -> Any:
     title = str(given.pop("title", "") or getattr(old, "title", name))
     figures: dict[str, Any] = {k: _number(v, f"{where}.{k}") for k, v in given.items()}
     rates = {p: figures.pop(p) for p in PRECISIONS if p in figures}
-    needed = () if old else [k for k in known if k not in _DEFAULTS and k != "nvme_write"]
+    needed = () if old else [k for k in known if k not in _DEFAULTS and k not in _OPTIONAL]
     lacking = [k for k in needed if k not in figures]
     if kind == "gpu" and old is None and not lacking and not rates:
         lacking = ["a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)"]

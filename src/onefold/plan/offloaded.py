@@ -73,12 +73,14 @@ class OffloadedBytes:
         peak: the same in a step, at most.
         carried: what a step moves.
         stepped: elements whose update runs on the host.
+        cast: bytes that the host reads and writes to cast stepped masters to the compute dtype.
     """
 
     rest: Mapping[str, Mapping[str, int]]
     peak: Mapping[str, Mapping[str, int]]
     carried: tuple[Carried, ...]
     stepped: int
+    cast: int = 0
 
     @property
     def host(self) -> int:
@@ -136,6 +138,7 @@ def offloaded_bytes(
         {tier: filled(held) for tier, held in peak.items()},
         _carried(pairs, recipe, micro_batches, optimizer, streams),
         stepped=sum(f.local(slot) for f in flats if f.trainable for slot in f.layout.slots),
+        cast=sum(_cast(f, streams) for f in flats if f.trainable),
     )
 
 
@@ -347,6 +350,16 @@ def _moves(
         yield Carried("written", states + (compute if flat.lies_apart else 0), "step")
     if p is Tier.DEVICE:
         yield Carried("up", compute, "step")
+
+
+def _cast(flat: ShardSpec, streams: bool) -> int:
+    """Return the bytes that the host reads and writes to cast the masters of a flat buffer."""
+    assert flat.tiers is not None
+    d = flat.dtypes
+    # Without streams the copy to the device casts
+    if d.compute == d.master or (flat.tiers.parameters is Tier.DEVICE and not streams):
+        return 0
+    return flat.own * (d.master.itemsize + d.compute.itemsize)
 
 
 # -- activations -----------------------------------------------------------------------------------

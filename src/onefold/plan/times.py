@@ -24,8 +24,8 @@ Tiers (the host link, the disks, the update on the host):
     step                                 │▒▒▒ read ▒ update ▒ written ▒ up ▒│     the slower of update and moves; with
                                                                                   step_in_backward behind the backward passes
 
-Link and disk work at the same time. In one phase each of them carries one thing after the other.
-They hide behind the part of a phase that communication leaves. If the device is a CPU, the
+Link and disk work at the same time. In one phase the disk carries one thing after the other, and so
+does each direction of the link. They hide behind the part of a phase that communication leaves. If the device is a CPU, the
 computing cores make the copies: these hide behind nothing, and gradients need none.
 """
 
@@ -65,7 +65,7 @@ class Work:
         forward_share: the forward passes' share of the compute: 1/3, or 1/4 under full recompute.
         optimizer_numel, optimizer_bytes: elements that this rank's update steps on the device, and
             bytes that it moves (28 an element: Adam in fp32 reads p, g, m, v and writes p, m, v).
-        host_optimizer_numel, host_optimizer_bytes: the same on the host.
+        host_optimizer_numel, host_optimizer_bytes: the same on the host, with its casts of masters.
         carried: bytes between tiers, by the phase behind which they can hide.
         in_backward: units are stepped in the backward pass.
         host_bytes, nvme_bytes: bytes over this rank's host link, and to and from NVMe, that hide
@@ -325,7 +325,7 @@ def _beside(
         (host.nvme_write or host.nvme_bandwidth) / local
     )
     read = nbytes["read"] if phase != "step" else 0  # parameters, which go on to the device
-    link = (nbytes["up"] + nbytes["down"] + read) / machine.host_link()
+    link = max(nbytes["up"] + read, nbytes["down"]) / machine.host_link()  # both at once
     if machine.shared:
         link = 2 * nbytes["up"] / machine.gpu.memory_bandwidth
     parts["link"], parts["disk"] = parts["link"] + link, parts["disk"] + disk

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -15,7 +14,15 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from onefold.comm import TrafficLedger
-from onefold.device import CopyStream, HostBuffers, HostSums, Ticket, host_threads, using_threads
+from onefold.device import (
+    CopyStream,
+    HostBuffers,
+    HostSums,
+    Ticket,
+    host_threads,
+    new_lock,
+    using_threads,
+)
 from onefold.memory import (
     LEAVING,
     MASTERS,
@@ -97,7 +104,7 @@ class Transfers:
         self._writing: deque[tuple[torch.Tensor, Transfer]] = deque()
         self._rising: deque[tuple[Ticket | None, torch.Tensor]] = deque()
         # For steps in the backward pass, which write from a thread of their own
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._store: Store | None = None
 
     @property

@@ -10,6 +10,8 @@ With tiers (simulation/places.py):
 
     copies down          │▓ c3 ▓│   │▓ c2 ▓│          the engine's copy streams; the host link carries one copy a direction at a time
     host          ▏▏▏▏▏▏▏▏▏▏▏▏░ wait ░│█ u0 █│█ u1 █   what the host computes takes its own time, and launches wait for it
+    disk               │▒ read 2 ▒│▒ read 1 ▒│▒ written 2 ▒│   one read or write at a time, at the rank's share of the node's rate
+    host: step               │█ u3 █│█ u2 █│               a thread of the engine (simulation/threads.py): steps in the backward pass
 
 A `Clock` replaces the device's streams (`onefold.device.clocked`) while simulation/simulate.py runs
 a step. The seconds of each operation come from the plan's own time model (simulation/prices.py).
@@ -24,26 +26,39 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from onefold.machine.kernels import flop_formulas, kernels_of, name_of
+from onefold.machine.kernels import flop_formulas, kernels_of, name_of, values_in
 from onefold.memory import nbytes_of
 from onefold.simulation.operations import moved_by, of_engine
 from onefold.simulation.places import HOST as MEMORY
 from onefold.simulation.places import Place, ends_of, place_of, waits_for_it
 from onefold.simulation.prices import Link, Prices
-from onefold.simulation.timeline import COMPUTE, COPIES, HOST, Kind, Span, Timeline, parts_of
+from onefold.simulation.threads import Executor, HostThread, Lock, Threads
+from onefold.simulation.timeline import (
+    BACKWARD_STEPS,
+    COMPUTE,
+    COPIES,
+    DISK,
+    HOST,
+    Kind,
+    Span,
+    Timeline,
+    parts_of,
+)
 
-LINKS: Mapping[Link | Place, str] = {
+#: What carries one thing at a time.
+Line = Link | Place | Literal["disk"]
+LINKS: Mapping[Line, str] = {
     "inside": "link in the node",
     "between": "link between nodes",
     "up": "host link up",
     "down": "host link down",
+    "disk": DISK,
 }
 
 
@@ -147,9 +162,10 @@ class Clock:
 
     Attributes:
         memory: stands for the host's memory (`onefold.device.host_device`).
-        host: the host's current time.
+        threads: the host's threads.
         spans: all spans so far.
         engine: the engine whose units name the kernels, None until it is made.
+        inside: makes the context in which another thread of the host works.
     """
 
     def __init__(self, prices: Prices, rank: int = 0, tiers: bool = False) -> None:
@@ -159,24 +175,41 @@ class Clock:
         """
         self.prices, self.rank, self.tiers = prices, rank, tiers
         self.memory = MEMORY if tiers else torch.device("cpu")
-        self.host = 0.0
         self.spans: list[Span] = []
         self.engine: Any = None
+        self.inside: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.optimizing = False
-        self._computing = Stream(self, COMPUTE)
-        self._current = self._computing
-        self._working = Stream(self, HOST)
-        self._streams: dict[str, int] = {COMPUTE: 1, HOST: 1}
+        self._computing, self._disk = Stream(self, COMPUTE), Stream(self, DISK)
+        self.threads = Threads(HostThread(Stream(self, HOST), self._computing))
+        self._others: list[HostThread] = []
+        self._streams: dict[str, int] = {COMPUTE: 1, HOST: 1, DISK: 1}
         self._communicators: dict[tuple[tuple[int, ...], str], Stream] = {}
-        self._lines: dict[Link | Place, _Line] = {name: _Line() for name in LINKS}
-        # Seconds of the host's launches and of its own work
-        self._launched = 0.0
+        self._lines: dict[Line, _Line] = {name: _Line() for name in LINKS}
         # Backward spans without a unit: the engine names their unit when that unit ends
         self._unnamed: list[Span] = []
         self._named = 0
         self._formulas = flop_formulas()
         self._marks: list[float] = []
         self._begun: tuple[int, float] = (0, 0.0)
+
+    @property
+    def host(self) -> float:
+        """The current time of the host's thread that runs."""
+        return self.threads.current.now
+
+    @host.setter
+    def host(self, now: float) -> None:
+        self.threads.current.now = now
+
+    @property
+    def _current(self) -> Stream:
+        stream: Stream = self.threads.current.stream
+        return stream
+
+    @property
+    def _first(self) -> bool:
+        """Whether the thread runs that runs the passes."""
+        return self.threads.current is self.threads.first
 
     # -- what the room `device` asks for -----------------------------------------------------------
 
@@ -189,14 +222,23 @@ class Clock:
 
     @contextlib.contextmanager
     def use_stream(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        thread = self.threads.current
+        before, thread.stream = thread.stream, stream
         try:
             yield
         finally:
-            self._current = before
+            thread.stream = before
 
     def new_event(self) -> Event:
         return Event(self)
+
+    def new_lock(self) -> Lock:
+        return Lock(self.threads)
+
+    def new_thread(self, name: str) -> Executor:
+        thread = HostThread(self.new_stream(f"{HOST}: {name}"), self._computing)
+        self._others.append(thread)
+        return Executor(self.threads, thread, lambda: self.inside(), self._joins)
 
     def synchronize(self) -> None:
         self.host = max(
@@ -232,12 +274,29 @@ class Clock:
             self._communicators[ranks, name] = self.new_stream(name + where)
         return self._communicators[ranks, name]
 
+    def transfer(self, op: str, unit: str, nbytes: int) -> tuple[float, int]:
+        """Start to read or write `nbytes` on NVMe. Returns (when it ends, its span).
+
+        The first bytes come a latency later, behind which earlier reads and writes go on.
+        """
+        self._launch()
+        seconds = self.prices.disk(op, nbytes)
+        begin = max(self._disk.free, self.host + self.prices.machine.host.nvme_latency)
+        self._lines["disk"].take(begin, seconds)
+        self._add(self._disk, "disk", op, unit, self._phase, begin, begin + seconds, nbytes)
+        return self._disk.free, self._disk.last
+
     # -- what runs ---------------------------------------------------------------------------------
 
     def _launch(self) -> None:
-        seconds = self.prices.software.launch_seconds
-        self.host += seconds
-        self._launched += seconds
+        self._spends(self.prices.software.launch_seconds)
+
+    def _spends(self, seconds: float) -> None:
+        """Let the host's thread be busy for `seconds`."""
+        thread = self.threads.current
+        thread.now += seconds
+        thread.busy += seconds
+        self.threads.pass_on()
 
     def _add(
         self,
@@ -256,8 +315,10 @@ class Clock:
         self.spans.append(span)
         return span
 
-    def waits(self, stream: Stream, begin: float, until: float, after: int) -> None:
-        """Add a wait of `stream` from `begin` until `until`, when span `after` ends."""
+    def waits(self, stream: Stream, begin: float, until: float, after: int, name: str = "") -> None:
+        """Add a wait of `stream` from `begin` until `until`, when span `after` ends. `name`: what it
+        waits for, if that is not the span.
+        """
         cause = self.spans[after] if after >= 0 else None
         if cause is not None and cause.kind == "engine" and cause.after >= 0:
             # A sum of parts on a stream of its own: what is waited for is their reduction
@@ -274,14 +335,28 @@ class Clock:
                 begin = between
                 if begin >= until:
                     return
-        name, unit = (cause.name, cause.unit) if cause is not None else ("", "")
+        unit = ""
+        if cause is not None and not name:
+            name, unit = cause.name, cause.unit
         self._add(stream, "wait", name, unit, self._phase, begin, until, after=after)
 
-    def host_waits(self, until: float, after: int) -> None:
-        """Let the host wait until `until`, when span `after` ends."""
-        if until > self.host and self.tiers:
-            self.waits(self._working, self.host, until, after)
-        self.host = max(self.host, until)
+    def host_waits(self, until: float, after: int, name: str = "") -> None:
+        """Let the host wait until `until`, when span `after` ends. `name`: as of `waits`."""
+        if until <= self.host:
+            return
+        if self.tiers:
+            self.waits(self.threads.current.lane, self.host, until, after, name)
+        self.host = until
+        self.threads.pass_on()
+
+    def _joins(self, until: float, after: int) -> None:
+        """Let the host wait for a job of another thread of its own."""
+        self.host_waits(until, after, BACKWARD_STEPS)
+
+    @property
+    def _stepping(self) -> bool:
+        """Whether the optimizer runs, at its step or in a thread of its own."""
+        return self.optimizing or not self._first
 
     @property
     def _phase(self) -> str:
@@ -301,9 +376,9 @@ class Clock:
             self._copy(place, nbytes_of(ends_of(args, out)[0]), waits_for_it(name, args, kwargs))
         elif name == "_local_scalar_dense":  # .item() and the like
             self._current.synchronize()
-        elif self.optimizing or of_engine():
+        elif self._stepping or of_engine():
             if nbytes := moved_by(func, name, args, kwargs, out):
-                kind: Kind = "optimizer" if self.optimizing else "engine"
+                kind: Kind = "optimizer" if self._stepping else "engine"
                 self._run(kind, name, self.prices.traffic(nbytes))
         elif kernels := kernels_of(func, args, kwargs, out, self._formulas):
             self._run("model", name, self.prices.operation(kernels))
@@ -331,7 +406,7 @@ class Clock:
             begin + seconds,
             after=behind if self._current is not self._computing else -1,
         )
-        if phase == "backward":
+        if phase == "backward" and self._first:
             self._unnamed.append(span)
 
     def _copy(self, way: Place, nbytes: int, waits: bool) -> None:
@@ -341,25 +416,31 @@ class Clock:
         stream, phase, seconds = self._current, self._phase, self.prices.copy(nbytes)
         begin = self._lines[way].free(max(stream.free, self.host), seconds)
         self._lines[way].take(begin, seconds)
-        # The ledger has just noted what moves
-        events = self.engine.transfers.moved.events if self.engine is not None else ()
-        unit = events[-1].unit or "(root)" if events else ""
-        self._add(stream, "copy", COPIES[way], unit, phase, begin, begin + seconds, nbytes)
+        self._add(
+            stream, "copy", COPIES[way], self._moved(way), phase, begin, begin + seconds, nbytes
+        )
         if waits:
             stream.synchronize()
+
+    def _moved(self, way: Place) -> str:
+        """Return the unit that the ledger has noted last for a copy in this direction."""
+        events = self.engine.transfers.moved.events if self.engine is not None else ()
+        # What is read goes on to the device. Another thread may note what it moves meanwhile
+        moves = (way, "read") if way == "up" else (way,)
+        return next((e.unit or "(root)" for e in reversed(events) if e.move in moves), "")
 
     def _works(self, name: str, nbytes: int) -> None:
         """Let the host do an operation that reads and writes `nbytes`."""
         if not nbytes:
             return
         seconds, phase = self.prices.on_host(nbytes), self._phase
-        kind: Kind = "optimizer" if self.optimizing else "engine"
-        begin, self.host = self.host, self.host + seconds
-        self._launched += seconds
-        self._add(self._working, kind, name, self._unit(phase), phase, begin, self.host)
+        kind: Kind = "optimizer" if self._stepping else "engine"
+        lane, begin, unit = self.threads.current.lane, self.host, self._unit(phase)
+        self._add(lane, kind, name, unit, phase, begin, begin + seconds)
+        self._spends(seconds)
 
     def _unit(self, phase: str) -> str:
-        if phase == "optimizer" or self.engine is None or not self.engine.stack:
+        if self._stepping or self.engine is None or not self.engine.stack:
             return ""
         return self.engine.stack[-1][0].name or "(root)"
 
@@ -384,7 +465,9 @@ class Clock:
         """
         self.prices.learned()
         self._unnamed.clear()
-        self._begun, self._marks, self._launched = (len(self.spans), self._now), [], 0.0
+        self._begun, self._marks = (len(self.spans), self._now), []
+        for thread in (self.threads.first, *self._others):
+            thread.busy = 0.0
 
     @property
     def _now(self) -> float:
@@ -421,7 +504,9 @@ class Clock:
 
         for span in (s for s in own if s.kind == "wait"):
             waits(span, span.seconds)
-        busy = {"compute": sum(s.seconds for s in own if s.kind != "wait"), "host": self._launched}
+        busy = {"compute": sum(s.seconds for s in own if s.kind != "wait")}
+        threads = (self.threads.first, *self._others)
+        busy |= {thread.lane.name: thread.busy for thread in threads}
         busy |= {
             LINKS[link]: line.busy(zero, end) for link, line in self._lines.items() if line.taken
         }
@@ -472,4 +557,4 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 def _fake(found: Any) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
-    return any(isinstance(t, FakeTensor) for t in tree_iter(found))
+    return any(isinstance(t, FakeTensor) for t in values_in(found))

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
 
 import onefold.runtime
-from onefold.machine.kernels import kernels_of
+from onefold.machine.kernels import kernels_of, values_in
 from onefold.memory import nbytes_of
 from onefold.runtime.parameters import interval, operators, outside, parameter
 
@@ -59,7 +58,7 @@ def moved_by(func: Any, name: str, args: Any, kwargs: Any, out: Any) -> int:
     given = {a.name: v for a, v in zip(declared, args, strict=False)} | kwargs
     total = 0
     for argument in declared:
-        tensors = [t for t in tree_iter(given.get(argument.name)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in values_in(given.get(argument.name)) if isinstance(t, torch.Tensor)]
         written = argument.alias_info is not None and argument.alias_info.is_write
         # Fused optimizers declare `grads` as written, but write them only with a gradient scale
         written = written and not (argument.name == "grads" and "fused" in name)

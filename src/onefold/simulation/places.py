@@ -19,7 +19,8 @@ from typing import Any, Literal
 
 import torch
 import torch.optim.optimizer as torch_optimizer
-from torch.utils._pytree import tree_iter
+
+from onefold.machine.kernels import values_in
 
 #: What stands for the host's memory. Every build of torch has this device, and nothing runs on it:
 #: fake tensors have no contents.
@@ -35,7 +36,7 @@ def place_of(name: str, args: Any, kwargs: Any, out: Any) -> Place:
     Raises:
         ValueError: it works on tensors of both sides, and is no copy.
     """
-    tensors = [t for t in tree_iter((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+    tensors = [t for t in values_in((args, kwargs, out)) if isinstance(t, torch.Tensor)]
     sides = {t.device.type == HOST.type for t in tensors}
     if sides != {False, True}:
         return "host" if sides == {True} else "device"
@@ -51,7 +52,7 @@ def only_engine_calls(args: Any, kwargs: Any) -> bool:
     """Return whether only the engine makes such a call in a forward pass: with a tensor of the host,
     or with a storage.
     """
-    for given in tree_iter((args, kwargs)):
+    for given in values_in((args, kwargs)):
         if isinstance(given, torch.Tensor | torch.device):
             where = given.device if isinstance(given, torch.Tensor) else given
             if where.type == HOST.type:

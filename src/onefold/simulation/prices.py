@@ -5,6 +5,7 @@ operation of the model     FLOPs ÷ rate of large products, or bytes read and wr
 operation of the engine    bytes read and written ÷ memory bandwidth: casts, copies, sums, the optimizer's update
 collective                 `Traffic` of one call: seconds of each link, and of its hops
 copy to or from the host   bytes ÷ rate of the host link while all GPUs of the node move
+read or write on NVMe       bytes ÷ this rank's share of the node's rate; the first bytes come a latency later
 work on the host           bytes read and written ÷ what an update moves there, divided by the node's ranks
 """
 
@@ -84,6 +85,12 @@ class Prices:
     def copy(self, nbytes: float) -> float:
         """Return the seconds of a copy between the device and the host, in one direction."""
         return nbytes / self.machine.host_link()
+
+    def disk(self, op: str, nbytes: float) -> float:
+        """Return the seconds in which this rank's share of NVMe reads ("read") or writes `nbytes`."""
+        host = self.machine.host
+        rate = (op != "read" and host.nvme_write) or host.nvme_bandwidth
+        return nbytes / (rate / self.machine.local)
 
     def on_host(self, nbytes: float) -> float:
         """Return the seconds in which this rank's share of the host reads and writes `nbytes`."""

@@ -55,6 +55,16 @@ def check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: 
         )
 
 
+def check_untimed(recipe: Recipe) -> None:
+    """Raise ValueError for what needs a clock."""
+    if recipe.step_in_backward:
+        raise ValueError(
+            "step_in_backward=True in a simulation without times: these steps run in a thread of their"
+            " own, whose order comes from a clock. Give a machine with GPUs and a model whose code"
+            " runs, or leave it out."
+        )
+
+
 def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
     """Raise ValueError for what has no timeline."""
     if ranks != machine.ranks:
@@ -66,16 +76,6 @@ def check_timed(recipe: Recipe, ranks: int, machine: Machine) -> None:
         raise ValueError(
             "a timeline of a CPU, which has no streams: simulate without a machine, or on one with"
             " GPUs."
-        )
-    if Tier.NVME in (recipe.parameters.tier, recipe.gradients.tier, recipe.optimizer.tier):
-        raise ValueError(
-            "a timeline with state on NVMe: it has none of the disk's work; keep the state on the"
-            " host, or leave the machine out."
-        )
-    if recipe.step_in_backward:
-        raise ValueError(
-            "a timeline with step_in_backward=True: these steps run in a thread of their own beside"
-            " the launches, and a timeline has one thread of the host; leave either out."
         )
 
 

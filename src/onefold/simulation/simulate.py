@@ -36,6 +36,7 @@ from onefold.comm import MOVES
 from onefold.device import clocked, simulated
 from onefold.device.copies import WINDOW
 from onefold.memory import nbytes_of
+from onefold.offload.nvme import stores_from
 from onefold.plan.hardware import Machine
 from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.offloaded import offloaded_bytes
@@ -43,16 +44,17 @@ from onefold.plan.replay import Replay
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape, architecture, known
 from onefold.plan.states import UnitPlan, at_rest, decided, units_of
-from onefold.plan.subject import dtype_of, tokens
+from onefold.plan.subject import dtype_of, in_tiles, shape_in_tiles, tokens
 from onefold.plan.wire import wire
 from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.refresh import FIRST
 from onefold.simulation.clock import Clock, Recording
+from onefold.simulation.disk import Disk
 from onefold.simulation.places import fused_there, only_engine_calls, put_on_host
 from onefold.simulation.prices import Prices
-from onefold.simulation.refusals import OPTIMIZERS, check, check_timed, has_tiers
+from onefold.simulation.refusals import OPTIMIZERS, check, check_timed, check_untimed, has_tiers
 from onefold.simulation.result import Simulation, events_of, summaries_of
 from onefold.simulation.stand_in import code_of, stand_in
 from onefold.tracing.calling import backward, call, loss_of
@@ -60,8 +62,9 @@ from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, fake_of, passing_as_real
 from onefold.tracing.repeat import Checkpointing, checkpointed
 
-#: Steps that are run. The first records the order of units; the last is reported.
-STEPS = 2
+#: Steps that are run. The first records the order of units; the last is reported. An optimizer's first
+#: step is an ordinary one with `step_in_backward` too, so that the step behind it is not steady yet.
+STEPS, STEPS_IN_BACKWARD = 2, 3
 
 
 def simulate(
@@ -79,8 +82,8 @@ def simulate(
     optimizer: str = "adamw",
     machine: Machine | None = None,
 ) -> Simulation:
-    """Run two optimizer steps as rank `rank` of `ranks` and report the ledgers of the second.
-    The first step records the order of units.
+    """Run two optimizer steps (three with `step_in_backward`) as rank `rank` of `ranks` and report the
+    ledgers of the last. The first step records the order of units.
 
     The module is unchanged afterwards, and no process group is left.
 
@@ -112,14 +115,21 @@ def simulate(
     clock = None
     if machine is not None and own_code:
         clock = _clock(machine, recipe, module, shape, rank, samples * seq)
-    with _world(ranks, rank), clocked(clock) if clock is not None else nullcontext():
+    if clock is None:
+        check_untimed(recipe)
+    with (
+        in_tiles(module, recipe),
+        _world(ranks, rank) as mode,
+        clocked(clock) if clock is not None else nullcontext(),
+        stores_from(lambda: Disk(clock)),
+    ):
         twin = _twin(module, integers).train()
         given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
         with (
             _engine_on(twin, recipe) as engine,
             checkpointed(twin, checkpointing if own_code else "none"),
             torch.enable_grad(),
-            _timed(clock, engine),
+            _timed(clock, engine, mode),
         ):
             answers = _Answers(integers) if own_code else nullcontext()
             account = _steps(
@@ -149,13 +159,20 @@ def _in_groups(recipe: Recipe, machine: Machine | None) -> Recipe:
 
 
 @contextmanager
-def _timed(clock: Clock | None, engine: Any) -> Iterator[None]:
+def _timed(clock: Clock | None, engine: Any, mode: Any) -> Iterator[None]:
     """Time every operation on the clock, with CUDA's kernels, inside the context.
-    Without a clock, time nothing.
+    Without a clock, time nothing. `mode` is that of the fake tensors.
     """
     if clock is None:
         yield
         return
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        with mode, Recording(clock):
+            yield
+
+    clock.inside = inside
     clock.engine, engine.transfers.moved.wanted = engine, lambda: True
     with CudaKernels(), Recording(clock), fused_there():
         yield
@@ -201,19 +218,26 @@ def _subject(
         code = code_of(str(model)) if recipe.units is None else None
         if code is not None:
             name = architecture(str(model)).name
-            return code, dataclasses.replace(model_shape(code), name=name), None, _CODE
+            return code, dataclasses.replace(_shape_of(code, recipe, None), name=name), None, _CODE
         model = architecture(str(model))
     if isinstance(model, str | Path):
         model = module_of(model, as_it_is=recipe.compute_dtype is None)
     if isinstance(model, ModelShape):
-        module, names = stand_in(model)
-        return module, model, tuple(names), _STAND_IN
+        shape = shape_in_tiles(model, recipe)
+        module, names = stand_in(shape)
+        return module, shape, tuple(names), _STAND_IN
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
             " folder or a ModelShape."
         )
-    return model, model_shape(model, recipe.units), recipe.units, _MODULE
+    return model, _shape_of(model, recipe, recipe.units), recipe.units, _MODULE
+
+
+def _shape_of(module: nn.Module, recipe: Recipe, units: Sequence[str | type] | None) -> ModelShape:
+    """Return the shape of a module whose large weights are in tiles, if the recipe says so."""
+    with in_tiles(module, recipe):
+        return model_shape(module, units)
 
 
 def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:
@@ -228,9 +252,9 @@ def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -
 
 
 @contextmanager
-def _world(ranks: int, rank: int) -> Iterator[None]:
+def _world(ranks: int, rank: int) -> Iterator[Any]:
     """Make this process rank `rank` of a fake process group, and new tensors fake, inside the
-    context.
+    context. Yields the mode of the fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -238,10 +262,10 @@ def _world(ranks: int, rank: int) -> Iterator[None]:
         torch.random.fork_rng(devices=[]),
         passing_as_real(),
         _one_of(ranks, rank),
-        FakeTensorMode(allow_non_fake_inputs=True),
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
         quietly(),
     ):
-        yield
+        yield mode
 
 
 @contextmanager
@@ -328,8 +352,9 @@ def _steps(
 
     kind, options = OPTIMIZERS[optimizer]
     stepper = getattr(torch.optim, kind)(twin.parameters(), lr=1e-3, fused=True, **options)
-    for step in range(STEPS):
-        if step + 1 == STEPS:
+    steps = STEPS_IN_BACKWARD if engine.recipe.step_in_backward else STEPS
+    for step in range(steps):
+        if step + 1 == steps:
             engine.memory.now()
             engine.memory.reset_peak()
             engine.traffic.reset()

@@ -8,24 +8,30 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 #: Kinds of spans.
-Kind = Literal["model", "engine", "optimizer", "collective", "copy", "wait"]
+Kind = Literal["model", "engine", "optimizer", "collective", "copy", "disk", "wait"]
 #: The streams of the model's passes, and of the host's own work and waits.
 COMPUTE, HOST = "compute", "host"
 #: Names of copies between device and host, by direction: the keys of `Parts.exposed`.
 COPIES = {"up": "copy up", "down": "copy down"}
+#: The stream of reads and writes on NVMe, and their names: keys of `Parts.exposed` too.
+DISK = "disk"
+READ, WRITTEN = "read", "written"
+#: The key of `Parts.exposed` for waits for steps in the backward pass, in a thread of the host.
+BACKWARD_STEPS = "steps in the backward pass"
 
 
 @dataclass(slots=True)
 class Span:
-    """A kernel, collective, copy or wait on a stream. On `HOST`, work or a wait of the host.
+    """A kernel, collective, copy, read, write or wait on a stream. On `HOST`, work or a wait of the
+    host.
 
     Attributes:
         kind: "model", "engine" or "optimizer" for a kernel of theirs; "collective"; "copy" between
-            device and host; "wait".
-        name: the operation, the move, or one of `COPIES`. unit: the unit it belongs to, "" for none. phase:
+            device and host; "disk" for a read or write on NVMe; "wait".
+        name: the operation, the move, one of `COPIES`, or `READ` or `WRITTEN`. unit: the unit it belongs to, "" for none. phase:
             "forward", "backward" or "optimizer".
         begin, end: seconds.
-        nbytes: bytes that a collective sends or a copy moves.
+        nbytes: bytes that a collective sends, or that a copy, a read or a write moves.
         after: the index of the span that a wait waited for, or that a collective came after, or
             of the collective whose parts a kernel on another stream adds up; -1 for none.
     """
@@ -54,7 +60,8 @@ class Parts:
         model: kernels of forward and backward. engine: casts, copies and sums. optimizer: the
             update, on the device or on the host.
         exposed: {what was waited for: seconds}. The key is a move ("all-gather", "reduce-scatter",
-            "all-reduce", "state"), one of `COPIES`, or a kernel on another stream.
+            "all-reduce", "state"), one of `COPIES`, `READ` or `WRITTEN`, `BACKWARD_STEPS`, or a kernel on
+            another stream.
         host: idle time, because the host had not launched anything yet.
     """
 
@@ -76,6 +83,21 @@ class Parts:
     def copies(self) -> float:
         """Seconds of `waits` for copies between device and host."""
         return sum(self.exposed.get(name, 0.0) for name in COPIES.values())
+
+    @property
+    def disk(self) -> float:
+        """Seconds of `waits` for reads and writes on NVMe."""
+        return self.exposed.get(READ, 0.0) + self.exposed.get(WRITTEN, 0.0)
+
+    @property
+    def steps(self) -> float:
+        """Seconds of `waits` for steps in the backward pass."""
+        return self.exposed.get(BACKWARD_STEPS, 0.0)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of `waits` for other ranks."""
+        return self.waits - self.copies - self.disk - self.steps
 
     def plus(self, other: Parts, times: int) -> Parts:
         """Return these parts plus `times` times those of `other`."""

@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
+from onefold.machine.kernels import values_in
 from onefold.tracing.cuda_kernels import STAND_INS
 
 #: Integer tensors above this many elements (a whole attention mask) are not computed.
@@ -66,7 +67,7 @@ class Integers:
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func` on fake tensors, and learn the contents of its results if possible."""
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in values_in((args, kwargs)) if isinstance(t, torch.Tensor)]
         whole = all(self.contents(t) is not None for t in tensors)
         known = args, kwargs
         if func.overloadpacket in _INDEXED:
@@ -79,12 +80,12 @@ class Integers:
         ):
             return self._ask(func, args, kwargs, whole)
         out = self._fake(func, args, kwargs)
-        results = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
+        results = [t for t in values_in(out) if isinstance(t, torch.Tensor)]
         if func.overloadpacket in _PICKS and not whole:
             self._balance(func, args, results[-1])
         elif whole and results and all(_is_small(t) for t in results):
             real = [
-                t for t in tree_iter(self._for_real(func, *known)) if isinstance(t, torch.Tensor)
+                t for t in values_in(self._for_real(func, *known)) if isinstance(t, torch.Tensor)
             ]
             for fake, contents in zip(results, real, strict=True):
                 self.learn(fake, contents)
@@ -190,7 +191,7 @@ class Integers:
             *((a, kwargs.get(a.name)) for a in declared),
         ):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for t in tree_iter(value):
+                for t in values_in(value):
                     if isinstance(t, torch.Tensor) and (real := self._known.get(id(t))) is not None:
                         self._spoilt[real.untyped_storage()._cdata] = real
 

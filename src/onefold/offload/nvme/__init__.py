@@ -16,9 +16,9 @@ from onefold.offload.nvme.files import reclaim
 from onefold.offload.nvme.io import Fault, Transfer
 from onefold.offload.nvme.preflight import ROOM_TO_MEASURE, DiskRate, measure, refuse_unless_fits
 from onefold.offload.nvme.region import Region
-from onefold.offload.nvme.store import Nvme
+from onefold.offload.nvme.store import Nvme, stores_from, substitute
 
 __all__ = [
     "PAGE", "ROOM_TO_MEASURE", "DiskRate", "Fault", "Nvme", "Region", "TierError", "Transfer", "measure", "page_buffer",
-    "reclaim", "refuse_unless_fits",
+    "reclaim", "refuse_unless_fits", "stores_from", "substitute",
 ]  # fmt: skip

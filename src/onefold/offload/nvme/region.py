@@ -14,12 +14,12 @@ wait. Another one still never reads half-written bytes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from onefold.device import new_lock
 from onefold.offload.nvme.buffer import PAGE, bytes_of, rounded
 from onefold.offload.nvme.datafile import READ, WRITE, DataFile
 from onefold.offload.nvme.io import Io, Piece, Transfer
@@ -92,7 +92,7 @@ class Region:
         self.capacity = rounded(self.nbytes)
         self.lanes = tuple(lanes)
         self._io, self._stripe, self._block = io, stripe, block
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._under_way: list[_UnderWay] = []
         self._freed = False
 
@@ -149,6 +149,26 @@ class Region:
             return Transfer(0)
         lo = start * self.dtype.itemsize
         hi = rounded(lo + tensor.numel() * self.dtype.itemsize)
+        pieces = self._pieces(tensor, lo, hi)
+        with self._lock:
+            if self._freed:
+                raise ValueError(self._freed_words(op))
+            self._under_way = [other for other in self._under_way if not other.transfer.done()]
+            for other in self._under_way:  # [Note: what overlaps waits]
+                if other.lo < hi and lo < other.hi and WRITE in (op, other.op):
+                    other.transfer.settle()
+            transfer = self._io.start(op, self.name, pieces)
+            self._under_way.append(_UnderWay(lo, hi, op, transfer))
+        return transfer
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        """Return whether all of the region may be read into `tensor`: it begins on a page, and holds
+        whole pages.
+        """
+        return not tensor.data_ptr() % PAGE and not self.nbytes % PAGE
+
+    def _pieces(self, tensor: torch.Tensor, lo: int, hi: int) -> list[Piece]:
+        """Cut the transfer of bytes [lo, hi) to or from the memory of `tensor`."""
         view = bytes_of(
             tensor.untyped_storage(), int(tensor.storage_offset()) * self.dtype.itemsize, hi - lo
         )
@@ -162,16 +182,7 @@ class Region:
             for lane, offset, at, length in cut(lo, hi, len(self.lanes), self._stripe, self._block)
         ]
         view.release()
-        with self._lock:
-            if self._freed:
-                raise ValueError(self._freed_words(op))
-            self._under_way = [other for other in self._under_way if not other.transfer.done()]
-            for other in self._under_way:  # [Note: what overlaps waits]
-                if other.lo < hi and lo < other.hi and WRITE in (op, other.op):
-                    other.transfer.settle()
-            transfer = self._io.start(op, self.name, pieces)
-            self._under_way.append(_UnderWay(lo, hi, op, transfer))
-        return transfer
+        return pieces
 
     def _check(self, op: str, start: int, tensor: torch.Tensor) -> None:
         """Check the arguments. Raises: ValueError: a condition of `read` is not met.
@@ -186,11 +197,6 @@ class Region:
             raise ValueError(
                 f"{what}: the tensor holds {tensor.dtype}, the region {self.dtype}. Give a tensor"
                 " of the region's dtype."
-            )
-        if tensor.device.type != "cpu":
-            raise ValueError(
-                f"{what}: the tensor lies on {tensor.device}. Give one on the host (cpu), such as a"
-                " view of Nvme.buffer."
             )
         if not tensor.is_contiguous():
             raise ValueError(
@@ -208,15 +214,25 @@ class Region:
                 f"{what}: element {start:,} lies at byte {start * size:,}. Start at a multiple of"
                 f" {PAGE // size:,} elements."
             )
-        if tensor.data_ptr() % PAGE:
-            raise ValueError(
-                f"{what}: the tensor's address is no multiple of {PAGE}. Give a view of Nvme.buffer"
-                " that begins on a page."
-            )
         if count * size % PAGE and start + count != self.numel:
             raise ValueError(
                 f"{what}: it would end at byte {(start + count) * size:,}. "
                 f"End at a multiple of {PAGE // size:,} elements, or with the region."
+            )
+        self._check_memory(what, tensor)
+
+    def _check_memory(self, what: str, tensor: torch.Tensor) -> None:
+        """Check where `tensor` lies. Raises: ValueError."""
+        size, count = self.dtype.itemsize, tensor.numel()
+        if tensor.device.type != "cpu":
+            raise ValueError(
+                f"{what}: the tensor lies on {tensor.device}. Give one on the host (cpu), such as a"
+                " view of Nvme.buffer."
+            )
+        if tensor.data_ptr() % PAGE:
+            raise ValueError(
+                f"{what}: the tensor's address is no multiple of {PAGE}. Give a view of Nvme.buffer"
+                " that begins on a page."
             )
         behind = tensor.untyped_storage().nbytes() - tensor.storage_offset() * size
         if behind < rounded(count * size):

@@ -13,12 +13,15 @@ The data is for this run only. It is never flushed, and it does not outlive the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +31,25 @@ from onefold.offload.nvme.datafile import ALLOCATE, READ, WRITE
 from onefold.offload.nvme.files import Folder, as_paths
 from onefold.offload.nvme.io import Fault, Io
 from onefold.offload.nvme.region import Lane, Region, lane_lengths
+
+_substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
+
+
+@contextlib.contextmanager
+def stores_from(make: Callable[[], Any]) -> Iterator[None]:
+    """Let `make` make the stores of models that are sharded inside the context: a simulation has no
+    disk.
+    """
+    before = _substitute.set(make)
+    try:
+        yield
+    finally:
+        _substitute.reset(before)
+
+
+def substitute() -> Callable[[], Any] | None:
+    """Return what makes stores in place of `Nvme`; None outside of `stores_from`."""
+    return _substitute.get()
 
 
 class Nvme:

@@ -150,7 +150,11 @@ class StatePlace(torch.Tensor):
 
     @staticmethod
     def of(shape: Any, dtype: torch.dtype) -> StatePlace:
-        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(StatePlace)
+        place: Any = torch.empty(shape, dtype=dtype, device="meta")
+        if dispatches(type(place)):  # a fake tensor keeps its class
+            place.__class__ = over(StatePlace, type(place))
+            return place
+        return place.as_subclass(StatePlace)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         raise _elsewhere()

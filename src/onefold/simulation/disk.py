@@ -1,0 +1,78 @@
+"""NVMe without a disk: regions of the real store whose bytes are nowhere.
+
+Their rules are those of a region (offload/nvme/region.py). Reads and writes take time on a clock; a
+simulation without one has them done at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from onefold.offload.nvme import PAGE, Region, Transfer
+from onefold.simulation.timeline import READ, WRITTEN
+
+if TYPE_CHECKING:
+    from onefold.simulation.clock import Clock
+
+
+class Disk:
+    """The store of the simulated rank. Made in place of `Nvme`, inside `stores_from`."""
+
+    def __init__(self, clock: Clock | None) -> None:
+        self._clock = clock
+
+    def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
+        return _Region(self, name, numel, dtype)
+
+    def close(self) -> None:
+        pass
+
+    # -- what a region asks for --------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        pass
+
+    def start(self, op: str, region: str, pieces: Sequence[int]) -> Transfer:
+        """Start to read or write `pieces`, which are numbers of bytes."""
+        if self._clock is None:
+            return Transfer(0)
+        # A region's name is its unit's, the number of the flat buffer, and the kind
+        unit = region.rsplit(".", 2)[0] or "(root)"
+        until, span = self._clock.transfer(READ if op == "read" else WRITTEN, unit, sum(pieces))
+        return _Moving(self._clock, until, span)
+
+
+class _Region(Region):
+    """A region whose tensors have no memory, and so no addresses."""
+
+    def __init__(self, disk: Any, name: str, numel: int, dtype: torch.dtype) -> None:
+        super().__init__(disk, name, numel, dtype, (), PAGE, PAGE)
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def _pieces(self, tensor: torch.Tensor, lo: int, hi: int) -> Any:
+        return [hi - lo]
+
+    def _check_memory(self, what: str, tensor: torch.Tensor) -> None:
+        pass
+
+
+class _Moving(Transfer):
+    """A read or write that ends at `until`, with span `span`."""
+
+    def __init__(self, clock: Clock, until: float, span: int) -> None:
+        super().__init__(0)
+        self._clock, self._until, self._span = clock, until, span
+
+    def done(self) -> bool:
+        return self._until <= self._clock.host
+
+    def wait(self) -> None:
+        self._clock.host_waits(self._until, self._span)
+
+    def settle(self) -> None:
+        self.wait()
