@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from models import TinyMLP, features_of
-from onefold.runtime.parameters import operators
 from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,
@@ -26,9 +25,8 @@ from onefold.runtime.parameters.interval import (
     dress,
     local_part,
     spec_of,
+    tensors_among,
 )
-from onefold.runtime.parameters.operators import names as known
-from onefold.runtime.parameters.operators import names as operator_names
 from ranks import run_ranks
 
 SAMPLES = 1  # of each operator; `--all`: 5
@@ -163,7 +161,7 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
             if number == samples:
                 break
             given = (sample.input, *sample.args)
-            tensors = sum(1 for _ in operator_names.tensors_among((given, sample.kwargs)))
+            tensors = sum(1 for _ in tensors_among((given, sample.kwargs)))
             for inplace in (False, True):
                 function = op.inplace_variant if inplace else op.op
                 if function is None:
@@ -179,7 +177,7 @@ def every_operator(part: int, samples: int) -> tuple[Counter[str], list[str], li
                     args, kwargs = swapped((given, sample.kwargs), [at], owners)
                     if not any(
                         spec_of(t) is not None and t.layout is torch.strided
-                        for t in operator_names.tensors_among((args, kwargs))
+                        for t in tensors_among((args, kwargs))
                     ):
                         continue
                     what = f"{op.name}{'_' if inplace else ''}, sample {number}, tensor {at}"
@@ -217,44 +215,6 @@ def test_every_operator_of_torch_is_right_on_a_part_or_refused(
         assert counts["part"] > 50 and counts["whole"] > 50, counts
         assert set(refused) <= REFUSED, sorted(set(refused) - REFUSED)
     assert ranks[0] == ranks[1]
-
-
-def test_the_table_has_every_elementwise_operator_that_torch_marks() -> None:
-    others = {
-        "equal",  # of two wholes: one answer
-        "rrelu",  # draws
-        "rand_like", "randn_like", "randint_like", "dropout", "native_dropout", "bernoulli", "masked_fill",
-    }  # fmt: skip
-    names = {
-        getattr(f, "__name__", "")
-        for fs in torch.overrides.get_overridable_functions().values()
-        for f in fs
-    }
-    for name in sorted(names):
-        packet = getattr(torch.ops.aten, name, None)
-        if packet is None or name.startswith("_") or name.endswith("_"):
-            continue
-        marked = [
-            torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads()
-        ]
-        if all(marked) and marked and name not in others:
-            assert name in known.ELEMENTWISE, name
-
-
-def test_every_name_that_can_be_overridden_has_one_place() -> None:
-    """A name in two tables would be taken for whichever comes first."""
-    tables = {
-        "element-wise": known.ELEMENTWISE, "drawn": known.DRAWN, "like": known.LIKE | known.DRAWN_LIKE,
-        "fresh": known.FRESH, "reduced": known.REDUCED, "views": known.VIEWS | known.READ_VIEWS,
-        "numbers": known.NUMBERS,
-        "refused": known.REFUSED, "local": known.LOCAL, "asked": frozenset(operators.META),
-    }  # fmt: skip
-    seen: dict[str, str] = {}
-    twice = []
-    for table, names in tables.items():
-        twice += [f"{name} in {seen[name]} and {table}" for name in names if name in seen]
-        seen |= dict.fromkeys(names, table)
-    assert not twice, twice
 
 
 def face_of(p: torch.Tensor) -> tuple[Any, ...]:
@@ -421,22 +381,3 @@ def copied_by_new_tensor(stage: int) -> list[bool]:
 def test_new_tensor_of_a_part_is_a_copy_of_the_whole(stage: int) -> None:
     for good in run_ranks(2, copied_by_new_tensor, stage):
         assert all(good) and len(good) >= 6
-
-
-def test_the_tables_of_operators_name_what_torch_has() -> None:
-    places = (torch, torch.Tensor, torch.nn.functional, torch.ops.aten)
-    here = {name for place in places for name in dir(place)}
-    here |= {f"special_{name}" for name in dir(torch.special)}
-    tables = {
-        name: table - {f"{base}_" for base in known.ELEMENTWISE}  # not all have a form in place
-        for name, table in vars(known).items()
-        if isinstance(table, frozenset) and name != "METADATA"
-    }
-    assert len(tables) == 14
-    absent = {
-        f"{table}: {name}"
-        for table, names in tables.items()
-        for name in names - here
-        if not hasattr(torch.ops.aten, name)
-    }
-    assert not absent, absent

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from onefold.memory import storage_of
-from onefold.runtime.parameters.operators import METADATA, name_of
 from onefold.runtime.parameters.parameter import (
     ForwardDepth,
     ShardedParameter,
@@ -29,6 +28,7 @@ from onefold.runtime.parameters.parameter import (
     disable_torch_function,
     infos,
 )
+from onefold.runtime.parameters.schema import Does, operator_of, words
 
 
 def stored(tile: nn.Module) -> Any:
@@ -134,6 +134,11 @@ def _computing() -> bool:
 
 
 _T: Any = torch.Tensor
+#: Questions that its own class answers, besides those about its shape.
+_FACTS = words(
+    "dtype device layout is_leaf requires_grad is_cuda is_cpu is_meta is_contiguous itemsize"
+    " element_size is_floating_point is_complex storage_offset"
+)
 _GRAD = {_T.grad.__get__, _T.grad.__set__}
 _ALIASES = {_T.data.__get__, _T.detach, torch.detach}  # the caller may write to their result
 _SWITCHES = {_T.requires_grad.__set__, _T.requires_grad_}
@@ -168,7 +173,8 @@ class WholeWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if name_of(func) in METADATA:
+        op = operator_of(func)
+        if op.does is Does.SHAPE or op.name in _FACTS:
             with disable_torch_function():
                 return func(*args, **kwargs)
         if func in _SWITCHES:

@@ -18,8 +18,10 @@ from onefold.runtime.parameters.interval import (
     over,
     set_grad,
     spec_of,
+    tensors_among,
 )
-from onefold.runtime.parameters.operators import META, name_of, slice_of
+from onefold.runtime.parameters.operators import slice_of
+from onefold.runtime.parameters.schema import Does, operator_of, words
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -85,50 +87,31 @@ class Storageless(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if (
-            isinstance(first, Storageless)
-            and first.spec is not None
-            and (meta := META.get(name_of(func))) is not None
-        ):
-            return meta(first.spec, *args, **(kwargs or {}))
-        if func in NEEDS_NO_ELEMENTS or func in _MADE_WITHOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise storageless_error(
-            func,
-            next(
-                (t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"
-            ),
+        first, kwargs = args[0] if args else None, kwargs or {}
+        op = operator_of(func)
+        if op.does is Does.SHAPE and isinstance(first, Storageless) and first.spec is not None:
+            return func(first.spec.stand_in(first.dtype), *args[1:], **kwargs)
+        if needs_no_elements(func) or op.name in _MADE_WITHOUT:
+            with disable_torch_function():
+                return func(*args, **kwargs)
+        what = next(
+            (t.what for t in tensors_among((args, kwargs)) if isinstance(t, Storageless)), ""
         )
+        raise storageless_error(func, what or "a tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Storageless({self.what}, on NVMe or encoded)"
 
 
-def _tensors(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    return [value]
+def needs_no_elements(func: Any) -> bool:
+    """Whether `func` needs no elements of a tensor, and returns none of them."""
+    op = operator_of(func)
+    return op.asks or op.name in _SETS
 
 
-_T: Any = torch.Tensor
-#: Functions that do not need a tensor's elements, and return none of them.
-NEEDS_NO_ELEMENTS = {
-    getattr(_T, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-                 "itemsize", "nbytes", "grad", "grad_fn", "_version", "is_quantized", "names", "is_nested")
-    if hasattr(_T, name)
-} | {
-    _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__, _T.is_contiguous,
-    _T.requires_grad_, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
-    torch.is_floating_point, torch.is_complex, torch.numel, _T.grad.__set__, _T.requires_grad.__set__,
-    _T.register_hook, _T.register_post_accumulate_grad_hook,
-}  # fmt: skip
+_SETS = words("grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook")
 #: Functions whose result has the elements of their argument, so that it may be storageless too.
-_MADE_WITHOUT = {_T.data.__get__, _T.detach, _T.detach_}
+_MADE_WITHOUT = frozenset(("data", "detach"))
 
 
 class StatePlace(torch.Tensor):
@@ -140,13 +123,12 @@ class StatePlace(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, StatePlace) and first.spec is not None:
-            meta = META.get(name_of(func))
-            if meta is not None:
-                return meta(first.spec, *args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        first, kwargs = args[0] if args else None, kwargs or {}
+        with disable_torch_function():
+            spec = first.spec if isinstance(first, StatePlace) else None
+            if spec is not None and operator_of(func).does is Does.SHAPE:
+                args = (spec.stand_in(args[0].dtype), *args[1:])
+            return func(*args, **kwargs)
 
     @staticmethod
     def of(shape: Any, dtype: torch.dtype) -> StatePlace:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.device import available, default_device
-from onefold.runtime.parameters.operators.names import words
+from onefold.runtime.parameters.schema import words
 from onefold.runtime.state.start import KEEPER
 
 #: The attribute for the number that a parameter got under `Init`, the same on all ranks.
