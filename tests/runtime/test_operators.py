@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from models import TinyMLP, features_of
+from onefold.runtime.parameters import schema
 from onefold.runtime.parameters.interval import (
     Interval,
     IntervalSpec,
@@ -198,6 +200,8 @@ REFUSED = {
     "split_with_sizes", "unsafe_split", "tensor_split", "dsplit", "hsplit", "vsplit", "diagonal", "linalg.diagonal", "narrow", "select",
     "slice", "squeeze", "unsqueeze", "unbind", "unfold", "view_as_complex", "__getitem__", "resize_", "resize_as_", "to_sparse", "adjoint",
     "squeeze.multiple", "view",
+    # It changes running statistics that its schema does not show as written.
+    "nn.functional.instance_norm",
     # These change arguments besides, or shapes in place.
     "_native_batch_norm_legit", "_batch_norm_with_update", "addbmm", "linalg.pinv", "svd_lowrank", "pca_lowrank",
 }  # fmt: skip
@@ -381,3 +385,139 @@ def copied_by_new_tensor(stage: int) -> list[bool]:
 def test_new_tensor_of_a_part_is_a_copy_of_the_whole(stage: int) -> None:
     for good in run_ranks(2, copied_by_new_tensor, stage):
         assert all(good) and len(good) >= 6
+
+
+# -- decided by the schema -------------------------------------------------------------------------
+
+
+class Alone:
+    """An engine of rank 0, which sends nothing."""
+
+    rank = 0
+
+
+#: {schema of another library's operator: (its tags, what it computes)}
+THEIRS: dict[str, tuple[tuple[torch.Tag, ...], Any]] = {
+    "halved(Tensor x) -> Tensor": ((torch.Tag.pointwise,), lambda x: x * 0.5),
+    "halve_(Tensor(a!) x) -> ()": ((torch.Tag.pointwise,), lambda x: x.mul_(0.5) and None),
+    "centered(Tensor x) -> Tensor": ((), lambda x: x - x.mean()),
+    "center_(Tensor(a!) x) -> ()": ((), lambda x: x.sub_(x.mean()) and None),
+    "upper(Tensor(a) x) -> Tensor(a)": ((), lambda x: x[:2]),
+    "mul(Tensor x, Tensor y) -> Tensor": ((), lambda x, y: x @ y),
+    "zeros_like(Tensor x, *, int dtype=0, int layout=0, int device=0) -> Tensor": (
+        (),
+        lambda x, **_: x.cumsum(0),
+    ),
+    "normal_(Tensor(a!) x, *, Generator? generator=None) -> ()": (
+        (torch.Tag.nondeterministic_seeded,),
+        lambda x, generator=None: x.cumsum_(0) and None,
+    ),
+    "both_(Tensor(a!) x, Tensor(b!) y) -> ()": (
+        (torch.Tag.pointwise,),
+        lambda x, y: y.copy_(x) and None,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Iterator[Any]:
+    """The operators of another library."""
+    library = torch.library.Library("theirs", "DEF")
+    for declared, (tags, run) in THEIRS.items():
+        library.define(declared, tags=tags)
+        library.impl(declared.partition("(")[0], run, "CompositeExplicitAutograd")
+    yield torch.ops.theirs
+    library._destroy()
+
+
+def interval_of(x: torch.Tensor) -> Interval:
+    return part_of(x, TwoRanks(Alone()))
+
+
+def test_another_librarys_pointwise_operator_is_computed_on_the_part(theirs: Any) -> None:
+    x = torch.arange(12.0).view(4, 3)
+    for halved in (theirs.halved, theirs.halved.default):
+        out = halved(interval_of(x))
+        assert spec_of(out) is not None and out.shape == x.shape
+        assert torch.equal(local_part(out), torch.arange(6.0) * 0.5)
+    written = interval_of(x)
+    theirs.halve_(written)
+    assert torch.equal(local_part(written), torch.arange(6.0) * 0.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["centered", "center_", "upper", "mul", "zeros_like", "normal_", "both_"]
+)
+def test_another_librarys_operator_without_the_tag_is_refused(theirs: Any, name: str) -> None:
+    """Also where it writes, returns a view, draws or is called like an operator of torch."""
+    x = torch.arange(16.0).view(4, 4)
+    part, other = interval_of(x), torch.ones(4, 4)
+    given = (part, other) if name in ("mul", "both_") else (part,)
+    for function in (getattr(theirs, name), getattr(theirs, name).default):
+        with pytest.raises(ShardedParameterError, match=rf"{name} of 'x' .* on a part.*gather\(\)"):
+            function(*given)
+    assert torch.equal(local_part(part), torch.arange(8.0)) and other.sum() == 16
+
+
+def add(tensor: torch.Tensor) -> Any:
+    """A function in Python that is called like one of torch's."""
+    return torch.overrides.handle_torch_function(add, (tensor,), tensor)
+
+
+def test_a_function_in_python_that_is_called_like_one_of_torch_is_refused() -> None:
+    with pytest.raises(ShardedParameterError, match="add of 'x'"):
+        add(interval_of(torch.ones(4)))
+
+
+@pytest.mark.parametrize(
+    ("call", "does"),
+    [
+        (lambda x: torch.max(x, x), "POINTWISE"),
+        (lambda x: torch.max(x), "REDUCE"),
+        (lambda x: torch.max(x, 1), "REDUCE"),  # which gathers where a dimension is given
+        (lambda x: torch.where(x > 0, x, x), "POINTWISE"),
+        (lambda x: torch.where(x > 0), "READ"),
+        (lambda x: x.bernoulli_(0.5), "DRAW"),
+        (lambda x: x.bernoulli_(torch.ones(3)), "WRITE"),
+        (lambda x: 1 - x, "POINTWISE"),
+        (lambda x: x.masked_fill(x > 0, 1.0), "POINTWISE"),
+    ],
+)
+def test_overloads_that_differ_are_told_apart_by_their_arguments(call: Any, does: str) -> None:
+    seen = []
+
+    class Seen(torch.Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            op = schema.operator_of(func)
+            if op.does is schema.Does.PYTHON:
+                return func.__wrapped__(*args, **(kwargs or {}))
+            seen.append(op.does_with(args, kwargs or {}).name)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    call(torch.ones(3, 3).as_subclass(Seen))
+    assert seen[-1] == does
+
+
+def test_the_exceptions_are_few_and_the_schemas_would_decide_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    functions = {
+        name: getattr(torch.Tensor, name, None) or getattr(torch, name)
+        for name in schema.EXCEPTIONS
+        if name != "data__set__"
+    }
+    assert len(schema.EXCEPTIONS) <= 25
+    decided = dict(schema.EXCEPTIONS)
+    monkeypatch.setattr(schema, "EXCEPTIONS", {})
+    needless = [n for n, f in functions.items() if schema._decided(f).does is decided[n]]
+    assert not needless
+
+
+def test_what_a_function_does_is_decided_once() -> None:
+    assert schema.operator_of(torch.Tensor.add_) is schema.operator_of(torch.Tensor.add_)
+    assert schema.operator_of(torch.Tensor.shape.__get__) is schema.operator_of(
+        torch.Tensor.shape.__get__
+    )

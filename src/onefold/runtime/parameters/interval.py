@@ -36,7 +36,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Flat
+    from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.parameters.parameter import OwningEngine
 
 # Inside it sharded parameters and intervals are plain tensors over local memory
@@ -237,6 +237,11 @@ def spec_of(value: Any) -> IntervalSpec | None:
     )
 
 
+def shape_of(t: torch.Tensor) -> torch.Size:
+    """Return the shape that user code sees."""
+    return t.shape if (spec := spec_of(t)) is None else spec.shape
+
+
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`."""
     if isinstance(value, torch.Tensor):
@@ -254,6 +259,12 @@ def tensors_among(value: Any) -> list[Any]:
     if isinstance(value, (list, tuple)):
         return [t for v in value for t in tensors_among(v)]
     return [t for v in value.values() for t in tensors_among(v)] if isinstance(value, dict) else []
+
+
+def entry_of(param: Any) -> Entry | None:
+    """Return the entry of a sharded parameter; None for another tensor, and if its model is gone."""
+    found = param.__dict__.get("_onefold_entry")
+    return found() if found is not None else None
 
 
 #: The function that runs an operation on an interval, from (function, arguments, keyword

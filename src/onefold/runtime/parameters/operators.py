@@ -33,6 +33,7 @@ from onefold.runtime.parameters.interval import (
     dress,
     mapped,
     note_given_out,
+    shape_of,
     spec_of,
     tensors_among,
 )
@@ -54,14 +55,13 @@ class Stepping:
     depth = 0
 
 
-def compute(func: Any, args: Any, kwargs: Any) -> Any:
+def compute(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Run `func` by the table of this module. `args` hold at least one interval, or a sharded
     parameter that is treated as one.
 
     Raises:
         ShardedParameterError: it cannot be done on a part; the message says what to write instead.
     """
-    op = operator_of(func)
     with disable_torch_function():
         if not args:  # its first argument was given by name
             first = next((k for k in _FIRST if k in kwargs), next(iter(kwargs)))
@@ -100,7 +100,7 @@ def refusal(op: Operator, given: Any) -> ShardedParameterError:
 def mismatch(
     name: str, base: IntervalSpec, others: Sequence[torch.Tensor]
 ) -> ShardedParameterError:
-    shapes = ", ".join(str(tuple(_shape_of(t))) for t in others)
+    shapes = ", ".join(str(tuple(shape_of(t))) for t in others)
     return ShardedParameterError(
         f"{name} on {base.name!r} of shape {tuple(base.shape)} was given {shapes or 'nothing'}:"
         " expected a number, or a tensor that broadcasts to that shape (the whole's; each rank"
@@ -215,16 +215,17 @@ def _on_parts(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         if op.writes and _is_all_local(args[0], tensors[1:]):
             return func(*args, **kwargs)
         return read_whole(op, func, args, kwargs)
-    if op.writes and _broadcast([base.shape, *map(_shape_of, tensors[1:])]) != base.shape:
-        if not any(_is_local(t, base) for t in tensors[1:]):
-            raise mismatch(op.name, base, tensors[1:])
+    others = tensors[1:] if op.writes else ()
+    fits = not others or _broadcast([base.shape, *map(shape_of, others)]) == base.shape
+    if not fits and not any(_is_local(t, base) for t in others):
+        raise mismatch(op.name, base, others)
     args, kwargs = mapped((args, kwargs), lambda t: part_of(t, base, op.name))
     return dressed(func(*args, **kwargs), base)
 
 
 def _base_among(tensors: Sequence[torch.Tensor]) -> IntervalSpec | None:
     """Return the spec of the result: that of an interval of the shape that all broadcast to."""
-    shape = _broadcast(map(_shape_of, tensors))
+    shape = _broadcast(map(shape_of, tensors))
     specs = [s for t in tensors if (s := spec_of(t)) is not None]
     found = next((s for s in specs if s.shape == shape), None)
     return found or next((s for s in specs if any(_is_local(t, s) for t in tensors)), None)
@@ -317,10 +318,6 @@ def dressed(out: Any, spec: IntervalSpec | None) -> Any:
     return mapped(out, lambda t: t if spec_of(t) is not None else dress(t, spec))
 
 
-def _shape_of(t: torch.Tensor) -> torch.Size:
-    return t.shape if (spec := spec_of(t)) is None else spec.shape
-
-
 def _broadcast(shapes: Any) -> torch.Size | None:
     """Return the shape that all of them broadcast to; None if they do not broadcast."""
     try:
@@ -393,16 +390,9 @@ def _set_item(op: Operator, func: Any, args: Any, kwargs: Any) -> None:
         seen = None  # by the elements of the index
     if seen is not None and seen.is_contiguous():
         return _write_into(_cut(op, seen, target), value)
-    mask, alone = spec_of(index), not isinstance(value, torch.Tensor) or value.dim() == 0
-    if (
-        mask is not None
-        and index.dtype == torch.bool
-        and mask.same_cut(spec)
-        and mask.shape == spec.shape
-        and alone
-        and spec_of(value) is None
-    ):
-        target.masked_fill_(index, value)
+    number = not isinstance(value, torch.Tensor) or (value.dim() == 0 and spec_of(value) is None)
+    if number and getattr(index, "dtype", None) is torch.bool and shape_of(index) == spec.shape:
+        _on_parts(operator_of(_T.masked_fill_), _T.masked_fill_, (target, index, value), {})
     else:
         write_whole(op, func, args, kwargs)
 
@@ -412,7 +402,7 @@ def _write_into(into: torch.Tensor, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
         given = torch.as_tensor(value, dtype=into.dtype, device=into.device)
     # Like torch, drop leading dimensions of size 1
-    while spec_of(given) is None and given.dim() > len(_shape_of(into)) and given.shape[0] == 1:
+    while spec_of(given) is None and given.dim() > len(shape_of(into)) and given.shape[0] == 1:
         given = given[0]
     with torch.no_grad():
         _on_parts(operator_of(_T.copy_), _T.copy_, (into, given), {})
@@ -424,7 +414,7 @@ def _set_data(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     spec = spec_of(target)
     if spec is None:
         return read_whole(op, func, args, kwargs)
-    if value.dtype != target.dtype or _shape_of(value) != spec.shape:
+    if value.dtype != target.dtype or shape_of(value) != spec.shape:
         raise mismatch(".data =", spec, [value])
     with torch.no_grad():
         target.copy_(part_of(value, spec, ".data ="))
@@ -530,7 +520,7 @@ def _iterate(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _format(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """A number is read; anything larger says what it is, for which no other rank is needed."""
-    return repr(args[0]) if _shape_of(args[0]) else read_whole(op, func, args, kwargs)
+    return repr(args[0]) if shape_of(args[0]) else read_whole(op, func, args, kwargs)
 
 
 _RUN: dict[Does, Callable[[Operator, Any, Any, Any], Any]] = {

@@ -19,6 +19,7 @@ from onefold.runtime.parameters.interval import (
     disable_torch_function,
     dispatched_by,
     dress,
+    entry_of,
     get_grad,
     mapped,
     set_grad,
@@ -262,7 +263,7 @@ class ShardedParameter(nn.Parameter):
         if ForwardDepth.value or differentiate.in_autograd():
             # Recomputed code must take the same path as in the forward pass, where its module had
             # the whole parameter: adapters cast their input to this dtype
-            entry = self.__dict__["_onefold_entry"]()
+            entry = entry_of(self)
             if entry is not None and (engine := entry.engine()) and _in_own_pass(engine):
                 return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
@@ -347,7 +348,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op.does is Does.PYTHON:
         return func.__wrapped__(*args, **kwargs)
     first = args[0] if args else None
-    if op.name in _HOOKS and isinstance(first, ShardedParameter) and (entry := _entry_of(first)):
+    if op.name in _HOOKS and isinstance(first, ShardedParameter) and (entry := entry_of(first)):
         return gradient_hooks.register(entry, func, args, kwargs)
     with disable_torch_function():
         if op.name in _OWN and isinstance(first, ShardedParameter):
@@ -359,7 +360,9 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             # Parameters are left over that belong to another model, which is not in a pass
             if (entries := _differentiated(op, args, kwargs)) is not None:
                 return compute_outside(func, args, kwargs, entries)
-            return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+            return (
+                compute(op, func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+            )
         # The backward of a Function and a hook get whole parameters too, but for writes: these go
         # to the masters, which `.data` shows, because the whole is dropped after the pass.
         if differentiate.in_autograd() and not (
@@ -390,7 +393,7 @@ def _between_passes(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     if (entries := _differentiated(op, args, kwargs)) is not None:
         return compute_outside(func, args, kwargs, entries)
     if _specs(args, kwargs):
-        return compute(func, args, kwargs)
+        return compute(op, func, args, kwargs)
     if not op.about_itself and not writes:
         args, kwargs = _as_declared(args), _as_declared(kwargs)
     return func(*args, **kwargs)
@@ -438,7 +441,7 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
     if name == "grad__set__":
         return give_grad(param, args[1])
     if name == "data__set__":
-        entry = param.__dict__["_onefold_entry"]()
+        entry = entry_of(param)
         if (
             ForwardDepth.value
             and entry is not None
@@ -566,12 +569,6 @@ def _specs(args: Any, kwargs: Any) -> bool:
     return any(spec_of(t) is not None for t in tensors_among((args, kwargs)))
 
 
-def _entry_of(param: Any) -> Entry | None:
-    """Return the entry of a sharded parameter; None if its model is gone."""
-    entry: Entry | None = param.__dict__["_onefold_entry"]()
-    return entry
-
-
 def _differentiated(op: Operator, args: Any, kwargs: Any) -> list[Entry] | None:
     """Return the sharded parameters among the arguments, each once, if `op` will be differentiated
     with respect to one of them, else None.
@@ -579,7 +576,7 @@ def _differentiated(op: Operator, args: Any, kwargs: Any) -> list[Entry] | None:
     if not torch.is_grad_enabled() or op.about_itself or op.writes_with(kwargs):
         return None
     params = (t for t in tensors_among((args, kwargs)) if isinstance(t, ShardedParameter))
-    entries = {id(e): e for p in params if (e := _entry_of(p)) is not None and e.engine()}
+    entries = {id(e): e for p in params if (e := entry_of(p)) is not None and e.engine()}
     return (
         list(entries.values()) if any(e.compute.requires_grad for e in entries.values()) else None
     )
@@ -594,7 +591,7 @@ def _substitute(
     """
 
     def swap(t: torch.Tensor) -> torch.Tensor:
-        entry = _entry_of(t) if isinstance(t, ShardedParameter) else None
+        entry = entry_of(t) if isinstance(t, ShardedParameter) else None
         engine = entry.engine() if entry is not None else None
         # A parameter of a freed model stays: `compute` raises where its elements are needed
         if entry is None or engine is None or not wanted(engine):

@@ -74,7 +74,14 @@ _ABOUT_ITSELF = QUESTIONS | {Does.LIKE, Does.NEW, Does.REFUSED}
 #: Modules of torch whose functions in Python compute with their arguments alone.
 _MODULES = frozenset(
     f"torch.{name}"
-    for name in ["_tensor", "functional", "nn.functional", "_jit_internal", "_linalg_utils", "_lowrank"]
+    for name in [
+        "_tensor",
+        "functional",
+        "nn.functional",
+        "_jit_internal",
+        "_linalg_utils",
+        "_lowrank",
+    ]
 )
 _DECLARED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _ACCESSORS = ("__get__", "__set__", "__delete__")
@@ -141,8 +148,9 @@ def _decided(func: Any) -> Operator:
         return Operator(name, Does.FOREIGN)
     if module == "torch._tensor" and hasattr(func, "__wrapped__"):
         return Operator(name, Does.PYTHON)
+    in_place = name.endswith("_") and not name.endswith("__")
     if (does := EXCEPTIONS.get(name)) is not None:
-        return Operator(name, does, does is not Does.ITSELF and name.endswith("_"))
+        return Operator(name, does, does is not Does.ITSELF and (in_place or name == "__setitem__"))
     if _is_conversion(name):
         return Operator(name, Does.CONVERT)
     overloads = _overloads(getattr(torch.ops.aten, name, None))
@@ -150,7 +158,6 @@ def _decided(func: Any) -> Operator:
         return Operator(name, asks)
     if overloads:
         return _by_overloads(name, overloads)
-    in_place = name.endswith("_") and not name.endswith("__")
     return Operator(name, Does.REFUSED if in_place else Does.READ, in_place)
 
 
@@ -194,17 +201,21 @@ def _is_conversion(name: str) -> bool:
 
 
 def _overloads(func: Any) -> list[Any]:
-    """Return the overloads of an operator that take tensors, except those that write to `out`."""
+    """Return the overloads of an operator that take tensors, except those that write to `out`.
+
+    TorchScript adds overloads for lists of tensors to some (`sort`): they are left out.
+    """
     if isinstance(func, torch._ops.OpOverloadPacket):
         found = [getattr(func, overload) for overload in func.overloads()]
     else:
         found = [func] if isinstance(func, torch._ops.OpOverload) else []
-    return [
+    found = [
         o
         for o in found
         if _has_tensor(o._schema.arguments)
         and not any(a.kwarg_only and _is_written(a) for a in o._schema.arguments)
     ]
+    return [o for o in found if "List" not in str(o._schema.arguments[0].type)] or found
 
 
 def _has_tensor(declared: Sequence[Any]) -> bool:

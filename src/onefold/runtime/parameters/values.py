@@ -14,13 +14,15 @@ from onefold.runtime.parameters.interval import (
     disable_torch_function,
     dispatches,
     dress,
+    entry_of,
     get_grad,
     over,
     set_grad,
+    shape_of,
     spec_of,
     tensors_among,
 )
-from onefold.runtime.parameters.operators import slice_of
+from onefold.runtime.parameters.operators import part_of
 from onefold.runtime.parameters.schema import Does, operator_of, words
 
 if TYPE_CHECKING:
@@ -159,7 +161,7 @@ def _elsewhere() -> StoragelessError:
 
 def before_write(param: Any, seen: bool) -> None:
     """See `MasterAccess.before_write`."""
-    entry = param.__dict__["_onefold_entry"]()
+    entry = entry_of(param)
     if entry is not None and (engine := entry.engine()) is not None:
         engine.masters.before_write(entry.flat, seen)
 
@@ -173,7 +175,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     all ranks.
     """
     grad, spec = get_grad(param), spec_of(param)
-    entry = param.__dict__["_onefold_entry"]()
+    entry = entry_of(param)
     storage = getattr(entry.flat, "storage", None) if entry is not None else None
     if storage is not None:
         storage.gradient_seen(entry)
@@ -187,7 +189,8 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
-    if entry is not None and entry.pending_grad is grad:
+    pending = entry.pending_grad if entry is not None else None
+    if pending is not None and pending is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
         return dress(grad.detach(), spec)
     return dress(grad.detach(), spec.of("grad"))
@@ -203,40 +206,29 @@ def dropped_grad(param: Any) -> torch.Tensor | None:
     the code must see that there is something to drop.
     """
     own: torch.Tensor | None = get_grad(param)
-    if (
-        own is None
-        and (entry := param.__dict__["_onefold_entry"]()) is not None
-        and entry.graded_elsewhere
-    ):
-        return _nothing
-    return own
+    entry = entry_of(param) if own is None else None
+    return own if entry is None or not entry.graded_elsewhere else _nothing
 
 
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
-    if value is None and (entry := param.__dict__["_onefold_entry"]()) is not None:
-        entry.graded_elsewhere = False
-        set_grad(param, None)
-        return
-    spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
-    shown = None if value is None or isinstance(value, Storageless) else spec_of(value) or value
+    spec, entry = spec_of(param), entry_of(param)
+    elsewhere = spec is not None and spec.start == spec.stop
+    absent = value is None or isinstance(value, Storageless)
     # Every rank checks, also one that has no element of the parameter
-    if spec is not None and shown is not None and shown.shape != spec.shape:
-        raise ShardedParameterError(
-            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected"
-            f" {tuple(spec.shape)} (the whole's)."
-        )
-    if entry is not None and spec is not None:
-        entry.graded_elsewhere = value is not None and spec.start == spec.stop
-    if value is None or isinstance(value, Storageless):
+    if spec is not None and value is not None and not absent and shape_of(value) != spec.shape:
+        raise _other_shape("`.grad`", spec, value)
+    if entry is not None and (spec is not None or value is None):
+        entry.graded_elsewhere = value is not None and elsewhere
+    if value is None or absent:
         set_grad(param, value)
     elif spec is None:
         # What was made like the parameter has the dtype that it shows
         declared = param.__dict__["_onefold_declared"]
         set_grad(param, value.to(param.dtype) if value.dtype == declared else value)
-    elif spec.start == spec.stop:
+    elif elsewhere:
         set_grad(param, None)
     else:
-        set_grad(param, _local_of(value, spec, "`.grad`").detach().to(param.dtype))
+        set_grad(param, _local_of(value, spec, "`.grad`").to(param.dtype))
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
@@ -316,19 +308,16 @@ def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tenso
     Raises:
         ShardedParameterError: `value` has another shape.
     """
-    theirs = spec_of(value)
-    if theirs is not None and theirs.shape == spec.shape:
-        return (
-            value.detach()
-            if theirs.same_cut(spec)
-            else slice_of(theirs.gather(value.detach(), what), spec)
-        )
-    if theirs is None and value.shape == spec.shape:
-        return slice_of(value, spec).clone()
-    shape = tuple(theirs.shape if theirs is not None else value.shape)
-    raise ShardedParameterError(
-        f"{what} of parameter {spec.name!r} was given shape {shape}, expected {tuple(spec.shape)}"
-        " (the whole's)."
+    if shape_of(value) != spec.shape:
+        raise _other_shape(what, spec, value)
+    local = part_of(value, spec, what).detach()
+    return local if spec_of(value) is not None else local.clone()
+
+
+def _other_shape(what: str, spec: IntervalSpec, value: torch.Tensor) -> ShardedParameterError:
+    return ShardedParameterError(
+        f"{what} of parameter {spec.name!r} was given shape {tuple(shape_of(value))}, expected"
+        f" {tuple(spec.shape)} (the whole's)."
     )
 
 
