@@ -9,9 +9,9 @@ plain tensor, the part that this rank has of it, or a refusal on both ranks alik
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -399,9 +399,9 @@ class Alone:
 #: {schema of another library's operator: (its tags, what it computes)}
 THEIRS: dict[str, tuple[tuple[torch.Tag, ...], Any]] = {
     "halved(Tensor x) -> Tensor": ((torch.Tag.pointwise,), lambda x: x * 0.5),
-    "halve_(Tensor(a!) x) -> ()": ((torch.Tag.pointwise,), lambda x: x.mul_(0.5) and None),
+    "halve_(Tensor(a!) x) -> ()": ((torch.Tag.pointwise,), lambda x: (x.mul_(0.5), None)[1]),
     "centered(Tensor x) -> Tensor": ((), lambda x: x - x.mean()),
-    "center_(Tensor(a!) x) -> ()": ((), lambda x: x.sub_(x.mean()) and None),
+    "center_(Tensor(a!) x) -> ()": ((), lambda x: (x.sub_(x.mean()), None)[1]),
     "upper(Tensor(a) x) -> Tensor(a)": ((), lambda x: x[:2]),
     "mul(Tensor x, Tensor y) -> Tensor": ((), lambda x, y: x @ y),
     "zeros_like(Tensor x, *, int dtype=0, int layout=0, int device=0) -> Tensor": (
@@ -410,50 +410,50 @@ THEIRS: dict[str, tuple[tuple[torch.Tag, ...], Any]] = {
     ),
     "normal_(Tensor(a!) x, *, Generator? generator=None) -> ()": (
         (torch.Tag.nondeterministic_seeded,),
-        lambda x, generator=None: x.cumsum_(0) and None,
+        lambda x, generator=None: (x.cumsum_(0), None)[1],
     ),
     "both_(Tensor(a!) x, Tensor(b!) y) -> ()": (
         (torch.Tag.pointwise,),
-        lambda x, y: y.copy_(x) and None,
+        lambda x, y: (y.copy_(x), None)[1],
     ),
 }
 
 
-@pytest.fixture(scope="module")
-def theirs() -> Iterator[Any]:
-    """The operators of another library."""
+@functools.cache
+def theirs() -> Any:
+    """The operators of another library, which is kept with them."""
     library = torch.library.Library("theirs", "DEF")
     for declared, (tags, run) in THEIRS.items():
         library.define(declared, tags=tags)
         library.impl(declared.partition("(")[0], run, "CompositeExplicitAutograd")
-    yield torch.ops.theirs
-    library._destroy()
+    torch.ops.theirs.library = library
+    return torch.ops.theirs
 
 
 def interval_of(x: torch.Tensor) -> Interval:
     return part_of(x, TwoRanks(Alone()))
 
 
-def test_another_librarys_pointwise_operator_is_computed_on_the_part(theirs: Any) -> None:
+def test_another_librarys_pointwise_operator_is_computed_on_the_part() -> None:
     x = torch.arange(12.0).view(4, 3)
-    for halved in (theirs.halved, theirs.halved.default):
+    for halved in (theirs().halved, theirs().halved.default):
         out = halved(interval_of(x))
         assert spec_of(out) is not None and out.shape == x.shape
         assert torch.equal(local_part(out), torch.arange(6.0) * 0.5)
     written = interval_of(x)
-    theirs.halve_(written)
+    theirs().halve_(written)
     assert torch.equal(local_part(written), torch.arange(6.0) * 0.5)
 
 
 @pytest.mark.parametrize(
     "name", ["centered", "center_", "upper", "mul", "zeros_like", "normal_", "both_"]
 )
-def test_another_librarys_operator_without_the_tag_is_refused(theirs: Any, name: str) -> None:
+def test_another_librarys_operator_without_the_tag_is_refused(name: str) -> None:
     """Also where it writes, returns a view, draws or is called like an operator of torch."""
     x = torch.arange(16.0).view(4, 4)
     part, other = interval_of(x), torch.ones(4, 4)
     given = (part, other) if name in ("mul", "both_") else (part,)
-    for function in (getattr(theirs, name), getattr(theirs, name).default):
+    for function in (getattr(theirs(), name), getattr(theirs(), name).default):
         with pytest.raises(ShardedParameterError, match=rf"{name} of 'x' .* on a part.*gather\(\)"):
             function(*given)
     assert torch.equal(local_part(part), torch.arange(8.0)) and other.sum() == 16

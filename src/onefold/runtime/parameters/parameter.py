@@ -358,11 +358,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if ForwardDepth.value or _recomputing():
             args, kwargs = _substitute(op, args, kwargs)
             # Parameters are left over that belong to another model, which is not in a pass
-            if (entries := _differentiated(op, args, kwargs)) is not None:
-                return compute_outside(func, args, kwargs, entries)
-            return (
-                compute(op, func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
-            )
+            return _run(op, func, args, kwargs, tensors_among((args, kwargs)), False)
         # The backward of a Function and a hook get whole parameters too, but for writes: these go
         # to the masters, which `.data` shows, because the whole is dropped after the pass.
         if differentiate.in_autograd() and not (
@@ -376,27 +372,44 @@ def _between_passes(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     first = args[0] if args else None
     if op.does is Does.CONVERT and not getattr(type(first), "_onefold_faced", False):
         return func(*_as_declared(args), **_as_declared(kwargs))
-    found = infos(args, kwargs)
+    among = tensors_among((args, kwargs))
+    params = [t for t in among if isinstance(t, ShardedParameter)]
     seen, writes = op.name in ("data", "detach"), op.writes_with(kwargs)
-    if not (seen or op.asks or op.name in _OWN or op.name in _HOOKS):
-        gone = next((i for i in found if not i.in_place), None)
-        if gone is not None:
-            raise storageless_error(func, f"parameter {gone.name!r}")
-    if seen or writes:
-        _before_write(args, kwargs, seen)
+    if params and not (seen or op.asks or op.name in _OWN or op.name in _HOOKS):
+        _refuse_storageless(func, params)
+    for t in among if seen or writes else ():
+        _before_write(t, seen)
     if seen and isinstance(first, ShardedParameter):
         return _given_out(op, func, first)
     if op.name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
-        _refuse_elsewhere(first, found)
+        _refuse_elsewhere(first, params)
     if getattr(func, "__module__", None) == _C10D_MODULE and op.name not in _SENDS:
-        _refuse_collective(op.name, args, kwargs)
-    if (entries := _differentiated(op, args, kwargs)) is not None:
-        return compute_outside(func, args, kwargs, entries)
-    if _specs(args, kwargs):
+        _refuse_collective(op.name, among)
+    return _run(op, func, args, kwargs, among, True)
+
+
+def _run(op: Operator, func: Any, args: Any, kwargs: Any, among: list[Any], cast: bool) -> Any:
+    """Run `func`, with gradients if it will be differentiated, else on intervals, if any. `cast`:
+    whole masters are read in the dtype that they show.
+    """
+    reads = not op.about_itself and not op.writes_with(kwargs)
+    if reads and torch.is_grad_enabled():
+        params = (t for t in among if isinstance(t, ShardedParameter))
+        entries = {id(e): e for p in params if (e := entry_of(p)) is not None and e.engine()}
+        if any(entry.compute.requires_grad for entry in entries.values()):
+            return compute_outside(func, args, kwargs, list(entries.values()))
+    if any(spec_of(t) is not None for t in among):
         return compute(op, func, args, kwargs)
-    if not op.about_itself and not writes:
+    if reads and cast:
         args, kwargs = _as_declared(args), _as_declared(kwargs)
     return func(*args, **kwargs)
+
+
+def _refuse_storageless(func: Any, params: list[ShardedParameter]) -> None:
+    for param in params:
+        info: ShardInfo = param.__dict__["onefold"]
+        if not info.in_place:
+            raise storageless_error(func, f"parameter {info.name!r}")
 
 
 def _given_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
@@ -413,13 +426,12 @@ def _given_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
 dispatched_by[0] = dispatch
 
 
-def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
+def _before_write(t: torch.Tensor, seen: bool) -> None:
     """See `MasterAccess.before_write`."""
-    for t in tensors_among((args, kwargs)):
-        if isinstance(t, ShardedParameter):
-            before_write(t, seen)
-        elif not seen and (spec := spec_of(t)) is not None:
-            spec.owners.before_write()
+    if isinstance(t, ShardedParameter):
+        before_write(t, seen)
+    elif not seen and (spec := spec_of(t)) is not None:
+        spec.owners.before_write()
 
 
 def _as_declared(value: Any) -> Any:
@@ -511,18 +523,18 @@ _ELSEWHERE = (*_DDP, *_C10D)
 
 
 def _asked_by(files: tuple[str, ...]) -> bool:
-    """Whether the code that uses the tensor (three frames up) is in one of `files`."""
-    return sys._getframe(3).f_code.co_filename.endswith(files)
+    """Whether the code that uses the tensor (four frames up) is in one of `files`."""
+    return sys._getframe(4).f_code.co_filename.endswith(files)
 
 
-def _refuse_elsewhere(tensor: Any, found: list[ShardInfo]) -> None:
-    if sys._getframe(3).f_code.co_filename.endswith(_DDP):
-        if found:
+def _refuse_elsewhere(tensor: Any, params: list[ShardedParameter]) -> None:
+    if sys._getframe(4).f_code.co_filename.endswith(_DDP):
+        if params:
             raise ShardedParameterError(WRAPPED)
         return
     spec = spec_of(tensor)
     if spec is not None:
-        raise _elsewhere_error(sys._getframe(3).f_code.co_name, spec)
+        raise _elsewhere_error(sys._getframe(4).f_code.co_name, spec)
 
 
 def _elsewhere_error(function: str, spec: IntervalSpec) -> ShardedParameterError:
@@ -539,11 +551,11 @@ _SENDS = frozenset({"send", "isend", "all_gather", "all_gather_object", "gather"
 _C10D_MODULE = torch.distributed.distributed_c10d.__name__
 
 
-def _refuse_collective(name: str, args: Any, kwargs: Any) -> None:
+def _refuse_collective(name: str, among: list[Any]) -> None:
     """Raise ShardedParameterError if a function of torch.distributed would write to an interval, or
     to a gathered copy that is dropped.
     """
-    spec = next((s for t in tensors_among((args, kwargs)) if (s := spec_of(t)) is not None), None)
+    spec = next((s for t in among if (s := spec_of(t)) is not None), None)
     if spec is not None:
         raise _elsewhere_error(name, spec)
 
@@ -562,24 +574,6 @@ def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
         for t in tensors_among((args, kwargs))
         if isinstance(t, ShardedParameter) and (info := t.__dict__.get("onefold"))
     ]
-
-
-def _specs(args: Any, kwargs: Any) -> bool:
-    """Whether any argument is an interval, or a sharded parameter taken for one."""
-    return any(spec_of(t) is not None for t in tensors_among((args, kwargs)))
-
-
-def _differentiated(op: Operator, args: Any, kwargs: Any) -> list[Entry] | None:
-    """Return the sharded parameters among the arguments, each once, if `op` will be differentiated
-    with respect to one of them, else None.
-    """
-    if not torch.is_grad_enabled() or op.about_itself or op.writes_with(kwargs):
-        return None
-    params = (t for t in tensors_among((args, kwargs)) if isinstance(t, ShardedParameter))
-    entries = {id(e): e for p in params if (e := entry_of(p)) is not None and e.engine()}
-    return (
-        list(entries.values()) if any(e.compute.requires_grad for e in entries.values()) else None
-    )
 
 
 def _substitute(

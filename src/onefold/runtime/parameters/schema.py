@@ -48,8 +48,8 @@ EXCEPTIONS: dict[str, Does] = {
     **dict.fromkeys(("new", "new_tensor"), Does.NEW),
     # Said to write, but not to elements
     **dict.fromkeys(("requires_grad_", "retain_grad", "detach_", "record_stream"), Does.ITSELF),
-    # Questions with a second argument, and one that meta tensors answer by accident
-    **dict.fromkeys(("as_subclass", "_has_compatible_shallow_copy_type", "data_ptr"), Does.ITSELF),
+    # Questions with a second argument
+    **dict.fromkeys(("as_subclass", "_has_compatible_shallow_copy_type"), Does.ITSELF),
     # Syntax of Python, not operators
     "__getitem__": Does.ITEM,
     "__setitem__": Does.SET_ITEM,
