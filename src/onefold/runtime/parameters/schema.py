@@ -69,20 +69,13 @@ REDUCTIONS = words(
 )
 
 QUESTIONS = frozenset((Does.SHAPE, Does.ITSELF))
-_ABOUT_ITSELF = QUESTIONS | {Does.LIKE, Does.NEW, Does.REFUSED}
+_ABOUT_ITSELF = QUESTIONS | {Does.LIKE, Does.NEW}
 
 #: Modules of torch whose functions in Python compute with their arguments alone.
-_MODULES = frozenset(
+_MODULES = {
     f"torch.{name}"
-    for name in [
-        "_tensor",
-        "functional",
-        "nn.functional",
-        "_jit_internal",
-        "_linalg_utils",
-        "_lowrank",
-    ]
-)
+    for name in words("_tensor functional nn.functional _jit_internal _linalg_utils _lowrank")
+}
 _DECLARED = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _ACCESSORS = ("__get__", "__set__", "__delete__")
 _SAID = {"__getitem__": "[...]", "__setitem__": "[...] =", "__iter__": "unbind"}
