@@ -254,11 +254,19 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
 
 def tensors_among(value: Any) -> list[Any]:
     """Return the tensors in `value`, and in its lists, tuples and dicts."""
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
     if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in tensors_among(v)]
-    return [t for v in value.values() for t in tensors_among(v)] if isinstance(value, dict) else []
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _collect(part, found)
+    elif isinstance(value, dict):
+        _collect(tuple(value.values()), found)
 
 
 def entry_of(param: Any) -> Entry | None:

@@ -399,7 +399,7 @@ def _run(op: Operator, func: Any, args: Any, kwargs: Any, among: list[Any], cast
         if any(entry.compute.requires_grad for entry in entries.values()):
             return compute_outside(func, args, kwargs, list(entries.values()))
     if any(spec_of(t) is not None for t in among):
-        return compute(op, func, args, kwargs)
+        return compute(op, func, args, kwargs, among)
     if reads and cast:
         args, kwargs = _as_declared(args), _as_declared(kwargs)
     return func(*args, **kwargs)

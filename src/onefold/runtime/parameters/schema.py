@@ -98,7 +98,7 @@ class Operator:
         overloads: what each overload does, if they differ.
     """
 
-    __slots__ = ("about_itself", "asks", "does", "name", "overloads", "random", "writes")
+    __slots__ = ("about_itself", "asks", "calls", "does", "name", "overloads", "random", "writes")
 
     def __init__(
         self, name: str, does: Does, writes: bool = False, random: bool = False, overloads: Any = ()
@@ -107,6 +107,7 @@ class Operator:
         self.about_itself = does in _ABOUT_ITSELF or name == "detach"
         self.asks = does in QUESTIONS and name != "data_ptr"
         self.overloads = overloads
+        self.calls: dict[Any, Does] = {}
 
     def writes_with(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with these keywords changes its first argument, or `out`."""
@@ -114,8 +115,13 @@ class Operator:
 
     def does_with(self, args: Any, kwargs: Any) -> Does:
         """Return what a call with these arguments does."""
-        found = {does for schema, does in self.overloads if _fits(schema, args, kwargs)}
-        return found.pop() if len(found) == 1 else self.does
+        if not self.overloads:
+            return self.does
+        call = (*map(_kind, args), None, *((k, _kind(v)) for k, v in kwargs.items()))
+        if call not in self.calls:
+            found = {does for schema, does in self.overloads if _fits(schema, args, kwargs)}
+            self.calls[call] = found.pop() if len(found) == 1 else self.does
+        return self.calls[call]
 
 
 _known: dict[Any, Operator] = {}
@@ -291,6 +297,11 @@ def _is_by_item(name: str) -> bool:
     return EXCEPTIONS.get(name) is Does.POINTWISE or any(map(_is_pointwise, of_item))
 
 
+def _kind(value: Any) -> bool | None:
+    """What tells overloads apart: whether an argument is a tensor. None for None."""
+    return None if value is None else isinstance(value, torch.Tensor)
+
+
 def _fits(schema: Any, args: Any, kwargs: Any) -> bool:
     """Whether a call is one of this overload, judged by which arguments are tensors."""
     declared = schema.arguments
@@ -298,7 +309,7 @@ def _fits(schema: Any, args: Any, kwargs: Any) -> bool:
     if len(given) < len(args) + len(kwargs) or not given.keys() <= {a.name for a in declared}:
         return False
     return all(
-        isinstance(given[a.name], torch.Tensor) == (str(a.type) in ("Tensor", "Optional[Tensor]"))
+        _kind(given[a.name]) == (str(a.type) in ("Tensor", "Optional[Tensor]"))
         if given.get(a.name) is not None
         else a.has_default_value()
         for a in declared
