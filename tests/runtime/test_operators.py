@@ -521,3 +521,38 @@ def test_what_a_function_does_is_decided_once() -> None:
     assert schema.operator_of(torch.Tensor.shape.__get__) is schema.operator_of(
         torch.Tensor.shape.__get__
     )
+
+
+def read_from_a_copy(stage: int) -> list[str]:
+    """What is wrong with functions that show by their results that they are not reads."""
+    import onefold
+
+    torch.manual_seed(0)
+    model = onefold.shard(nn.BatchNorm1d(6), onefold.Recipe.zero(stage, stall_timeout=20))
+    before = model.weight.onefold.gather()
+    refused: dict[str, Any] = {
+        # It writes to the statistics, which its schema does not show
+        "instance_norm": lambda: nn.functional.instance_norm(
+            torch.randn(2, 6, 4), model.weight.data, model.bias.data
+        ),
+        "dlpack": lambda: model.weight.data.__dlpack__(),
+    }
+    wrong = []
+    for name, call in refused.items():
+        try:
+            call()
+            wrong.append(f"{name} was let pass")
+        except onefold.ShardedParameterError as error:
+            if "cannot be done on a part" not in str(error):
+                wrong.append(f"{name}: {error}")
+    if not torch.equal(model.weight.onefold.gather(), before):
+        wrong.append("the parameter was written to")
+    torch.atleast_1d(model.weight.data).zero_()
+    if model.weight.onefold.gather().any():
+        wrong.append("a write to what atleast_1d returned was lost")
+    return wrong
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_read_that_writes_or_returns_its_argument_is_noticed_by_its_result(stage: int) -> None:
+    assert run_ranks(2, read_from_a_copy, stage) == [[], []]
