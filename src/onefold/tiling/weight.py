@@ -142,12 +142,6 @@ _FACTS = words(
 _GRAD = {_T.grad.__get__, _T.grad.__set__}
 _ALIASES = {_T.data.__get__, _T.detach, torch.detach}  # the caller may write to their result
 _SWITCHES = {_T.requires_grad.__set__, _T.requires_grad_}
-_OPERATORS = {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
-
-
 _CURE = (
     "Call its module; or give the function `torch.cat([tile.weight for tile in module.tiles])`, or the"
     " recipe a larger tile."
@@ -191,7 +185,7 @@ class WholeWeight(torch.Tensor):
                 "a weight in tiles cannot be given other memory: write into it, with `copy_`."
             )
         first = args[0] if args else next(iter(kwargs.values()))
-        target = first if _writes(func) else kwargs.get("out")
+        target = first if op.writes else kwargs.get("out")
         writable = isinstance(target, WholeWeight) or (func in _ALIASES and not _computing())
         return func(*_whole(args, writable), **_whole(kwargs, writable))
 
@@ -212,16 +206,6 @@ def _refuse_gradient(weight: Tensor) -> None:
     raise ShardedParameterError(
         "a weight in tiles was given to an autograd Function, whose gradient cannot reach the tiles."
         f" {_CURE}"
-    )
-
-
-def _writes(func: Any) -> bool:
-    """Return whether a function of torch changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return (
-        name in _OPERATORS
-        or name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
     )
 
 

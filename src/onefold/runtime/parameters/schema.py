@@ -145,9 +145,9 @@ def _decided(func: Any) -> Operator:
         return Operator("init", Does.DRAW, True)
     if not _is_torchs(func, module):
         return Operator(name, Does.FOREIGN)
-    if module == "torch._tensor" and hasattr(func, "__wrapped__"):
-        return Operator(name, Does.PYTHON)
     in_place = name.endswith("_") and not name.endswith("__")
+    if module == "torch._tensor" and hasattr(func, "__wrapped__"):
+        return Operator(name, Does.PYTHON, in_place)
     if (does := EXCEPTIONS.get(name)) is not None:
         return Operator(name, does, does is not Does.ITSELF and (in_place or name == "__setitem__"))
     if _is_conversion(name):
