@@ -34,7 +34,7 @@ from onefold.runtime.parameters.parameter import (
     ShardInfo,
     faced_class,
 )
-from onefold.runtime.parameters.values import NEEDS_NO_ELEMENTS, give_grad, seen_grad
+from onefold.runtime.parameters.values import give_grad, needs_no_elements, seen_grad
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found
 
@@ -139,7 +139,7 @@ class Released(Whole):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in NEEDS_NO_ELEMENTS or func in CALLS:  # autograd knows them by their nodes
+        if needs_no_elements(func) or func in CALLS:  # autograd knows them by their nodes
             with disable_torch_function():
                 return func(*args, **(kwargs or {}))
         args, kwargs = tree_map_only(Released, _gathered_again, (args, kwargs or {}))

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from onefold.memory import storage_of
-from onefold.runtime.parameters.operators import METADATA, name_of
 from onefold.runtime.parameters.parameter import (
     ForwardDepth,
     ShardedParameter,
@@ -29,6 +28,7 @@ from onefold.runtime.parameters.parameter import (
     disable_torch_function,
     infos,
 )
+from onefold.runtime.parameters.schema import Does, operator_of, words
 
 
 def stored(tile: nn.Module) -> Any:
@@ -134,15 +134,14 @@ def _computing() -> bool:
 
 
 _T: Any = torch.Tensor
+#: Questions that its own class answers, besides those about its shape.
+_FACTS = words(
+    "dtype device layout is_leaf requires_grad is_cuda is_cpu is_meta is_contiguous itemsize"
+    " element_size is_floating_point is_complex storage_offset"
+)
 _GRAD = {_T.grad.__get__, _T.grad.__set__}
 _ALIASES = {_T.data.__get__, _T.detach, torch.detach}  # the caller may write to their result
 _SWITCHES = {_T.requires_grad.__set__, _T.requires_grad_}
-_OPERATORS = {
-    f"__i{name}__"
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-}
-
-
 _CURE = (
     "Call its module; or give the function `torch.cat([tile.weight for tile in module.tiles])`, or the"
     " recipe a larger tile."
@@ -168,7 +167,8 @@ class WholeWeight(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if name_of(func) in METADATA:
+        op = operator_of(func)
+        if op.does is Does.SHAPE or op.name in _FACTS:
             with disable_torch_function():
                 return func(*args, **kwargs)
         if func in _SWITCHES:
@@ -185,7 +185,7 @@ class WholeWeight(torch.Tensor):
                 "a weight in tiles cannot be given other memory: write into it, with `copy_`."
             )
         first = args[0] if args else next(iter(kwargs.values()))
-        target = first if _writes(func) else kwargs.get("out")
+        target = first if op.writes else kwargs.get("out")
         writable = isinstance(target, WholeWeight) or (func in _ALIASES and not _computing())
         return func(*_whole(args, writable), **_whole(kwargs, writable))
 
@@ -206,16 +206,6 @@ def _refuse_gradient(weight: Tensor) -> None:
     raise ShardedParameterError(
         "a weight in tiles was given to an autograd Function, whose gradient cannot reach the tiles."
         f" {_CURE}"
-    )
-
-
-def _writes(func: Any) -> bool:
-    """Return whether a function of torch changes its first argument."""
-    name = getattr(func, "__name__", "")
-    return (
-        name in _OPERATORS
-        or name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
     )
 
 

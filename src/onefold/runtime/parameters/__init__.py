@@ -4,7 +4,9 @@ only this rank's interval of its data and gradient.
 | question                                                        | files, in the order to read them |
 |-----------------------------------------------------------------|----------------------------------|
 | What does a parameter show, and what does it ask of the engine? | `parameter`, `values`            |
-| What is an interval, and what may be done with it?              | `interval`, `operators`          |
+| What is an interval?                                            | `interval`                       |
+| What does a function of torch do on one, by its schema?         | `schema`                         |
+| How does it do that?                                            | `operators`, `reductions`        |
 | What if its shard has no storage on the device?                 | `values`                         |
 | What does code in a pass get by `module.weight`?                | `in_pass`                        |
 | What if it is used outside of a forward pass?                   | `outside`                        |

@@ -17,32 +17,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.runtime.parameters.interval import ShardedParameterError, get_grad, set_grad
+from onefold.runtime.parameters.interval import (
+    ShardedParameterError,
+    disable_torch_function,
+    get_grad,
+    mapped,
+    set_grad,
+)
+from onefold.runtime.parameters.schema import operator_of
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
 
 _T: Any = torch.Tensor
-_disable_torch_function = torch._C.DisableTorchFunctionSubclass
-_GRAD, _SET_GRAD, _DELETE_GRAD, _DATA = (
-    _T.grad.__get__,
-    _T.grad.__set__,
-    _T.grad.__delete__,
-    _T.data.__get__,
-)
-_REQUIRES_GRAD, _SET_REQUIRES_GRAD = _T.requires_grad.__get__, _T.requires_grad.__set__
-#: Attributes and methods that need no gather.
-_KNOWN = {
-    _T.shape.__get__,
-    _T.ndim.__get__,
-    _T.dtype.__get__,
-    _T.device.__get__,
-    _T.size,
-    _T.dim,
-    _T.numel,
-    _T.nelement,
-    _T.__len__,
-}
+_GRAD, _SET_GRAD, _DELETE_GRAD = _T.grad.__get__, _T.grad.__set__, _T.grad.__delete__
+_DATA, _REQUIRES_GRAD, _SET_REQUIRES_GRAD = (
+    _T.data.__get__, _T.requires_grad.__get__, _T.requires_grad.__set__,
+)  # fmt: skip
 #: The methods that register a hook.
 REGISTER = {_T.register_hook, _T.register_post_accumulate_grad_hook}
 #: The parameters whose hooks are running, by id.
@@ -86,7 +77,7 @@ def register(entry: Entry, func: Any, args: Any, kwargs: Any) -> Any:
             " one by one: no hook would see the whole. Put the hook on a module's output, or give"
             " the recipe a larger tile."
         )
-    with _disable_torch_function():
+    with disable_torch_function():
         if func == _T.register_hook and param.requires_grad:
             # The engine follows at the next pass
             _SET_REQUIRES_GRAD(entry.compute, True)
@@ -101,7 +92,7 @@ def answered(func: Any, args: Any, kwargs: Any) -> Any:
     argument is a parameter whose hooks are running.
     """
     entry = showing.get(id(args[0])) if args else None
-    with _disable_torch_function():
+    with disable_torch_function():
         if entry is not None and func == _GRAD:
             return get_grad(entry.compute)
         if entry is not None and func == _SET_GRAD:
@@ -120,19 +111,18 @@ def answered(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _whole(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
-    found = False
+    found, asks = False, operator_of(func).asks
 
-    def swap(value: Any) -> Any:
+    def swap(t: torch.Tensor) -> torch.Tensor:
         nonlocal found
-        if isinstance(value, torch.Tensor) and (entry := showing.get(id(value))) is not None:
-            found = True
-            engine = None if func in _KNOWN else entry.engine()
-            return entry.compute if engine is None else engine.use(entry)
-        if type(value) in (list, tuple):
-            return type(value)(swap(v) for v in value)
-        return value
+        entry = showing.get(id(t))
+        if entry is None:
+            return t
+        found = True
+        engine = None if asks else entry.engine()
+        return entry.compute if engine is None else engine.use(entry)
 
-    return tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}, found
+    return *mapped((args, kwargs), swap), found
 
 
 def run(entry: Entry, hooks: Any, accumulated: torch.Tensor | None) -> bool:

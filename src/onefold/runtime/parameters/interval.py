@@ -5,7 +5,7 @@
     rank 1      holds [10, 24)                                1 1   1 ... 1     1 ... 1
 
 `p.data`, `p.grad` and `p.detach()` of a sharded parameter are intervals, and so are the results of
-element-wise operations on them. runtime/parameters/operators/ decides what each operation does.
+element-wise operations on them. runtime/parameters/schema.py decides what each operation does.
 Inside `disable_torch_function()` an interval is an ordinary one-dimensional tensor of the local
 elements.
 
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from onefold.comm import CollectiveContext, Group
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Flat
+    from onefold.runtime.flat import Entry, Flat
     from onefold.runtime.parameters.parameter import OwningEngine
 
 # Inside it sharded parameters and intervals are plain tensors over local memory
@@ -103,7 +103,8 @@ class IntervalSpec:
     """
 
     __slots__ = (
-        "_roles", "_token", "first", "name", "numel", "owners", "role", "shape", "start", "stop", "unreduced",
+        "_roles", "_stand_in", "_token", "first", "name", "numel", "owners", "role", "shape", "start", "stop",
+        "unreduced",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +120,7 @@ class IntervalSpec:
         self.role = role
         self._roles: dict[str, IntervalSpec] | None = None
         self._token = b""
+        self._stand_in: torch.Tensor | None = None
         self.shape, self.numel = torch.Size(shape), prod(shape)
         a, b = self._at(owners.position)
         self.start, self.stop = a, b
@@ -153,6 +155,12 @@ class IntervalSpec:
             )
             self._roles[role] = found
         return found
+
+    def stand_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of the whole's shape without memory, of which a shape is asked."""
+        if self._stand_in is None or self._stand_in.dtype != dtype:
+            self._stand_in = torch.empty(self.shape, dtype=dtype, device="meta")
+        return self._stand_in
 
     def _make_token(self) -> bytes:
         """Return what tells it from any other interval, in a few bytes: for digests."""
@@ -227,6 +235,44 @@ def spec_of(value: Any) -> IntervalSpec | None:
         if getattr(type(value), "_onefold_faced", False)
         else None
     )
+
+
+def shape_of(t: torch.Tensor) -> torch.Size:
+    """Return the shape that user code sees."""
+    return t.shape if (spec := spec_of(t)) is None else spec.shape
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        parts = [mapped(v, change) for v in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return {k: mapped(v, change) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def tensors_among(value: Any) -> list[Any]:
+    """Return the tensors in `value`, and in its lists, tuples and dicts."""
+    found: list[Any] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            _collect(part, found)
+    elif isinstance(value, dict):
+        _collect(tuple(value.values()), found)
+
+
+def entry_of(param: Any) -> Entry | None:
+    """Return the entry of a sharded parameter; None for another tensor, and if its model is gone."""
+    found = param.__dict__.get("_onefold_entry")
+    return found() if found is not None else None
 
 
 #: The function that runs an operation on an interval, from (function, arguments, keyword

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.memory import storage_of
 from onefold.runtime.differentiate import is_checkpoint, keep_hooks_from_compiler, tensors_in
-from onefold.runtime.parameters.interval import disable_torch_function, spec_of
+from onefold.runtime.parameters.interval import disable_torch_function, entry_of, mapped, spec_of
 from onefold.runtime.parameters.values import ForwardPass
 
 if TYPE_CHECKING:
@@ -66,10 +66,11 @@ def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[
                 used.append((engine, unit, engine.gather_outside(unit)))
         by_storage = {k: v for engine, _, _ in used for k, v in engine.gathered_buffers.items()}
         owner = {id(unit): engine for engine, unit, _ in used}
-        args, kwargs = _substituted(args), _substituted(kwargs)
+        args, kwargs = mapped((args, kwargs), _whole)
         with _saving(by_storage, owner):
             out = func(*args, **kwargs)
-            out = _copied(out, by_storage, {id(entry.compute) for entry in entries})
+            leaves = {id(entry.compute) for entry in entries}
+            out = mapped(out, lambda t: _copied(t, by_storage, leaves))
         for engine, unit, gathered in used:
             if gathered:
                 engine.release_outside(unit)
@@ -78,21 +79,13 @@ def compute_outside(func: Any, args: Any, kwargs: dict[str, Any], entries: list[
     return out
 
 
-def _substituted(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        if (spec := spec_of(value)) is not None and "_onefold_entry" not in value.__dict__:
-            return spec.gather(value.detach(), "an operation with gradients")
-        found = (
-            value.__dict__.get("_onefold_entry")
-            if getattr(type(value), "_onefold_faced", False)
-            else None
-        )
-        entry = found() if found is not None else None
-        return value if entry is None else entry.compute
-    if isinstance(value, (list, tuple)):
-        parts = [_substituted(v) for v in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return {k: _substituted(v) for k, v in value.items()} if isinstance(value, dict) else value
+def _whole(t: torch.Tensor) -> torch.Tensor:
+    if not getattr(type(t), "_onefold_faced", False):
+        return t
+    entry, spec = entry_of(t), spec_of(t)
+    if spec is not None and "_onefold_entry" not in t.__dict__:
+        return spec.gather(t.detach(), "an operation with gradients")
+    return t if entry is None else entry.compute
 
 
 def _saving(
@@ -126,20 +119,15 @@ def _saving(
     return saved_tensors_hooks(pack, unpack)
 
 
-def _copied(out: Any, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:
-    """Return `out` with tensors in a gathered buffer replaced by copies.
+def _copied(t: torch.Tensor, by_storage: dict[int, tuple[Unit, Flat]], leaves: set[int]) -> Any:
+    """Return a tensor that an operation has returned, or a copy if it lies in a gathered buffer.
 
     If the operation returned the parameter itself, as `p.float()` does, it becomes a view: a hook
     that the user registers on the result must not stay on the parameter.
     """
-    if isinstance(out, torch.Tensor):
-        if id(out) in leaves:
-            out = out.view_as(out)
-        return out.clone() if out.layout is torch.strided and storage_of(out) in by_storage else out
-    if isinstance(out, (list, tuple)):
-        parts = [_copied(o, by_storage, leaves) for o in out]
-        return type(out)(*parts) if hasattr(out, "_fields") else type(out)(parts)
-    return out
+    if id(t) in leaves:
+        t = t.view_as(t)
+    return t.clone() if t.layout is torch.strided and storage_of(t) in by_storage else t
 
 
 def _watch(engine: OwningEngine, out: Any) -> None:

@@ -19,19 +19,16 @@ from onefold.runtime.parameters.interval import (
     disable_torch_function,
     dispatched_by,
     dress,
+    entry_of,
     get_grad,
+    mapped,
     set_grad,
     spec_of,
+    tensors_among,
 )
-from onefold.runtime.parameters.operators import (
-    OF_ANOTHERS_KIND,
-    compute,
-    is_about_itself,
-    name_of,
-    words,
-    writes_in_place,
-)
+from onefold.runtime.parameters.operators import compute
 from onefold.runtime.parameters.outside import compute_outside
+from onefold.runtime.parameters.schema import Does, Operator, operator_of, words
 from onefold.runtime.parameters.values import (
     before_write,
     dropped_grad,
@@ -266,7 +263,7 @@ class ShardedParameter(nn.Parameter):
         if ForwardDepth.value or differentiate.in_autograd():
             # Recomputed code must take the same path as in the forward pass, where its module had
             # the whole parameter: adapters cast their input to this dtype
-            entry = self.__dict__["_onefold_entry"]()
+            entry = entry_of(self)
             if entry is not None and (engine := entry.engine()) and _in_own_pass(engine):
                 return entry.compute.dtype
         return self.__dict__["_onefold_declared"]
@@ -347,86 +344,106 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         and (answer := gradient_hooks.answered(func, args, kwargs)) is not NotImplemented
     ):
         return answer
-    if (
-        func in gradient_hooks.REGISTER
-        and isinstance(args[0], ShardedParameter)
-        and (entry := args[0].__dict__["_onefold_entry"]())
-    ):
+    op = operator_of(func)
+    if op.does is Does.PYTHON:
+        return func.__wrapped__(*args, **kwargs)
+    first = args[0] if args else None
+    if op.name in _HOOKS and isinstance(first, ShardedParameter) and (entry := entry_of(first)):
         return gradient_hooks.register(entry, func, args, kwargs)
     with disable_torch_function():
-        name = name_of(func)
-        first = args[0] if args else None
-        if name in _OWN and isinstance(first, ShardedParameter):
-            return _own(func, name, first, args, kwargs)
+        if op.name in _OWN and isinstance(first, ShardedParameter):
+            return _own(func, op.name, first, args, kwargs)
         # In a forward pass, or in the recomputation of one (which autograd runs with gradients
         # enabled), code gets whole parameters.
         if ForwardDepth.value or _recomputing():
-            args, kwargs = _substitute(func, args, kwargs)
+            args, kwargs = _substitute(op, args, kwargs)
             # Parameters are left over that belong to another model, which is not in a pass
-            if (entries := _differentiated(func, args, kwargs)) is not None:
-                return compute_outside(func, args, kwargs, entries)
-            return compute(func, args, kwargs) if _specs(args, kwargs) else func(*args, **kwargs)
+            return _run(op, func, args, kwargs, tensors_among((args, kwargs)), False)
         # The backward of a Function and a hook get whole parameters too, but for writes: these go
         # to the masters, which `.data` shows, because the whole is dropped after the pass.
         if differentiate.in_autograd() and not (
-            name in ("data", "detach") or is_about_itself(func) or writes_in_place(func, kwargs)
+            op.name == "data" or op.about_itself or op.writes_with(kwargs)
         ):
-            args, kwargs = _substitute(func, args, kwargs, _in_own_pass)
-        if name in OF_ANOTHERS_KIND and not getattr(type(first), "_onefold_faced", False):
-            return func(*_as_declared(args), **_as_declared(kwargs))
-        found = infos(args, kwargs)
-        if (
-            name not in _OF_STORAGELESS
-            and (gone := next((i for i in found if not i.in_place), None)) is not None
-        ):
-            raise storageless_error(func, f"parameter {gone.name!r}")
-        seen = name in ("data", "detach")
-        if seen or writes_in_place(func, kwargs):
-            _before_write(args, kwargs, seen)
-        if seen and isinstance(first, ShardedParameter):
-            if not first.__dict__["onefold"].in_place:
-                return seen_storageless(
-                    func(first), f"parameter {first.__dict__['onefold'].name!r}", spec_of(first)
-                )
-            out = seen_data(first) if name == "data" else func(first)
-            out = out if (spec := spec_of(first)) is None else dress(out, spec)
-            first.__dict__.setdefault("_onefold_given_out", GivenOut()).add(out)
-            return out
-        if name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
-            _refuse_elsewhere(first, found)
-        if getattr(func, "__module__", None) == _C10D_MODULE and name not in _SENDS:
-            _refuse_collective(name, args, kwargs)
-        if (entries := _differentiated(func, args, kwargs)) is not None:
-            return compute_outside(func, args, kwargs, entries)
-        if _specs(args, kwargs):
-            return compute(func, args, kwargs)
-        if not is_about_itself(func) and not writes_in_place(func, kwargs):
-            args, kwargs = _as_declared(args), _as_declared(kwargs)
-        return func(*args, **kwargs)
+            args, kwargs = _substitute(op, args, kwargs, _in_own_pass)
+        return _between_passes(op, func, args, kwargs)
+
+
+def _between_passes(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    first = args[0] if args else None
+    if op.does is Does.CONVERT and not getattr(type(first), "_onefold_faced", False):
+        return func(*_as_declared(args), **_as_declared(kwargs))
+    among = tensors_among((args, kwargs))
+    params = [t for t in among if isinstance(t, ShardedParameter)]
+    seen, writes = op.name in ("data", "detach"), op.writes_with(kwargs)
+    if params and not (seen or op.asks or op.name in _OWN or op.name in _HOOKS):
+        _refuse_storageless(func, params)
+    for t in among if seen or writes else ():
+        _before_write(t, seen)
+    if seen and isinstance(first, ShardedParameter):
+        return _given_out(op, func, first)
+    if op.name in ("dtype", "device", "is_complex") and _asked_by(_ELSEWHERE):
+        _refuse_elsewhere(first, params)
+    if getattr(func, "__module__", None) == _C10D_MODULE and op.name not in _SENDS:
+        _refuse_collective(op.name, among)
+    return _run(op, func, args, kwargs, among, True)
+
+
+def _run(op: Operator, func: Any, args: Any, kwargs: Any, among: list[Any], cast: bool) -> Any:
+    """Run `func`, with gradients if it will be differentiated, else on intervals, if any. `cast`:
+    whole masters are read in the dtype that they show.
+    """
+    reads = not op.about_itself and not op.writes_with(kwargs)
+    if reads and torch.is_grad_enabled():
+        params = (t for t in among if isinstance(t, ShardedParameter))
+        entries = {id(e): e for p in params if (e := entry_of(p)) is not None and e.engine()}
+        if any(entry.compute.requires_grad for entry in entries.values()):
+            return compute_outside(func, args, kwargs, list(entries.values()))
+    if any(spec_of(t) is not None for t in among):
+        return compute(op, func, args, kwargs, among)
+    if reads and cast:
+        args, kwargs = _as_declared(args), _as_declared(kwargs)
+    return func(*args, **kwargs)
+
+
+def _refuse_storageless(func: Any, params: list[ShardedParameter]) -> None:
+    for param in params:
+        info: ShardInfo = param.__dict__["onefold"]
+        if not info.in_place:
+            raise storageless_error(func, f"parameter {info.name!r}")
+
+
+def _given_out(op: Operator, func: Any, param: ShardedParameter) -> Any:
+    """Return `.data` or `detach()` of a parameter."""
+    info, spec = param.__dict__["onefold"], spec_of(param)
+    if not info.in_place:
+        return seen_storageless(func(param), f"parameter {info.name!r}", spec)
+    out = seen_data(param) if op.name == "data" else func(param)
+    out = out if spec is None else dress(out, spec)
+    param.__dict__.setdefault("_onefold_given_out", GivenOut()).add(out)
+    return out
 
 
 dispatched_by[0] = dispatch
 
 
-def _before_write(args: Any, kwargs: Any, seen: bool) -> None:
+def _before_write(t: torch.Tensor, seen: bool) -> None:
     """See `MasterAccess.before_write`."""
-    for t in _flatten((args, kwargs)):
-        if isinstance(t, ShardedParameter):
-            before_write(t, seen)
-        elif isinstance(t, torch.Tensor) and not seen and (spec := spec_of(t)) is not None:
-            spec.owners.before_write()
+    if isinstance(t, ShardedParameter):
+        before_write(t, seen)
+    elif not seen and (spec := spec_of(t)) is not None:
+        spec.owners.before_write()
 
 
 def _as_declared(value: Any) -> Any:
     """Return `value` with each sharded parameter in it cast to the dtype in which the model was
     declared, where its masters have another.
     """
-    if isinstance(value, ShardedParameter):
-        declared = value.__dict__["_onefold_declared"]
-        return value if declared == value.dtype else value.detach().to(declared)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(map(_as_declared, value))
-    return {k: _as_declared(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        declared = t.__dict__["_onefold_declared"] if isinstance(t, ShardedParameter) else t.dtype
+        return t if declared == t.dtype else t.detach().to(declared)
+
+    return mapped(value, cast)
 
 
 def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
@@ -436,7 +453,7 @@ def _own(func: Any, name: str, param: Any, args: Any, kwargs: Any) -> Any:
     if name == "grad__set__":
         return give_grad(param, args[1])
     if name == "data__set__":
-        entry = param.__dict__["_onefold_entry"]()
+        entry = entry_of(param)
         if (
             ForwardDepth.value
             and entry is not None
@@ -506,18 +523,18 @@ _ELSEWHERE = (*_DDP, *_C10D)
 
 
 def _asked_by(files: tuple[str, ...]) -> bool:
-    """Whether the code that uses the tensor (three frames up) is in one of `files`."""
-    return sys._getframe(3).f_code.co_filename.endswith(files)
+    """Whether the code that uses the tensor (four frames up) is in one of `files`."""
+    return sys._getframe(4).f_code.co_filename.endswith(files)
 
 
-def _refuse_elsewhere(tensor: Any, found: list[ShardInfo]) -> None:
-    if sys._getframe(3).f_code.co_filename.endswith(_DDP):
-        if found:
+def _refuse_elsewhere(tensor: Any, params: list[ShardedParameter]) -> None:
+    if sys._getframe(4).f_code.co_filename.endswith(_DDP):
+        if params:
             raise ShardedParameterError(WRAPPED)
         return
     spec = spec_of(tensor)
     if spec is not None:
-        raise _elsewhere_error(sys._getframe(3).f_code.co_name, spec)
+        raise _elsewhere_error(sys._getframe(4).f_code.co_name, spec)
 
 
 def _elsewhere_error(function: str, spec: IntervalSpec) -> ShardedParameterError:
@@ -534,12 +551,11 @@ _SENDS = frozenset({"send", "isend", "all_gather", "all_gather_object", "gather"
 _C10D_MODULE = torch.distributed.distributed_c10d.__name__
 
 
-def _refuse_collective(name: str, args: Any, kwargs: Any) -> None:
+def _refuse_collective(name: str, among: list[Any]) -> None:
     """Raise ShardedParameterError if a function of torch.distributed would write to an interval, or
     to a gathered copy that is dropped.
     """
-    tensors = (t for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor))
-    spec = next((spec for t in tensors if (spec := spec_of(t)) is not None), None)
+    spec = next((s for t in among if (s := spec_of(t)) is not None), None)
     if spec is not None:
         raise _elsewhere_error(name, spec)
 
@@ -555,100 +571,38 @@ class ForwardDepth:
 def infos(args: Any, kwargs: Any) -> list[ShardInfo]:
     return [
         info
-        for t in _flatten((args, kwargs))
+        for t in tensors_among((args, kwargs))
         if isinstance(t, ShardedParameter) and (info := t.__dict__.get("onefold"))
     ]
 
 
-def _specs(args: Any, kwargs: Any) -> bool:
-    """Whether any argument is an interval, or a sharded parameter taken for one."""
-    return any(
-        spec_of(t) is not None for t in _flatten((args, kwargs)) if isinstance(t, torch.Tensor)
-    )
-
-
-def _sharded_among(args: Any, kwargs: Any) -> list[Entry]:
-    """Return the sharded parameters among the arguments, each once, in order."""
-    out: dict[int, Entry] = {}
-    for t in _flatten((args, kwargs)):
-        if (
-            isinstance(t, ShardedParameter)
-            and (entry := t.__dict__["_onefold_entry"]()) is not None
-            and entry.engine() is not None
-        ):
-            out[id(entry)] = entry
-    return list(out.values())
-
-
-def _differentiated(func: Any, args: Any, kwargs: Any) -> list[Entry] | None:
-    """Return the sharded parameters among the arguments if `func` will be differentiated with
-    respect to one of them, else None.
-    """
-    if not torch.is_grad_enabled() or is_about_itself(func) or writes_in_place(func, kwargs):
-        return None
-    entries = _sharded_among(args, kwargs)
-    return entries if any(entry.compute.requires_grad for entry in entries) else None
-
-
-def _flatten(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _flatten(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _flatten(v)]
-    return [value]
-
-
 def _substitute(
-    func: Any, args: Any, kwargs: Any, wanted: Callable[[OwningEngine], bool] = _computing
+    op: Operator, args: Any, kwargs: Any, wanted: Callable[[OwningEngine], bool] = _computing
 ) -> tuple[Any, Any]:
     """Return the arguments with sharded parameters replaced by whole ones, gathered if need be.
 
     `wanted` is asked for each parameter's engine; where it returns False the parameter stays.
     """
 
-    def swap(value: Any) -> Any:
-        if isinstance(value, ShardedParameter):
-            info = value.__dict__.get("onefold")
-            entry = info._entry() if info is not None else None
-            engine = entry.engine() if entry is not None else None
-            # A parameter of a freed model stays: `compute` raises where its elements are needed
-            if entry is None or engine is None or not wanted(engine):
-                return value
-            name = name_of(func)
-            if is_about_itself(func) and name not in ("data", "detach"):
-                return entry.compute
-            whole = engine.use(entry)
-            if name == "data":
-                entry.flat.data_is_read(entry)
-            return whole
-        if isinstance(value, (list, tuple)):
-            return type(value)(swap(v) for v in value) if not hasattr(value, "_fields") else value
-        return value
+    def swap(t: torch.Tensor) -> torch.Tensor:
+        entry = entry_of(t) if isinstance(t, ShardedParameter) else None
+        engine = entry.engine() if entry is not None else None
+        # A parameter of a freed model stays: `compute` raises where its elements are needed
+        if entry is None or engine is None or not wanted(engine):
+            return t
+        if op.about_itself and op.name != "detach":
+            return entry.compute
+        whole = engine.use(entry)
+        if op.name == "data":
+            entry.flat.data_is_read(entry)
+        return whole
 
-    return tuple(swap(a) for a in args), {k: swap(v) for k, v in kwargs.items()}
+    swapped: tuple[Any, Any] = mapped((args, kwargs), swap)
+    return swapped
 
 
 _HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
-# Operations on the optimizer's object itself.
-_OWN = frozenset(
-    (
-        "grad",
-        "grad__set__",
-        "_version",
-        "requires_grad__set__",
-        "requires_grad_",
-        "__hash__",
-        "data__set__",
-        "_grad",
-    )
-)
-# Operations that need no elements: allowed on a parameter that has no memory.
-_OF_STORAGELESS = (
-    _OWN
-    | _HOOKS
-    | words("""
-    shape dtype device ndim is_leaf requires_grad layout is_cuda is_cpu is_meta itemsize nbytes size dim numel nelement
-    is_floating_point is_complex element_size stride __len__ is_contiguous data detach grad_fn is_sparse is_quantized is_nested
-    untyped_storage storage_offset get_device as_subclass retain_grad names is_signed ndimension is_xpu is_mps is_mtia retains_grad
-    """)
+#: Operations on the optimizer's object itself.
+_OWN = words(
+    "grad grad__set__ _version requires_grad__set__ requires_grad_ __hash__ data__set__ _grad"
 )

@@ -14,12 +14,16 @@ from onefold.runtime.parameters.interval import (
     disable_torch_function,
     dispatches,
     dress,
+    entry_of,
     get_grad,
     over,
     set_grad,
+    shape_of,
     spec_of,
+    tensors_among,
 )
-from onefold.runtime.parameters.operators import META, name_of, slice_of
+from onefold.runtime.parameters.operators import part_of
+from onefold.runtime.parameters.schema import Does, operator_of, words
 
 if TYPE_CHECKING:
     from onefold.runtime.flat import Entry
@@ -85,50 +89,31 @@ class Storageless(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if (
-            isinstance(first, Storageless)
-            and first.spec is not None
-            and (meta := META.get(name_of(func))) is not None
-        ):
-            return meta(first.spec, *args, **(kwargs or {}))
-        if func in NEEDS_NO_ELEMENTS or func in _MADE_WITHOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        raise storageless_error(
-            func,
-            next(
-                (t.what for t in _tensors((args, kwargs)) if isinstance(t, Storageless)), "a tensor"
-            ),
+        first, kwargs = args[0] if args else None, kwargs or {}
+        op = operator_of(func)
+        if op.does is Does.SHAPE and isinstance(first, Storageless) and first.spec is not None:
+            return func(first.spec.stand_in(first.dtype), *args[1:], **kwargs)
+        if needs_no_elements(func) or op.name in _MADE_WITHOUT:
+            with disable_torch_function():
+                return func(*args, **kwargs)
+        what = next(
+            (t.what for t in tensors_among((args, kwargs)) if isinstance(t, Storageless)), ""
         )
+        raise storageless_error(func, what or "a tensor")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Storageless({self.what}, on NVMe or encoded)"
 
 
-def _tensors(value: Any) -> list[Any]:
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    return [value]
+def needs_no_elements(func: Any) -> bool:
+    """Whether `func` needs no elements of a tensor, and returns none of them."""
+    op = operator_of(func)
+    return op.asks or op.name in _SETS
 
 
-_T: Any = torch.Tensor
-#: Functions that do not need a tensor's elements, and return none of them.
-NEEDS_NO_ELEMENTS = {
-    getattr(_T, name).__get__
-    for name in ("shape", "dtype", "device", "ndim", "is_leaf", "requires_grad", "layout", "is_cuda", "is_cpu", "is_meta", "is_sparse",
-                 "itemsize", "nbytes", "grad", "grad_fn", "_version", "is_quantized", "names", "is_nested")
-    if hasattr(_T, name)
-} | {
-    _T.size, _T.dim, _T.numel, _T.nelement, _T.is_floating_point, _T.is_complex, _T.element_size, _T.stride, _T.__len__, _T.is_contiguous,
-    _T.requires_grad_, _T.__hash__, _T.untyped_storage, _T.storage_offset, _T.get_device, _T.as_subclass,
-    torch.is_floating_point, torch.is_complex, torch.numel, _T.grad.__set__, _T.requires_grad.__set__,
-    _T.register_hook, _T.register_post_accumulate_grad_hook,
-}  # fmt: skip
+_SETS = words("grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook")
 #: Functions whose result has the elements of their argument, so that it may be storageless too.
-_MADE_WITHOUT = {_T.data.__get__, _T.detach, _T.detach_}
+_MADE_WITHOUT = frozenset(("data", "detach"))
 
 
 class StatePlace(torch.Tensor):
@@ -140,13 +125,12 @@ class StatePlace(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        first = args[0] if args else None
-        if isinstance(first, StatePlace) and first.spec is not None:
-            meta = META.get(name_of(func))
-            if meta is not None:
-                return meta(first.spec, *args, **(kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        first, kwargs = args[0] if args else None, kwargs or {}
+        with disable_torch_function():
+            spec = first.spec if isinstance(first, StatePlace) else None
+            if spec is not None and operator_of(func).does is Does.SHAPE:
+                args = (spec.stand_in(args[0].dtype), *args[1:])
+            return func(*args, **kwargs)
 
     @staticmethod
     def of(shape: Any, dtype: torch.dtype) -> StatePlace:
@@ -181,7 +165,7 @@ def _elsewhere() -> StoragelessError:
 
 def before_write(param: Any, seen: bool) -> None:
     """See `MasterAccess.before_write`."""
-    entry = param.__dict__["_onefold_entry"]()
+    entry = entry_of(param)
     if entry is not None and (engine := entry.engine()) is not None:
         engine.masters.before_write(entry.flat, seen)
 
@@ -195,7 +179,7 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     all ranks.
     """
     grad, spec = get_grad(param), spec_of(param)
-    entry = param.__dict__["_onefold_entry"]()
+    entry = entry_of(param)
     storage = getattr(entry.flat, "storage", None) if entry is not None else None
     if storage is not None:
         storage.gradient_seen(entry)
@@ -209,7 +193,8 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         return dress(torch.empty(0, dtype=param.dtype, device=param.device), spec.of("grad"))
     if isinstance(grad, Storageless):
         return grad
-    if entry is not None and entry.pending_grad is grad:
+    pending = entry.pending_grad if entry is not None else None
+    if pending is not None and pending is grad:
         spec = IntervalSpec(spec.owners, spec.name, spec.first, spec.shape, True, "grad")
         return dress(grad.detach(), spec)
     return dress(grad.detach(), spec.of("grad"))
@@ -225,40 +210,29 @@ def dropped_grad(param: Any) -> torch.Tensor | None:
     the code must see that there is something to drop.
     """
     own: torch.Tensor | None = get_grad(param)
-    if (
-        own is None
-        and (entry := param.__dict__["_onefold_entry"]()) is not None
-        and entry.graded_elsewhere
-    ):
-        return _nothing
-    return own
+    entry = entry_of(param) if own is None else None
+    return own if entry is None or not entry.graded_elsewhere else _nothing
 
 
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
-    if value is None and (entry := param.__dict__["_onefold_entry"]()) is not None:
-        entry.graded_elsewhere = False
-        set_grad(param, None)
-        return
-    spec, entry = spec_of(param), param.__dict__["_onefold_entry"]()
-    shown = None if value is None or isinstance(value, Storageless) else spec_of(value) or value
+    spec, entry = spec_of(param), entry_of(param)
+    elsewhere = spec is not None and spec.start == spec.stop
+    absent = value is None or isinstance(value, Storageless)
     # Every rank checks, also one that has no element of the parameter
-    if spec is not None and shown is not None and shown.shape != spec.shape:
-        raise ShardedParameterError(
-            f"`.grad` of parameter {spec.name!r} was given shape {tuple(shown.shape)}, expected"
-            f" {tuple(spec.shape)} (the whole's)."
-        )
-    if entry is not None and spec is not None:
-        entry.graded_elsewhere = value is not None and spec.start == spec.stop
-    if value is None or isinstance(value, Storageless):
+    if spec is not None and value is not None and not absent and shape_of(value) != spec.shape:
+        raise _other_shape("`.grad`", spec, value)
+    if entry is not None and (spec is not None or value is None):
+        entry.graded_elsewhere = value is not None and elsewhere
+    if value is None or absent:
         set_grad(param, value)
     elif spec is None:
         # What was made like the parameter has the dtype that it shows
         declared = param.__dict__["_onefold_declared"]
         set_grad(param, value.to(param.dtype) if value.dtype == declared else value)
-    elif spec.start == spec.stop:
+    elif elsewhere:
         set_grad(param, None)
     else:
-        set_grad(param, _local_of(value, spec, "`.grad`").detach().to(param.dtype))
+        set_grad(param, _local_of(value, spec, "`.grad`").to(param.dtype))
 
 
 def give_data(param: Any, value: torch.Tensor) -> None:
@@ -338,19 +312,16 @@ def _local_of(value: torch.Tensor, spec: IntervalSpec, what: str) -> torch.Tenso
     Raises:
         ShardedParameterError: `value` has another shape.
     """
-    theirs = spec_of(value)
-    if theirs is not None and theirs.shape == spec.shape:
-        return (
-            value.detach()
-            if theirs.same_cut(spec)
-            else slice_of(theirs.gather(value.detach(), what), spec)
-        )
-    if theirs is None and value.shape == spec.shape:
-        return slice_of(value, spec).clone()
-    shape = tuple(theirs.shape if theirs is not None else value.shape)
-    raise ShardedParameterError(
-        f"{what} of parameter {spec.name!r} was given shape {shape}, expected {tuple(spec.shape)}"
-        " (the whole's)."
+    if shape_of(value) != spec.shape:
+        raise _other_shape(what, spec, value)
+    local = part_of(value, spec, what).detach()
+    return local if spec_of(value) is not None else local.clone()
+
+
+def _other_shape(what: str, spec: IntervalSpec, value: torch.Tensor) -> ShardedParameterError:
+    return ShardedParameterError(
+        f"{what} of parameter {spec.name!r} was given shape {tuple(shape_of(value))}, expected"
+        f" {tuple(spec.shape)} (the whole's)."
     )
 
 

@@ -24,7 +24,7 @@ from onefold.optim.whole import optimizers_over
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of_entry
 from onefold.runtime.parameters.interval import disable_torch_function, dress, spec_of
-from onefold.runtime.parameters.operators.rules import slice_of
+from onefold.runtime.parameters.operators import slice_of
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Storageless
 from onefold.runtime.pending_gradients import whole_local_gradient

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from onefold.device import available, default_device
-from onefold.runtime.parameters.operators.names import words
+from onefold.runtime.parameters.schema import Does, operator_of, words
 from onefold.runtime.state.start import KEEPER
 
 #: The attribute for the number that a parameter got under `Init`, the same on all ranks.
@@ -39,21 +39,10 @@ _VALUES = "_onefold_init_values"
 _STAYS = "_onefold_init_stays"
 _numbers = itertools.count()
 
-#: Operations that need no values.
-_QUESTIONS = words(
-    """
-    shape ndim dtype device layout requires_grad requires_grad_ is_leaf is_meta is_cuda is_cpu grad
-    grad_fn grad_dtype names dim size numel nelement __len__ itemsize nbytes element_size
-    is_floating_point is_complex is_signed is_sparse is_quantized is_nested is_inference is_mps
-    is_xpu is_hpu is_mkldnn is_contiguous stride storage_offset untyped_storage data_ptr get_device
-    _version _base _is_view _backward_hooks _post_accumulate_grad_hooks register_hook
-    register_post_accumulate_grad_hook retains_grad output_nr __hash__ empty_like zeros_like
-    _has_compatible_shallow_copy_type
-    ones_like full_like rand_like randn_like new_empty new_zeros new_ones new_full new_tensor
-    """
+#: Operations that need no values, besides questions and new tensors.
+_OF_AUTOGRAD = words(
+    "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
 )
-#: Operations that give another tensor of the same elements. Their result is a stand-in, too.
-_FOLLOWS = words("data detach to float half bfloat16 double cpu cuda type_as")
 
 _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 
@@ -71,23 +60,23 @@ class _Divided:
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        name = func.__name__
-        if name in ("__get__", "__set__"):
-            name = f"{func.__self__.__name__}{'=' if name == '__set__' else ''}"
-        if name in _QUESTIONS or name in ("requires_grad=", "grad="):
+        op = operator_of(func)
+        if (op.about_itself and op.name != "detach") or op.name in _OF_AUTOGRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name == "data=" and isinstance(args[0], DividedParameter):
+        if op.name == "data__set__" and isinstance(args[0], DividedParameter):
             return _set_data(*args)
         if gathers and (used := list(_among([args, kwargs]))):
             gathers[-1](used)
-            if name == "detach" and sys._getframe(1).f_code is _MAKES_PARAMETERS:
+            if op.name == "detach" and sys._getframe(1).f_code is _MAKES_PARAMETERS:
                 # nn.Parameter(param) asks for a tensor of the class that `param` has
                 return func(*args, **kwargs).as_subclass(nn.Parameter)
             return func(*args, **kwargs)
-        if name in _FOLLOWS and isinstance(args[0], _Divided):
+        # Another tensor of the same elements is a stand-in, too
+        follows = op.does is Does.CONVERT or op.name in ("data", "detach")
+        if follows and isinstance(args[0], _Divided):
             return _follow(func, *args, **kwargs)
-        _refuse(name, args)
+        _refuse(op.name, args)
 
 
 class StandIn(_Divided, Tensor):
